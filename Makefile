@@ -1,0 +1,103 @@
+# Few verbs; `make` alone lists them. Python and what it needs live in .venv/, made on first use.
+
+VENV := .venv
+PYTHON :=
+PORT ?= 8000
+ARGS ?=
+SELECTION :=
+BIN = $(VENV)/bin
+CODE = keyvault rotation tests manage.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo run test test-next lint lock clean ready-to-run ready-to-test
+
+help: ## this list
+	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: ready-to-run ## the whole story of a key, told live in a directory of its own; under 3 minutes
+	@exec $(BIN)/python manage.py demo
+
+# `exec`: make passes SIGTERM on to the process it started, which must be the service and not a shell.
+run: ready-to-run ## the service in the foreground with demo data (PORT=8000)
+	@exec $(BIN)/python manage.py run --port '$(PORT)'
+
+test: ready-to-test ## the suite, on SQLite and on PostgreSQL (ARGS='-k rotate -x': options for pytest)
+	@exec $(BIN)/python -m tests $(SELECTION) $(ARGS)
+
+# The linters say the same on every Python, and PostgreSQL's answers do not depend on it.
+test-next: ## the suite on SQLite again, on Python 3.13, where that is installed
+	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
+	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+	        export KEYVAULT_TEST_DATABASE=sqlite; \
+	        exec $(MAKE) --no-print-directory test \
+	            VENV=.venv/next PYTHON="$$python" SELECTION=--ignore=tests/house; \
+	    fi; \
+	done; \
+	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'
+
+lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy $(CODE)
+
+# The options keep a machine's own package index and file paths out of the locks (tests/house/test_lock.py).
+COMPILE = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --python-version 3.11 \
+    --no-emit-index-url --no-emit-find-links
+
+lock: ready-to-test ## the two requirements.txt from their .in files (ARGS=--upgrade: to the newest versions)
+	$(COMPILE) $(ARGS) requirements.in --output-file requirements.txt
+	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
+
+clean: ## remove .venv/ and caches; data stays
+	rm -rf .venv .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ready-to-run:
+	@$(call install,requirements.txt)
+
+ready-to-test:
+	@$(call install,tests/requirements.txt)
+
+# $(call install,LOCK) leaves in $(VENV) what LOCK pins, or says why not. It can be interrupted at any line:
+# .incomplete marks an environment whose making was, a dist-info without RECORD a package whose installation
+# was, and the copy of LOCK that says "done" gets its name only after pip succeeded. One make at a time.
+define install
+set -eu; unset PYTHONHOME PYTHONPATH; umask 022; \
+lock='$(1)'; venv='$(VENV)'; stamp="$$venv/.installed-$$(echo "$$lock" | tr / -)"; \
+if command -v flock >/dev/null 2>&1; then \
+    exec 9>.stamp-lock; \
+    flock -n 9 || { echo 'set-up: waiting for another make' >&2; flock 9; }; \
+fi; \
+if [ -e "$$venv/.incomplete" ] || ! "$$venv/bin/python" -c \
+        'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+    python=; \
+    for candidate in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
+        if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+                >/dev/null 2>&1; then \
+            python="$$candidate"; break; \
+        fi; \
+    done; \
+    if [ -z "$$python" ]; then \
+        echo 'set-up: this needs Python 3.11 or newer with its venv module, and none was found' >&2; \
+        echo '        (Debian: apt-get install python3-venv; elsewhere: make PYTHON=/path/to/python3)' >&2; \
+        exit 1; \
+    fi; \
+    echo "set-up: $$venv with $$("$$python" --version)" >&2; \
+    mkdir -p "$$venv"; \
+    : >"$$venv/.incomplete"; \
+    find "$$venv/" -mindepth 1 -maxdepth 1 ! -name .incomplete -exec rm -rf {} +; \
+    "$$python" -m venv "$$venv"; \
+    rm "$$venv/.incomplete"; \
+fi; \
+if ! cmp -s "$$lock" "$$stamp"; then \
+    echo "set-up: $$(grep -c == "$$lock") packages of $$lock; the first time takes a minute" >&2; \
+    for package in "$$venv"/lib/python*/site-packages/*.dist-info; do \
+        [ -e "$$package/RECORD" ] || rm -rf "$$package"; \
+    done; \
+    cp "$$lock" "$$stamp.new"; \
+    "$$venv/bin/python" -m pip --quiet --disable-pip-version-check --no-input \
+        install --no-user --require-hashes -r "$$lock"; \
+    mv "$$stamp.new" "$$stamp"; \
+fi
+endef

@@ -1,0 +1,237 @@
+"""The one function that says yes: `decide`. Nothing starts allowed; the first check that fails answers.
+
+A verdict is a value: a `Grant` or a `Denial`. The only call that makes a Grant is the last line of `decide`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from keyvault.access.catalog import Bearer, Endpoint, Miss
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import KeyHolder, Operator, Principal, Service, System
+from keyvault.access.rules import EndpointRequest, EndpointRule, OperationRule, Rule, Target
+from keyvault.domain.errors import ErrorCode as Code
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """No, and why. `detail` is for the caller, `internal` for the operators' log.
+
+    `holder` is set once possession of the key was proved: only then may the answer name the key.
+    """
+
+    code: Code
+    detail: str
+    internal: str = ""
+    holder: KeyHolder | None = None
+    allowed_methods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Proof that somebody asked and was allowed; every writing service takes one."""
+
+    principal: Principal
+    rule: Rule
+    target: Target | EndpointRequest
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One applied rule of a trace."""
+
+    rule: str
+    passed: bool
+
+
+_Step = Callable[..., Denial | None]
+
+
+def decide(
+    rule: Rule,
+    principal: Principal,
+    target: Target | EndpointRequest,
+    now: datetime,
+    trace: list[Check] | None = None,
+) -> Grant | Denial:
+    """May this principal do that to this target, now? `trace` collects each rule applied, in order."""
+    for name, step in _steps(rule):
+        denial = step(rule, principal, target)
+        if trace is not None:
+            trace.append(Check(name, denial is None))
+        if denial is not None:
+            return denial
+    return Grant(principal, rule, target, now)
+
+
+def _steps(rule: Rule) -> tuple[tuple[str, _Step], ...]:
+    return _ENDPOINT_STEPS if isinstance(rule, EndpointRule) else _OPERATION_STEPS
+
+
+# --- operations on our own data ---------------------------------------------------------------------------
+
+
+_KEY_PERMISSIONS = frozenset({Permission.ROTATIONS_ACKNOWLEDGE})
+"""An API key opens nothing of ours but the acknowledgement of its own arrival (D4, D15)."""
+
+
+def _holds_permission(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
+    held = _KEY_PERMISSIONS if isinstance(principal, KeyHolder) else principal.permissions
+    if rule.permission in held:
+        return None
+    return Denial(
+        Code.PERMISSION_MISSING,
+        f"This needs the permission {rule.permission}.",
+        internal=f"{principal.actor} lacks {rule.permission}",
+    )
+
+
+def _within_environment(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
+    if not isinstance(principal, Service | KeyHolder) or target.environment is None:
+        return None
+    environments = principal.environments if isinstance(principal, Service) else frozenset({principal.environment})
+    if target.environment in environments:
+        return None
+    return Denial(
+        Code.PERMISSION_MISSING,
+        f"This credential does not serve {target.environment}.",
+        internal=f"{principal.actor} serves {sorted(environments)}",
+    )
+
+
+def _within_merchants(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
+    if isinstance(principal, Operator | System) or target.merchant_id is None:
+        return None
+    merchants = principal.merchants if isinstance(principal, Service) else frozenset({principal.merchant_id})
+    if merchants is None or target.merchant_id in merchants:
+        return None
+    return Denial(
+        Code.NOT_FOUND,
+        "There is no such thing, or it is not yours to see.",
+        internal=f"{principal.actor} is not for merchant {target.merchant_id}",
+    )
+
+
+def _by_second_person(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
+    if not rule.second_person:
+        return None
+    if isinstance(principal, Operator) and principal.person != target.requester_person:
+        return None
+    return Denial(
+        Code.STATE_CONFLICT,
+        "This takes a second person: whoever asked for it cannot approve it.",
+        internal=f"{principal.actor} asked for it",
+    )
+
+
+_OPERATION_STEPS: tuple[tuple[str, _Step], ...] = (
+    ("permission", _holds_permission),
+    ("environment", _within_environment),
+    ("merchant", _within_merchants),
+    ("second_person", _by_second_person),
+)
+
+
+# --- requests for an endpoint, in the order of the contract's table of verdicts ---------------------------
+
+
+def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if request.named_merchant in {None, holder.merchant_id}:
+        return None
+    return Denial(
+        Code.MERCHANT_MISMATCH,
+        "The key belongs to another merchant than the one that the request names.",
+        internal=f"the request names {request.named_merchant}, the key is {holder.merchant_id}'s",
+        holder=holder,
+    )
+
+
+def _is_not_suspended(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if holder.merchant_active and holder.account_active:
+        return None
+    return Denial(
+        Code.MERCHANT_SUSPENDED,
+        "The merchant is suspended in this environment; the account manager can tell why.",
+        internal="the account is suspended" if holder.merchant_active else "the merchant is suspended",
+        holder=holder,
+    )
+
+
+def _is_cataloged(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    return deny_miss(rule.endpoint, holder) if isinstance(rule.endpoint, Miss) else None
+
+
+def deny_miss(miss: Miss, holder: KeyHolder | None) -> Denial:
+    """The verdict on a request that no endpoint answers to."""
+    if miss.allowed:
+        return Denial(
+            Code.METHOD_NOT_ALLOWED,
+            f"The endpoint answers to {', '.join(miss.allowed)} only.",
+            holder=holder,
+            allowed_methods=miss.allowed,
+        )
+    return Denial(Code.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", holder=holder)
+
+
+def _is_right_kind(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    endpoint = _endpoint(rule)
+    if holder.kind is endpoint.credential:
+        return None
+    return Denial(
+        Code.METHOD_NOT_SUPPORTED,
+        f"{endpoint.name} takes the {endpoint.credential} API key, not the {holder.kind} one.",
+        holder=holder,
+    )
+
+
+def _takes_bearer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    endpoint = _endpoint(rule)
+    if not request.has_bearer or endpoint.bearer is not Bearer.NONE:
+        return None
+    return Denial(
+        Code.BEARER_NOT_SUPPORTED,
+        f"{endpoint.name} does not take a customer access token: send it without Authorization.",
+        holder=holder,
+    )
+
+
+def _is_not_in_browser(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if not request.has_origin or _endpoint(rule).credential.value != "private" or holder.reports_origin:
+        return None
+    return Denial(
+        Code.PRIVATE_KEY_IN_BROWSER,
+        "A private key came with an Origin header: it belongs in a trusted backend only.",
+        holder=holder,
+    )
+
+
+def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if request.has_bearer:
+        # No customer access token has ever been issued here, so that each one presented is unknown.
+        return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
+    if _endpoint(rule).bearer is Bearer.REQUIRED:
+        return Denial(
+            Code.CUSTOMER_TOKEN_MISSING,
+            "This endpoint needs a customer access token in Authorization: Bearer.",
+            holder=holder,
+        )
+    return None
+
+
+def _endpoint(rule: EndpointRule) -> Endpoint:
+    if isinstance(rule.endpoint, Miss):
+        raise TypeError("a miss was denied before this step")
+    return rule.endpoint
+
+
+_ENDPOINT_STEPS: tuple[tuple[str, _Step], ...] = (
+    ("merchant_named", _is_named_merchant),
+    ("merchant_active", _is_not_suspended),
+    ("endpoint_known", _is_cataloged),
+    ("credential_kind", _is_right_kind),
+    ("bearer_supported", _takes_bearer),
+    ("not_in_browser", _is_not_in_browser),
+    ("customer_context", _has_customer),
+)

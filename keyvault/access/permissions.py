@@ -1,0 +1,45 @@
+"""Every permission of the service, `<resource>:<action>`, and which of them a service token may hold."""
+
+from enum import StrEnum
+
+
+class Permission(StrEnum):
+    MERCHANTS_READ = "merchants:read"
+    MERCHANTS_WRITE = "merchants:write"
+    KEYS_READ = "keys:read"
+    KEYS_VERIFY = "keys:verify"
+    KEYS_SUSPEND = "keys:suspend"
+    KEYS_RESUME = "keys:resume"
+    KEYS_REVOKE = "keys:revoke"
+    KEYS_REPORT_COMPROMISE = "keys:report_compromise"
+    ISSUANCE_READ = "issuance:read"
+    ISSUANCE_REQUEST = "issuance:request"
+    ISSUANCE_APPROVE = "issuance:approve"
+    ISSUANCE_REJECT = "issuance:reject"
+    ISSUANCE_WITHDRAW = "issuance:withdraw"
+    ISSUANCE_COLLECT = "issuance:collect"
+    ISSUANCE_EXECUTE = "issuance:execute"
+    ROTATIONS_READ = "rotations:read"
+    ROTATIONS_WRITE = "rotations:write"
+    ROTATIONS_APPROVE = "rotations:approve"
+    ROTATIONS_ADVANCE = "rotations:advance"
+    ROTATIONS_ACKNOWLEDGE = "rotations:acknowledge"
+    TOKENS_READ = "tokens:read"
+    TOKENS_WRITE = "tokens:write"
+    OPERATORS_WRITE = "operators:write"
+    AUDIT_READ = "audit:read"
+    BREAK_GLASS_REVIEW = "break_glass:review"
+
+
+SERVICE_PERMISSIONS = frozenset(
+    {
+        Permission.KEYS_READ,
+        Permission.KEYS_VERIFY,
+        Permission.KEYS_REVOKE,
+        Permission.ISSUANCE_REQUEST,
+        Permission.ISSUANCE_COLLECT,
+        Permission.ROTATIONS_READ,
+        Permission.ROTATIONS_WRITE,
+    }
+)
+"""What a service token may be given; approving is for people."""

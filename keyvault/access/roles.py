@@ -1,0 +1,39 @@
+"""What each operator role may do. The Django groups of the console mirror this table, by migration.
+
+Nobody who may create operators or service tokens is thereby able to approve what they ask: persons are
+compared, see `access.decision`, and operators are created on the host, not in the console.
+"""
+
+from enum import StrEnum
+
+from keyvault.access.permissions import Permission as P
+
+
+class Role(StrEnum):
+    KEY_ADMINISTRATOR = "key_administrator"
+    TECHNICAL_ACCOUNT_MANAGER = "technical_account_manager"
+    APPROVER = "approver"
+    AUDITOR = "auditor"
+    INCIDENT_RESPONDER = "incident_responder"
+
+
+_READ = frozenset({P.MERCHANTS_READ, P.KEYS_READ, P.ISSUANCE_READ, P.ROTATIONS_READ})
+_ASK = frozenset({P.ISSUANCE_REQUEST, P.ISSUANCE_WITHDRAW, P.ISSUANCE_COLLECT, P.ROTATIONS_WRITE})
+_APPROVE = frozenset({P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW})
+_STOP = frozenset({P.KEYS_SUSPEND, P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE})
+
+ROLE_PERMISSIONS: dict[Role, frozenset[P]] = {
+    Role.KEY_ADMINISTRATOR: _READ
+    | _ASK
+    | _APPROVE
+    | _STOP
+    | {P.KEYS_RESUME, P.MERCHANTS_WRITE, P.TOKENS_READ, P.TOKENS_WRITE, P.AUDIT_READ},
+    Role.TECHNICAL_ACCOUNT_MANAGER: _READ | _ASK | {P.KEYS_SUSPEND},
+    Role.APPROVER: _READ | _APPROVE,
+    Role.AUDITOR: _READ | {P.TOKENS_READ, P.AUDIT_READ},
+    Role.INCIDENT_RESPONDER: _READ | _STOP | {P.TOKENS_READ, P.AUDIT_READ},
+}
+
+
+def permissions_of(roles: frozenset[Role]) -> frozenset[P]:
+    return frozenset().union(*(ROLE_PERMISSIONS[role] for role in roles))

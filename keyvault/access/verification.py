@@ -1,0 +1,96 @@
+"""Is the presented key good here and now? Two pure steps, with the door's look-up between them.
+
+read_key(presented) -> KeyString | Denial       no look-up: what is malformed dies here
+judge_key(keystring, record, ...) -> KeyHolder | Denial
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from urllib.parse import unquote
+
+from keyvault.access.decision import Denial
+from keyvault.access.principals import KeyHolder
+from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Peppers
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode as Code
+from keyvault.domain.keys import KeyRecord, KeyState, Retirement
+from keyvault.domain.keystring import (
+    SHAPED,
+    STRING_SCOPE,
+    KeyString,
+    StringKind,
+    parse_keystring,
+)
+
+INVALID = Denial(Code.CREDENTIAL_INVALID, "The API key is not valid.")
+"""One answer for every string that proves nothing, so that nothing can be told from it."""
+
+_API_KEYS = frozenset({StringKind.PUBLIC, StringKind.PRIVATE})
+
+
+def find_exposed(url: str) -> Denial | None:
+    """Denies a path and query that carry something shaped like a key string, escaped or not."""
+    if SHAPED.search(url) or SHAPED.search(unquote(url)):
+        return Denial(
+            Code.CREDENTIAL_IN_URL,
+            "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, "
+            "and have this one rotated.",
+        )
+    return None
+
+
+def read_key(
+    presented: str | None,
+    *,
+    environment: Environment,
+    brand: str,
+    base_urls: Mapping[Environment, str],
+) -> KeyString | Denial:
+    """The parts of what was presented for this environment, or why it can be none of its keys."""
+    if presented is None:
+        return Denial(Code.CREDENTIAL_MISSING, "The endpoint needs an API key in the X-Api-Key header.")
+    if "," in presented:
+        return Denial(Code.CREDENTIAL_AMBIGUOUS, "The X-Api-Key header came more than once, or holds a comma.")
+    keystring = parse_keystring(presented, brand)
+    if keystring is None or keystring.kind not in _API_KEYS:
+        return INVALID
+    if keystring.scope is not STRING_SCOPE[environment]:
+        home = next(env for env, scope in STRING_SCOPE.items() if scope is keystring.scope)
+        return Denial(
+            Code.ENVIRONMENT_MISMATCH,
+            f"This is a {home} key, and the request went to {environment}. "
+            f"The base URL of {home} is {base_urls[home]}.",
+        )
+    return keystring
+
+
+def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, now: datetime) -> KeyHolder | Denial:
+    """Proof first, then state. An unknown key costs what a wrong secret costs, and gets the same answer."""
+    if record is None:
+        peppers.matches(keystring.text, DECOY_DIGEST, DECOY_VERSION)
+        return INVALID
+    if not peppers.matches(keystring.text, record.digest, record.pepper_version):
+        return INVALID
+    holder = KeyHolder(
+        key_id=record.key_id,
+        credential_id=record.credential_id,
+        kind=record.kind,
+        environment=record.environment,
+        merchant_id=record.merchant_id,
+        merchant_active=record.merchant_active,
+        account_active=record.account_active,
+        reports_origin=record.reports_origin,
+    )
+    return _judge_state(record, holder, now) or holder
+
+
+def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial | None:
+    if record.may_verify(now):
+        return None
+    if record.state in {KeyState.PRE_ACTIVATION, KeyState.SUSPENDED}:
+        code, detail = Code.KEY_NOT_ACTIVE, "The key is not active: not yet, or suspended by an operator."
+    elif record.state is KeyState.ACTIVE or record.retirement is Retirement.EXPIRED:
+        code, detail = Code.KEY_EXPIRED, "The key has expired. Use its replacement."
+    else:
+        code, detail = Code.KEY_REVOKED, "The key was revoked. Use its replacement."
+    return Denial(code, detail, internal=f"the key is {record.state}", holder=holder)

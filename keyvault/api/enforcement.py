@@ -1,0 +1,56 @@
+"""Who may use a view: service tokens prove a principal, and every view asks the one decision function."""
+
+from datetime import UTC, datetime
+
+from rest_framework.authentication import BaseAuthentication
+from rest_framework.request import Request
+from rest_framework.views import APIView
+
+from keyvault.access.decision import Denial, Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Service
+from keyvault.api.exceptions import DeniedError
+from keyvault.api.permissions import HasServiceToken
+from keyvault.domain.errors import ErrorCode
+from keyvault.models import Account
+from keyvault.services.authorization import authorize
+from keyvault.services.lookup import prove_service_token
+from keyvault.wire.headers import read_bearer
+
+_INVALID = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service token in Authorization: Bearer.")
+
+
+class ServiceTokenAuthentication(BaseAuthentication):
+    """Nothing but a service token is a credential here: no session, no API key (D4)."""
+
+    def authenticate(self, request: Request) -> tuple[Service, None]:
+        service = prove_service_token(read_bearer(request.headers.get("Authorization")), datetime.now(UTC))
+        if service is None:
+            raise DeniedError(_INVALID)
+        return service, None
+
+    def authenticate_header(self, request: Request) -> str:
+        return "Bearer"
+
+
+class ServiceView(APIView):
+    """A view of the service plane. `permission` is asked for before anything else of the request is read."""
+
+    authentication_classes = (ServiceTokenAuthentication,)
+    permission_classes = (HasServiceToken,)
+    permission: Permission
+
+    def initial(self, request: Request, *args: object, **kwargs: object) -> None:
+        super().initial(request, *args, **kwargs)
+        self.now = datetime.now(UTC)
+        authorize(self.service, self.permission, now=self.now)
+
+    @property
+    def service(self) -> Service:
+        if not isinstance(self.request.user, Service):
+            raise DeniedError(_INVALID)
+        return self.request.user
+
+    def grant_for(self, account: Account) -> Grant:
+        """The grant for this account's things. Raises PermissionMissingError, NotFoundError."""
+        return authorize(self.service, self.permission, account, now=self.now)

@@ -1,0 +1,110 @@
+"""Whatever goes wrong behind a REST door, as a problem document (RFC 9457)."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from django.core.exceptions import RequestDataTooBig
+from django.http import Http404, HttpResponse, JsonResponse
+from rest_framework import exceptions as drf
+from rest_framework.response import Response
+
+from keyvault.access.decision import Denial
+from keyvault.api.middleware import request_id_of
+from keyvault.domain.errors import (
+    DependencyUnavailableError,
+    ErrorCode,
+    Fault,
+    KeyvaultError,
+    RequestInvalidError,
+)
+from keyvault.wire.problems import CONTENT_TYPE, Problem, problem
+
+_log = logging.getLogger(__name__)
+
+
+class DeniedError(Exception):
+    """Carries a denial out of a view to where answers are written; not an error of ours."""
+
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.detail)
+        self.denial = denial
+
+
+def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response | None:
+    """REST framework's exception handler. What is not known here is a fault of ours: 500, told to the log."""
+    request_id = request_id_of(getattr(context.get("request"), "_request", None))
+    found = _problem(error, request_id)
+    if found is None:
+        _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
+        found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
+    return Response(dict(found.body), found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)
+
+
+def _problem(error: Exception, request_id: str) -> Problem | None:
+    match error:
+        case DeniedError(denial=denial):
+            return problem(denial.code, denial.detail, request_id, allowed_methods=denial.allowed_methods)
+        case KeyvaultError():
+            _note(error, request_id)
+            return problem(
+                error.code,
+                error.detail,
+                request_id,
+                faults=error.faults if isinstance(error, RequestInvalidError) else (),
+                retry_after_seconds=_retry_after(error),
+            )
+        case drf.ValidationError():
+            faults = list(_faults(error.detail, ""))
+            return problem(ErrorCode.REQUEST_INVALID, "The request does not fit.", request_id, faults=faults)
+        case drf.ParseError():
+            return problem(ErrorCode.REQUEST_INVALID, str(error.detail), request_id)
+        case drf.MethodNotAllowed():
+            view_methods = getattr(error, "allowed_methods", ())
+            return problem(ErrorCode.METHOD_NOT_ALLOWED, str(error.detail), request_id, allowed_methods=view_methods)
+        case drf.UnsupportedMediaType():
+            detail = "The body must be application/json."
+            return problem(ErrorCode.MEDIA_TYPE_UNSUPPORTED, detail, request_id)
+        case drf.NotAcceptable():
+            return None
+        case drf.NotFound() | Http404():
+            return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
+        case RequestDataTooBig():
+            return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
+        case drf.PermissionDenied() | drf.NotAuthenticated():
+            return problem(
+                ErrorCode.SERVICE_TOKEN_INVALID, "This needs a service token in Authorization: Bearer.", request_id
+            )
+        case _:
+            return None
+
+
+def problem_response(code: ErrorCode, detail: str, request: object, **more: Any) -> HttpResponse:
+    """A problem from outside REST framework: unknown paths, refused hosts, faults."""
+    found = problem(code, detail, request_id_of(request), **more)
+    return JsonResponse(dict(found.body), status=found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)
+
+
+def _retry_after(error: KeyvaultError) -> int | None:
+    if isinstance(error, DependencyUnavailableError):
+        return error.retry_after_seconds
+    return 5 if error.code is ErrorCode.DEPENDENCY_UNAVAILABLE else None
+
+
+def _note(error: KeyvaultError, request_id: str) -> None:
+    """What the caller is not told, for whoever is asked why."""
+    if error.internal:
+        _log.info("refused", extra={"request_id": request_id, "code": error.code, "internal": error.internal})
+
+
+def _faults(detail: Any, pointer: str) -> Iterator[Fault]:
+    """REST framework's nested details, flat, each with its JSON Pointer."""
+    if isinstance(detail, Mapping):
+        for name, inner in detail.items():
+            step = "" if name == "non_field_errors" else f"/{str(name).replace('~', '~0').replace('/', '~1')}"
+            yield from _faults(inner, pointer + step)
+    elif isinstance(detail, list):
+        for index, inner in enumerate(detail):
+            yield from _faults(inner, pointer if isinstance(inner, str) else f"{pointer}/{index}")
+    else:
+        yield Fault(pointer, str(detail))

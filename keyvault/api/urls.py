@@ -1,0 +1,16 @@
+"""The service plane's routes."""
+
+from django.urls import path
+
+from keyvault.api.views.health import healthz, readyz
+from keyvault.api.views.keys import CredentialsView, KeyView, RevokeView
+from keyvault.api.views.verification import VerifyView
+
+urlpatterns = [
+    path("healthz", healthz),
+    path("readyz", readyz),
+    path("v1/keys/verify", VerifyView.as_view()),
+    path("v1/keys/<str:key_id>", KeyView.as_view()),
+    path("v1/keys/<str:key_id>/revoke", RevokeView.as_view()),
+    path("v1/credentials", CredentialsView.as_view()),
+]

@@ -1,0 +1,1 @@
+"""Parse, ask a service, render; no judgement about rights."""

@@ -1,0 +1,32 @@
+"""Whether the process lives, and whether it can judge: what a load balancer asks."""
+
+from django.db import DatabaseError, connection
+from django.http import HttpRequest, JsonResponse
+from django.views.decorators.http import require_safe
+
+from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.services.peppers import pepper_health
+
+
+@require_safe
+def healthz(request: HttpRequest) -> JsonResponse:
+    """The process answers; nothing else is asked, so that an outage elsewhere restarts nothing."""
+    return JsonResponse({"status": "ok"})
+
+
+@require_safe
+def readyz(request: HttpRequest) -> JsonResponse:
+    """Each thing that a verdict needs, by name: the database with its rules in force, and the peppers."""
+    checks = {"database": _database_is_ready()}
+    loaded = pepper_health() if checks["database"] else {}
+    checks |= {f"peppers_{pepper_set}": ready for pepper_set, ready in loaded.items()}
+    ready = all(checks.values()) and bool(loaded)
+    states = {name: "ok" if fine else "failing" for name, fine in checks.items()}
+    return JsonResponse({"status": "ready" if ready else "not_ready", "checks": states}, status=200 if ready else 503)
+
+
+def _database_is_ready() -> bool:
+    try:
+        return expected_triggers() <= list_triggers(connection)
+    except DatabaseError:
+        return False

@@ -1,0 +1,85 @@
+"""Keys and credentials on the service plane: their state, never their material; and their end."""
+
+from typing import Any
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.access.decision import Denial, decide
+from keyvault.access.permissions import Permission
+from keyvault.access.rules import Target, operation
+from keyvault.api.enforcement import ServiceView
+from keyvault.api.exceptions import DeniedError
+from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import NotFoundError
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Credential, Key
+from keyvault.services.keys import describe_key, get_key, last_sequence, revoke_key
+
+
+class KeyView(ServiceView):
+    permission = Permission.KEYS_READ
+
+    def get(self, request: Request, key_id: str) -> Response:
+        return Response(describe_key(_visible_key(self, key_id)))
+
+
+class RevokeView(ServiceView):
+    permission = Permission.KEYS_REVOKE
+
+    def post(self, request: Request, key_id: str) -> Response:
+        form = RevokeRequest(data=request.data)
+        form.is_valid(raise_exception=True)
+        key = _visible_key(self, key_id)
+        record = revoke_key(
+            self.grant_for(key.credential.account), key, RevocationReason(form.validated_data["reason"])
+        )
+        sequence = record.sequence or last_sequence(key)
+        return Response({"key_id": key.key_id, "state": key.state, "sequence": sequence}, status=202)
+
+
+class CredentialsView(ServiceView):
+    permission = Permission.KEYS_READ
+
+    def get(self, request: Request) -> Response:
+        form = CredentialQuery(data=request.query_params.dict())
+        form.is_valid(raise_exception=True)
+        asked = form.validated_data
+        rows = list(self._rows(asked)[: asked["limit"] + 1])
+        page = rows[: asked["limit"]]
+        return Response(
+            {
+                "credentials": [credential_as_json(row) for row in page],
+                "next_cursor": page[-1].credential_id if len(rows) > len(page) else None,
+            }
+        )
+
+    def _rows(self, asked: dict[str, Any]) -> Any:
+        """Within the token's environments and merchants. Raises DeniedError on an environment outside them."""
+        environments = self.service.environments
+        if "environment" in asked:
+            environment = Environment(asked["environment"])
+            verdict = decide(operation(self.permission), self.service, Target(environment=environment), self.now)
+            if isinstance(verdict, Denial):
+                raise DeniedError(verdict)
+            environments = frozenset({environment})
+        rows = Credential.objects.select_related("account").prefetch_related("keys__credential__account")
+        rows = rows.filter(account__environment__in=environments).order_by("credential_id")
+        if self.service.merchants is not None:
+            rows = rows.filter(account__merchant__in=self.service.merchants)
+        if "merchant" in asked:
+            rows = rows.filter(account__merchant=asked["merchant"])
+        if "kind" in asked:
+            rows = rows.filter(kind=asked["kind"])
+        if "cursor" in asked:
+            rows = rows.filter(credential_id__gt=asked["cursor"])
+        return rows
+
+
+def _visible_key(view: ServiceView, key_id: str) -> Key:
+    key = get_key(key_id)
+    if key is None:
+        raise NotFoundError("There is no such thing, or it is not yours to see.")
+    view.grant_for(key.credential.account)
+    return key

@@ -1,0 +1,232 @@
+"""The embedded secret backend: an AES-256-GCM keystore in one SQLite file, for one host.
+
+Each record is sealed under the master key with its mount, path and version as associated data (NIST SP
+800-38D), so that a record copied to another place does not open there. Nonces are 96 random bits, drawn for
+every record; versions are written once.
+"""
+
+import base64
+import binascii
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from django.core.exceptions import ImproperlyConfigured
+
+from keyvault.backends.base import (
+    BackendConflictError,
+    BackendInvalidError,
+    BackendMissingError,
+    BackendUnavailableError,
+    Health,
+    Mount,
+    StoredSecret,
+    StoredVersion,
+    VersionState,
+)
+from keyvault.backends.private_files import read_or_make_master_key
+from keyvault.domain.plaintext import Plaintext
+
+_NONCE_BYTES: Final = 12
+_CHECK: Final = b"keyvault/keystore-check/v1"
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS master_key_check (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    nonce BLOB NOT NULL,
+    sealed BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS records (
+    mount TEXT NOT NULL,
+    path TEXT NOT NULL,
+    version INTEGER NOT NULL CHECK (version > 0),
+    state TEXT NOT NULL CHECK (state IN ('live', 'deleted', 'destroyed')),
+    nonce BLOB,
+    sealed BLOB,
+    PRIMARY KEY (mount, path, version),
+    CHECK ((state = 'destroyed') = (sealed IS NULL))
+);
+"""
+
+
+def parse_master_key(text: str) -> bytes:
+    """32 bytes from base64, either alphabet. Raises ImproperlyConfigured without repeating the text."""
+    try:
+        key = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
+    except (ValueError, binascii.Error):
+        key = b""
+    if len(key) != 32:
+        raise ImproperlyConfigured("the master key must be 32 bytes in base64 (openssl rand -base64 32)")
+    return key
+
+
+class LocalKeystore:
+    """`SecretBackend` on this machine's disk; safe among threads and processes.
+
+    Opening raises ImproperlyConfigured when the master key is missing or not the one that sealed the data.
+    """
+
+    def __init__(self, folder: Path, master_key_text: str = "") -> None:
+        self._file = folder / "keystore.sqlite3"
+        if not self._file.exists():
+            # Before SQLite makes it with the process's own umask.
+            os.close(os.open(self._file, os.O_CREAT | os.O_RDWR, 0o600))
+        with self._connection() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(_SCHEMA)
+            check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
+        text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
+        self._cipher = AESGCM(parse_master_key(text))
+        self._check_master_key(check)
+
+    # --- SecretBackend ------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        mount: Mount,
+        path: str,
+        secret: Plaintext,
+        labels: Mapping[str, str],
+        *,
+        expected_version: int,
+    ) -> int:
+        version = expected_version + 1
+        body = json.dumps({"secret": secret.reveal(), "labels": dict(labels)}).encode()
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, body, _place(mount, path, version))
+        with self._transaction() as connection:
+            if _newest_version(connection, mount, path) != expected_version:
+                raise BackendConflictError(
+                    "The secret was written by somebody else meanwhile.",
+                    internal=f"check-and-set failed at {mount}/{path}, expected version {expected_version}",
+                )
+            connection.execute(
+                "INSERT INTO records (mount, path, version, state, nonce, sealed) VALUES (?, ?, ?, 'live', ?, ?)",
+                (mount, path, version, nonce, sealed),
+            )
+        return version
+
+    def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
+        with self._connection() as connection:
+            chosen = _newest_version(connection, mount, path) if version is None else version
+            row = connection.execute(
+                "SELECT nonce, sealed FROM records WHERE mount = ? AND path = ? AND version = ? AND state = 'live'",
+                (mount, path, chosen),
+            ).fetchone()
+        if row is None:
+            raise BackendMissingError("No readable secret is stored there.", internal=f"{mount}/{path}@{chosen}")
+        try:
+            body = json.loads(self._cipher.decrypt(row[0], row[1], _place(mount, path, chosen)))
+        except InvalidTag:
+            raise BackendInvalidError(
+                "A stored secret does not belong where it stands, or was altered.",
+                internal=f"{mount}/{path}@{chosen} does not open under the master key",
+            ) from None
+        return StoredSecret(chosen, Plaintext(body["secret"]), body["labels"])
+
+    def soft_delete(self, mount: Mount, path: str, version: int) -> None:
+        self._set_state(mount, path, version, VersionState.LIVE, VersionState.DELETED)
+
+    def undelete(self, mount: Mount, path: str, version: int) -> None:
+        self._set_state(mount, path, version, VersionState.DELETED, VersionState.LIVE)
+        if StoredVersion(version, VersionState.LIVE) not in self.versions(mount, path):
+            raise BackendMissingError("The version was destroyed.", internal=f"{mount}/{path}@{version}")
+
+    def destroy(self, mount: Mount, path: str, version: int) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE records SET state = 'destroyed', nonce = NULL, sealed = NULL "
+                "WHERE mount = ? AND path = ? AND version = ?",
+                (mount, path, version),
+            )
+        with self._connection() as connection:
+            # The write-ahead log still holds the page as it was.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
+        with self._connection() as connection:
+            rows = connection.execute(
+                "SELECT version, state FROM records WHERE mount = ? AND path = ? ORDER BY version",
+                (mount, path),
+            ).fetchall()
+        return [StoredVersion(version, VersionState(state)) for version, state in rows]
+
+    def health(self) -> Health:
+        try:
+            with self._connection() as connection:
+                connection.execute("SELECT only FROM master_key_check").fetchone()
+        except BackendUnavailableError as error:
+            return Health(False, error.internal)
+        return Health(True, "the local keystore answers")
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _check_master_key(self, check: tuple[bytes, bytes] | None) -> None:
+        if check is None:
+            nonce = os.urandom(_NONCE_BYTES)
+            with self._transaction() as connection:
+                # Another first run may have come before: then that one's check is the one to pass.
+                connection.execute(
+                    "INSERT OR IGNORE INTO master_key_check (only, nonce, sealed) VALUES (1, ?, ?)",
+                    (nonce, self._cipher.encrypt(nonce, _CHECK, _CHECK)),
+                )
+                check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
+        try:
+            self._cipher.decrypt(check[0], check[1], _CHECK)
+        except InvalidTag:
+            raise ImproperlyConfigured(
+                f"the master key is not the one that {self._file} was made with; restore the right one "
+                "(KEYVAULT_MASTER_KEY, or master.key beside it)"
+            ) from None
+
+    def _set_state(self, mount: Mount, path: str, version: int, before: VersionState, after: VersionState) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE records SET state = ? WHERE mount = ? AND path = ? AND version = ? AND state = ?",
+                (after, mount, path, version, before),
+            )
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one call: none outlives a fork, none is shared among threads."""
+        try:
+            connection = sqlite3.connect(self._file, timeout=20, isolation_level=None)
+            try:
+                # Overwrites destroyed material with zeros instead of merely freeing its page.
+                connection.execute("PRAGMA secure_delete=ON")
+                connection.execute("PRAGMA synchronous=FULL")
+                yield connection
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            raise BackendUnavailableError(
+                "The local keystore does not answer.", internal=f"{self._file}: {error}"
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+
+def _newest_version(connection: sqlite3.Connection, mount: Mount, path: str) -> int:
+    row = connection.execute(
+        "SELECT coalesce(max(version), 0) FROM records WHERE mount = ? AND path = ?", (mount, path)
+    ).fetchone()
+    return int(row[0])
+
+
+def _place(mount: Mount, path: str, version: int) -> bytes:
+    """The associated data: unambiguous, since neither mount nor number holds a zero byte."""
+    return b"\0".join((b"keyvault/keystore/v1", mount.encode(), path.encode(), str(version).encode()))

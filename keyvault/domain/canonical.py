@@ -1,0 +1,36 @@
+"""One way to write a value as bytes, so that a digest means the same to everyone who makes it.
+
+A small part of RFC 8785 (JSON Canonicalization Scheme): keys sorted, no white space, UTF-8, no floats.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+JsonValue = None | bool | int | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+
+
+def canonical_bytes(value: JsonValue) -> bytes:
+    """Raises TypeError on anything but null, booleans, integers, strings, lists and string-keyed objects."""
+    _refuse_ambiguous(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def canonical_digest(value: JsonValue) -> str:
+    """SHA-256 of the canonical bytes, 64 lower-case hexadecimal characters."""
+    return hashlib.sha256(canonical_bytes(value)).hexdigest()
+
+
+def _refuse_ambiguous(value: object) -> None:
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{type(key).__name__} is no canonical object key")
+            _refuse_ambiguous(member)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            _refuse_ambiguous(member)
+    else:
+        raise TypeError(f"{type(value).__name__} has no canonical form")

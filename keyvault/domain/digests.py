@@ -1,0 +1,75 @@
+"""Key material at rest: HMAC-SHA256 under a versioned pepper, one set for each place a key may be good.
+
+The secret has 256 random bits, so a fast keyed hash is the right one (OWASP ASVS 5.0, 6.5.2): there is
+nothing to guess, and the pepper makes a stolen database useless by itself. A key carries the version of the
+pepper that made its digest; that one and no other is tried.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.plaintext import Plaintext
+
+DIGEST_BYTES = 32
+PEPPER_BYTES = 32
+
+
+class PepperSet(StrEnum):
+    """One per environment, and one for service tokens, which every process loads."""
+
+    SANDBOX = "sandbox"
+    PRODUCTION = "production"
+    SERVICE = "service"
+
+
+PEPPER_SET = {
+    Environment.SANDBOX: PepperSet.SANDBOX,
+    Environment.PRODUCTION: PepperSet.PRODUCTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peppers:
+    """The loaded pepper versions of one set. Its repr names versions, never material."""
+
+    pepper_set: PepperSet
+    versions: Mapping[int, bytes]
+
+    def __repr__(self) -> str:
+        return f"Peppers({self.pepper_set}, versions={sorted(self.versions)})"
+
+    @property
+    def current_version(self) -> int:
+        return max(self.versions)
+
+    def digest(self, text: Plaintext, version: int | None = None) -> tuple[bytes, int]:
+        """The digest of a whole key string, and the version that made it (the current one unless named)."""
+        chosen = self.current_version if version is None else version
+        return hmac.digest(self.versions[chosen], text.reveal().encode("ascii"), hashlib.sha256), chosen
+
+    def matches(self, text: Plaintext, digest: bytes, version: int) -> bool:
+        """Compares in constant time. An unknown version costs the same and never matches."""
+        pepper = self.versions.get(version)
+        made = hmac.digest(pepper or _DECOY_PEPPER, text.reveal().encode("ascii"), hashlib.sha256)
+        return hmac.compare_digest(made, digest) and pepper is not None
+
+    def check_value(self, version: int) -> bytes:
+        """Tells one pepper from another without giving either away (a key check value, 16 bytes).
+
+        The set's name is inside the MAC, so that swapped environments do not agree.
+        """
+        label = f"keyvault/pepper-check/{self.pepper_set}/{version}".encode()
+        return hmac.digest(self.versions[version], label, hashlib.sha256)[:16]
+
+
+_DECOY_PEPPER = hashlib.sha256(b"keyvault/decoy-pepper").digest()
+
+DECOY_DIGEST = hashlib.sha256(b"keyvault/decoy-digest").digest()
+"""What an unknown key is compared with, so that absence costs what a wrong secret costs."""
+
+DECOY_VERSION = 0
+"""No pepper has this version."""

@@ -1,0 +1,78 @@
+"""What a key is: its kinds, its states, and the one table of the ways between them.
+
+States carry the names of NIST SP 800-57 Part 1 Rev. 5, section 7. The table is stricter than NIST's, which
+lets suspended and deactivated keys process old data: an API key only authenticates, so `active` alone
+verifies, and nothing but `suspended` ever goes back.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from keyvault.domain.environments import Environment
+
+
+class KeyKind(StrEnum):
+    """The two API credentials of the domain (D1, D2); not the halves of an asymmetric pair."""
+
+    PUBLIC = "public"
+    PRIVATE = "private"
+
+
+class KeyState(StrEnum):
+    PRE_ACTIVATION = "pre_activation"
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+    DEACTIVATED = "deactivated"
+    COMPROMISED = "compromised"
+    DESTROYED = "destroyed"
+
+
+class Retirement(StrEnum):
+    """Why a deactivated key is so: the verdict tells the two apart."""
+
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
+    KeyState.PRE_ACTIVATION: frozenset({KeyState.ACTIVE, KeyState.COMPROMISED, KeyState.DESTROYED}),
+    KeyState.ACTIVE: frozenset({KeyState.SUSPENDED, KeyState.DEACTIVATED, KeyState.COMPROMISED}),
+    KeyState.SUSPENDED: frozenset({KeyState.ACTIVE, KeyState.DEACTIVATED, KeyState.COMPROMISED}),
+    KeyState.DEACTIVATED: frozenset({KeyState.COMPROMISED, KeyState.DESTROYED}),
+    KeyState.COMPROMISED: frozenset({KeyState.DESTROYED}),
+    KeyState.DESTROYED: frozenset(),
+}
+
+DEAD_STATES = frozenset({KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED})
+"""States that no key ever leaves for a living one."""
+
+
+def may_become(current: KeyState, new: KeyState) -> bool:
+    return new in TRANSITIONS[current]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """The frozen view of a stored key that a verdict needs; a digest, never plaintext."""
+
+    key_id: str
+    credential_id: str
+    kind: KeyKind
+    environment: Environment
+    merchant_id: str
+    digest: bytes
+    pepper_version: int
+    state: KeyState
+    retirement: Retirement | None
+    expires_at: datetime | None
+    merchant_active: bool
+    account_active: bool
+    reports_origin: bool = False
+
+    def is_expired(self, now: datetime) -> bool:
+        """Expiry is judged from the clock, so that a late sweep never leaves a key alive."""
+        return self.expires_at is not None and now >= self.expires_at
+
+    def may_verify(self, now: datetime) -> bool:
+        return self.state is KeyState.ACTIVE and not self.is_expired(now)

@@ -1,0 +1,98 @@
+"""The text a caller holds: `<brand>_<kind>_<env>_<16 key id><43 secret><6 crc>`.
+
+Fixed length, one word to a double click, one regular expression for a leak scanner. The checksum is zlib's
+CRC-32 over the ASCII of all that stands before it; it catches typing errors and random guesses before any
+look-up, is no secret and proves nothing. Proof is a digest, see `domain.digests`.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+from keyvault.domain.base62 import RandomBytes, encode, random_digits
+from keyvault.domain.environments import Environment
+from keyvault.domain.ids import mint_key_id
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+
+SECRET_DIGITS = 43
+CHECKSUM_DIGITS = 6
+LONGEST = 128
+"""No text longer than this is looked at: a brand has at most 16 characters."""
+
+BRAND = re.compile(r"[a-z][a-z0-9]{0,15}")
+
+
+class StringKind(StrEnum):
+    """The second field of a key string: all four credential strings of the service."""
+
+    PUBLIC = "pub"
+    PRIVATE = "prv"
+    CUSTOMER_TOKEN = "cat"  # noqa: S105  the name of a kind
+    SERVICE_TOKEN = "svc"  # noqa: S105  the name of a kind
+
+
+class StringScope(StrEnum):
+    """The third field: an environment, or `all` for a service token that serves both."""
+
+    SANDBOX = "sbx"
+    PRODUCTION = "prd"
+    ALL = "all"
+
+
+STRING_KIND = {KeyKind.PUBLIC: StringKind.PUBLIC, KeyKind.PRIVATE: StringKind.PRIVATE}
+STRING_SCOPE = {Environment.SANDBOX: StringScope.SANDBOX, Environment.PRODUCTION: StringScope.PRODUCTION}
+
+_SHAPE = re.compile(
+    r"(?P<brand>[a-z][a-z0-9]{0,15})_(?P<kind>pub|prv|cat|svc)_(?P<scope>sbx|prd|all)_"
+    r"(?P<key_id>[0-9A-Za-z]{16})(?P<secret>[0-9A-Za-z]{43})(?P<checksum>[0-9A-Za-z]{6})"
+)
+
+
+SHAPED = re.compile(
+    r"(?P<head>[a-z][a-z0-9]{0,15}_(?:pub|prv|cat|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{16})[0-9A-Za-z]{1,512}"
+)
+"""Whatever looks like a key string, of any brand, right checksum or not, longer or shorter than it should be
+(a line cut by a logger, a digit typed twice). The `head` is public, the rest must not be shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyString:
+    """A well-formed presented string. `text` is all of it: the digest covers the whole."""
+
+    kind: StringKind
+    scope: StringScope
+    key_id: str
+    text: Plaintext
+
+
+def checksum(head: str) -> str:
+    return encode(zlib.crc32(head.encode("ascii")), CHECKSUM_DIGITS)
+
+
+def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
+    """A new key string with a fresh key id and at least 256 random bits of secret.
+
+    Raises ValueError on a brand that is not 1 to 16 of a-z and 0-9 beginning with a letter.
+    """
+    if BRAND.fullmatch(brand) is None:
+        raise ValueError(f"{brand!r} is no brand: 1 to 16 of a-z and 0-9, beginning with a letter")
+    key_id = mint_key_id(random_bytes)
+    head = f"{brand}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
+    return KeyString(kind, scope, key_id, Plaintext(head + checksum(head)))
+
+
+def parse_keystring(text: str, brand: str) -> KeyString | None:
+    """The parts of a presented string, or None when it is malformed, another brand's or mistyped.
+
+    Does no look-up and takes any text: over-long, non-ASCII and empty ones are simply not key strings.
+    """
+    if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None or match["brand"] != brand:
+        return None
+    kind, scope = StringKind(match["kind"]), StringScope(match["scope"])
+    if scope is StringScope.ALL and kind is not StringKind.SERVICE_TOKEN:
+        return None
+    if checksum(text[:-CHECKSUM_DIGITS]) != match["checksum"]:
+        return None
+    return KeyString(kind, scope, match["key_id"], Plaintext(text))

@@ -1,0 +1,24 @@
+"""Why a key ends: the reasons of RFC 5280 section 5.3.1 that fit an API key, and what each leads to.
+
+Revocation is an act with a reason, not a state: a compromise leads to `compromised`, every other reason to
+`deactivated`. `certificateHold` is `suspended` here, and has its own verb.
+"""
+
+from enum import StrEnum
+
+from keyvault.domain.keys import KeyState
+
+
+class RevocationReason(StrEnum):
+    UNSPECIFIED = "unspecified"
+    KEY_COMPROMISE = "key_compromise"
+    AFFILIATION_CHANGED = "affiliation_changed"
+    SUPERSEDED = "superseded"
+    CESSATION_OF_OPERATION = "cessation_of_operation"
+    PRIVILEGE_WITHDRAWN = "privilege_withdrawn"
+
+
+def state_after(reason: RevocationReason) -> KeyState:
+    if reason is RevocationReason.KEY_COMPROMISE:
+        return KeyState.COMPROMISED
+    return KeyState.DEACTIVATED

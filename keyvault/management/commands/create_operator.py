@@ -1,0 +1,44 @@
+"""Makes a log-in for the console; operators are made on the host only."""
+
+import getpass
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
+from keyvault.domain.errors import NotFoundError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Operator
+from keyvault.services.authorization import authorize
+from keyvault.services.operators import create_operator
+
+
+class Command(AnsweringCommand):
+    help = "Makes an operator. The password is asked for, or read from standard input when that is no terminal."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("username")
+        parser.add_argument("--role", action="append", required=True, choices=[role.value for role in Role])
+        parser.add_argument("--same-person-as", metavar="USERNAME", help="whose second log-in this is")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        person = None
+        if options["same_person_as"]:
+            other = Operator.objects.filter(username=options["same_person_as"]).first()
+            if other is None:
+                raise NotFoundError(f"There is no operator {options['same_person_as']}.")
+            person = other.person
+        typed = getpass.getpass() if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+        operator = create_operator(
+            authorize(HOST, Permission.OPERATORS_WRITE, now=self.now),
+            username=options["username"],
+            roles=[Role(role) for role in options["role"]],
+            password=Plaintext(typed),
+            person=person,
+        )
+        return {"username": operator.username, "roles": sorted(options["role"]), "person": operator.person}

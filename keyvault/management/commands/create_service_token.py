@@ -1,0 +1,48 @@
+"""Makes a service token for a backend service or a gateway."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.environments import Environment
+from keyvault.domain.keystring import STRING_SCOPE, StringScope
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.tokens import DEFAULT_DAYS, create_service_token
+
+
+class Command(AnsweringCommand):
+    help = "Makes a service token. The token itself is printed once, and only with --reveal."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("name")
+        parser.add_argument("--environment", required=True, choices=["all", *(env.value for env in Environment)])
+        parser.add_argument(
+            "--permission", action="append", required=True, choices=sorted(p.value for p in SERVICE_PERMISSIONS)
+        )
+        parser.add_argument("--merchant", action="append", help="only these merchants; repeatable")
+        parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"until it expires ({DEFAULT_DAYS})")
+        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
+        parser.add_argument("--reveal", action="store_true", help="print the token, this once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options["by"]:
+            grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
+        else:
+            grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
+        named = options["environment"]
+        token, text = create_service_token(
+            grant,
+            name=options["name"],
+            scope=StringScope.ALL if named == "all" else STRING_SCOPE[Environment(named)],
+            permissions=[Permission(permission) for permission in options["permission"]],
+            merchants=options["merchant"],
+            lifetime_days=options["days"],
+        )
+        answer: dict[str, Any] = {"key_id": token.token_id, "expires_at": token.expires_at}
+        if options["reveal"]:
+            answer["token"] = text.reveal()
+        return answer

@@ -1,0 +1,84 @@
+"""Asks for a credential, approves and issues it in one go, through the same services as the console."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
+from keyvault.domain.issuance import Delivery, IssuanceState
+from keyvault.domain.keys import KeyKind
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services import issuance
+from keyvault.services.merchants import find_account
+from keyvault.services.upkeep import issue_one
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Issues a new credential with its first key. Where the environment's policy wants a second person, "
+        "--approved-by must name one; in production an approval given here counts as break-glass."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--merchant", required=True)
+        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        parser.add_argument("--kind", required=True, choices=[kind.value for kind in KeyKind])
+        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
+        parser.add_argument("--approved-by", metavar="OPERATOR")
+        parser.add_argument("--label", default="command line")
+        parser.add_argument(
+            "--delivery", choices=[way.value for way in Delivery], default=Delivery.SECRET_BACKEND.value
+        )
+        parser.add_argument("--expires-in-days", type=int)
+        parser.add_argument("--reveal", action="store_true", help="collect the key and print it, this once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        account = find_account(options["merchant"], options["environment"])
+        requester = self.operator(options["requested_by"])
+        request = issuance.request_issuance(
+            self.grant(requester, Permission.ISSUANCE_REQUEST, account),
+            account,
+            kind=KeyKind(options["kind"]),
+            label=options["label"],
+            delivery=Delivery(options["delivery"]),
+            expires_in_days=options["expires_in_days"],
+        )
+        if request.state == IssuanceState.PENDING:
+            self._approve(request, options["approved_by"])
+        issue_one(request)
+        issued = issuance.get_request(request.request_id)
+        if issued is None or issued.key is None:
+            raise DependencyUnavailableError(
+                f"The key is not issued yet; the worker goes on with {request.request_id}."
+            )
+        answer = {
+            "request_id": issued.request_id,
+            "credential_id": issued.key.credential_id,
+            "key_id": issued.key.key_id,
+        }
+        if options["reveal"]:
+            grant = self.grant(requester, Permission.ISSUANCE_COLLECT, account)
+            answer["key"] = issuance.collect_key(grant, issued).reveal()
+        return answer
+
+    def _approve(self, request: Any, approver_name: str | None) -> None:
+        """A refused approval leaves nothing behind that somebody could approve by mistake: it is withdrawn."""
+        try:
+            if approver_name is None:
+                raise StateConflictError("This takes a second person: name one with --approved-by.")
+            approver = self.operator(approver_name)
+            grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
+            issuance.approve_issuance(grant, request, request.plan_digest)
+            if request.state != IssuanceState.APPROVED:
+                raise StateConflictError(
+                    f"{request.request_id} takes {request.approvals_needed} persons; the others approve in the console."
+                )
+        except Exception:
+            if request.state == IssuanceState.PENDING and request.approvals_needed == 1:
+                requester = self.operator(request.requester.username)
+                grant = self.grant(requester, Permission.ISSUANCE_WITHDRAW, request.account)
+                issuance.withdraw_issuance(grant, request)
+            raise

@@ -1,0 +1,54 @@
+"""Demo merchants and operators; repeatable."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Merchant, Operator
+from keyvault.services.authorization import authorize
+from keyvault.services.lookup import BASE_URLS
+from keyvault.services.merchants import create_merchant
+from keyvault.services.operators import create_operator
+from keyvault.services.peppers import ensure_peppers
+
+MERCHANTS = {"acme": "Acme Stores", "globex": "Globex Travel"}
+OPERATORS = {
+    "tam": Role.TECHNICAL_ACCOUNT_MANAGER,
+    "approver": Role.APPROVER,
+    "admin": Role.KEY_ADMINISTRATOR,
+    "auditor": Role.AUDITOR,
+    "responder": Role.INCIDENT_RESPONDER,
+}
+
+
+class Command(AnsweringCommand):
+    help = "Makes the demo's merchants and operators where they are missing. `manage.py run` gives them passwords."
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        ensure_peppers(self.now)
+        for merchant_id, name in MERCHANTS.items():
+            if not Merchant.objects.filter(merchant_id=merchant_id).exists():
+                grant = authorize(HOST, Permission.MERCHANTS_WRITE, now=self.now)
+                create_merchant(grant, merchant_id=merchant_id, name=name)
+        for username, role in OPERATORS.items():
+            if not Operator.objects.filter(username=username).exists():
+                create_operator(
+                    authorize(HOST, Permission.OPERATORS_WRITE, now=self.now),
+                    username=username,
+                    roles=[role],
+                    password=Plaintext(secrets.token_urlsafe(24)),
+                )
+        operators = Operator.objects.filter(username__in=OPERATORS).order_by("username")
+        return {
+            "merchants": [
+                {"merchant_id": merchant.merchant_id, "name": merchant.name}
+                for merchant in Merchant.objects.order_by("merchant_id")
+            ],
+            "operators": [{"username": operator.username, "roles": sorted(operator.roles)} for operator in operators],
+            "environments": [{"name": name.value, "base_url": url} for name, url in BASE_URLS.items()],
+        }

@@ -1,0 +1,91 @@
+"""The audit chains, the change feed and acts under break-glass. Append-only by triggers, see `triggers`."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.models.columns import at, created_at
+from keyvault.models.recording import RecordedModel
+
+
+class AuditChain(models.Model):
+    """The head of a chain: its row is locked while an entry is added, and moves one step at a time."""
+
+    name = models.CharField(primary_key=True, max_length=96)
+    sequence = models.PositiveBigIntegerField(default=0)
+    head_hash = models.BinaryField(max_length=32)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class AuditEntry(models.Model):
+    """The `body` bytes are the entry; the columns beside it are copies to search by."""
+
+    chain = models.ForeignKey(AuditChain, models.PROTECT, related_name="entries")
+    sequence = models.PositiveBigIntegerField()
+    at = models.DateTimeField()
+    event = models.CharField(max_length=64)
+    actor = models.CharField(max_length=200)
+    body = models.BinaryField()
+    previous = models.BinaryField(max_length=32)
+    hash = models.BinaryField(max_length=32)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["chain", "sequence"], name="audit_entry_unique")]
+        indexes = [
+            models.Index(fields=["-at"], name="audit_by_time"),
+            models.Index(fields=["event", "-at"], name="audit_by_event"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.chain_id} #{self.sequence} {self.event}"
+
+
+class Change(models.Model):
+    """One row for each subject whose verdicts a transaction altered; the sequence only grows."""
+
+    sequence = models.BigAutoField(primary_key=True)
+    subject_kind = models.CharField(max_length=32)
+    subject_id = models.CharField(max_length=160)
+    at = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return f"{self.sequence}: {self.subject_kind} {self.subject_id}"
+
+
+class BreakGlass(RecordedModel):
+    """An act that went round a rule on purpose. It stays in sight until a second person has reviewed it."""
+
+    act_id = models.CharField(primary_key=True, max_length=32)
+    event = models.CharField(max_length=64)
+    subject = models.CharField(max_length=160)
+    operator = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="break_glass_acts")
+    person = models.CharField(max_length=32)
+    host_user = models.CharField(max_length=64, blank=True)
+    why = models.CharField(max_length=300)
+    created_at = created_at()
+    reviewed_at = at()
+    reviewer = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="break_glass_reviews"
+    )
+    reviewer_person = models.CharField(max_length=32, null=True, blank=True)
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(
+                name="break_glass_second_person",
+                condition=Q(reviewer_person__isnull=True) | ~Q(reviewer_person=F("person")),
+            ),
+            models.CheckConstraint(
+                name="break_glass_reviewed",
+                condition=Q(reviewed_at__isnull=True, reviewer_person__isnull=True)
+                | Q(reviewed_at__isnull=False, reviewer_person__isnull=False),
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.event} {self.subject}"
+
+    def alters(self) -> None:
+        return None

@@ -1,0 +1,102 @@
+"""Requests for a credential, and their approvals. Triggers count the eyes, see `models.triggers`."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import APPROVED_STATES, Delivery, IssuancePlan, IssuanceState
+from keyvault.domain.keys import KeyKind
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.keys import Credential, Key
+from keyvault.models.merchants import Account
+from keyvault.models.recording import RecordedModel
+from keyvault.models.tokens import ServiceToken
+
+
+class IssuanceRequest(RecordedModel):
+    """`requester_person` is compared with approvers; `requested_via` is the token a service asked with."""
+
+    request_id = models.CharField(primary_key=True, max_length=32)
+    account = models.ForeignKey(Account, models.PROTECT, related_name="issuance_requests")
+    kind = choice(KeyKind)
+    label = models.CharField(max_length=100)
+    delivery = choice(Delivery)
+    expires_in_days = models.PositiveIntegerField(null=True, blank=True)
+    plan_digest = models.CharField(max_length=64)
+    approvals_needed = models.PositiveSmallIntegerField()
+    state = choice(IssuanceState)
+    requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, null=True, related_name="issuance_requests")
+    requested_via = models.ForeignKey(ServiceToken, models.PROTECT, null=True, blank=True)
+    requester_person = models.CharField(max_length=32)
+    created_at = created_at()
+    expires_at = models.DateTimeField()
+    decided_at = at()
+    issued_at = at()
+    collected_at = at()
+    credential = models.ForeignKey(Credential, models.PROTECT, null=True, blank=True, related_name="requests")
+    key = models.ForeignKey(Key, models.PROTECT, null=True, blank=True, related_name="requests")
+
+    class Meta:
+        constraints = [
+            choices_check("request_kind", "kind", KeyKind),
+            choices_check("request_state", "state", IssuanceState),
+            choices_check("request_delivery", "delivery", Delivery),
+            models.CheckConstraint(name="request_expires_later", condition=Q(expires_at__gt=F("created_at"))),
+            models.CheckConstraint(
+                name="request_issued_key",
+                condition=~Q(state__in=["issued", "collected"])
+                | Q(key__isnull=False, credential__isnull=False, issued_at__isnull=False),
+            ),
+            models.CheckConstraint(
+                name="request_collected_at", condition=~Q(state="collected") | Q(collected_at__isnull=False)
+            ),
+            models.CheckConstraint(
+                name="request_expires_in_days",
+                condition=Q(expires_in_days__isnull=True) | Q(expires_in_days__range=(1, 3650)),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["state", "created_at"], name="request_by_state"),
+        ]
+
+    def __str__(self) -> str:
+        return self.request_id
+
+    def alters(self) -> None:
+        return None
+
+    def plan(self) -> IssuancePlan:
+        return IssuancePlan(
+            merchant_id=self.account.merchant_id,
+            environment=Environment(self.account.environment),
+            kind=KeyKind(self.kind),
+            label=self.label,
+            delivery=Delivery(self.delivery),
+            expires_in_days=self.expires_in_days,
+        )
+
+    @property
+    def is_approved(self) -> bool:
+        return IssuanceState(self.state) in APPROVED_STATES
+
+
+class IssuanceApproval(RecordedModel):
+    """One person's yes to one digest."""
+
+    request = models.ForeignKey(IssuanceRequest, models.PROTECT, related_name="approvals")
+    approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="issuance_approvals")
+    person = models.CharField(max_length=32)
+    plan_digest = models.CharField(max_length=64)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["request", "person"], name="issuance_approval_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.approver_id} on {self.request_id}"
+
+    def alters(self) -> None:
+        return None

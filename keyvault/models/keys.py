@@ -1,0 +1,132 @@
+"""Credentials and their keys. A credential's id never changes; a rotation adds a key and retires another."""
+
+from django.db import models
+from django.db.models import F, Q
+from django.db.models.functions import Length
+
+from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.merchants import Account
+from keyvault.models.recording import RecordedModel, Subject
+
+models.BinaryField.register_lookup(Length)
+
+
+class OriginHeader(models.TextChoices):
+    """What a private key that comes with an Origin header leads to."""
+
+    REFUSE = "refuse"
+    REPORT = "report"
+
+
+class Credential(RecordedModel):
+    credential_id = models.CharField(primary_key=True, max_length=32)
+    account = models.ForeignKey(Account, models.PROTECT, related_name="credentials")
+    kind = choice(KeyKind)
+    label = models.CharField(max_length=100)
+    delivery = choice(Delivery)
+    origin_header = choice(OriginHeader, default=OriginHeader.REFUSE)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            choices_check("credential_kind", "kind", KeyKind),
+            choices_check("credential_delivery", "delivery", Delivery),
+            choices_check("credential_origin_header", "origin_header", OriginHeader),
+        ]
+
+    def __str__(self) -> str:
+        return self.credential_id
+
+    def alters(self) -> Subject:
+        return "credential", self.credential_id
+
+    @property
+    def environment(self) -> Environment:
+        return Environment(self.account.environment)
+
+    @property
+    def backend_path(self) -> str:
+        """Internal ids only: whoever may list paths learns no names (D15)."""
+        return f"{self.account_id}/{self.credential_id}"
+
+
+class Material(models.TextChoices):
+    """Whether the secret backend holds this key's string."""
+
+    NONE = "none"
+    HELD = "held"
+    DESTROY_DUE = "destroy_due"
+    DESTROYED = "destroyed"
+
+
+def _stamped(state: KeyState, column: str) -> models.CheckConstraint:
+    """NIST SP 800-57: the time of every transition is recorded."""
+    return models.CheckConstraint(
+        name=f"key_{column}", condition=~Q(state=state.value) | Q(**{f"{column}__isnull": False})
+    )
+
+
+class Key(RecordedModel):
+    """One issued secret, as its digest. Triggers forbid revival and a changed expiry, see `models.triggers`."""
+
+    key_id = models.CharField(primary_key=True, max_length=16)
+    credential = models.ForeignKey(Credential, models.PROTECT, related_name="keys")
+    digest = models.BinaryField(max_length=DIGEST_BYTES)
+    pepper_version = models.PositiveIntegerField()
+    state = choice(KeyState, default=KeyState.PRE_ACTIVATION)
+    retirement = choice(Retirement, null=True, blank=True)
+    reason = choice(RevocationReason, null=True, blank=True)
+    created_at = created_at()
+    activated_at = at()
+    suspended_at = at()
+    deactivated_at = at()
+    compromised_at = at()
+    destroyed_at = at()
+    expires_at = at()
+    backend_version = models.PositiveIntegerField(null=True, blank=True)
+    material = choice(Material, default=Material.NONE)
+
+    class Meta:
+        constraints = [
+            choices_check("key_state", "state", KeyState),
+            choices_check("key_material", "material", Material),
+            models.CheckConstraint(name="key_digest_bytes", condition=Q(digest__length=DIGEST_BYTES)),
+            models.CheckConstraint(name="key_pepper_version", condition=Q(pepper_version__gte=1)),
+            _stamped(KeyState.ACTIVE, "activated_at"),
+            _stamped(KeyState.SUSPENDED, "suspended_at"),
+            _stamped(KeyState.DEACTIVATED, "deactivated_at"),
+            _stamped(KeyState.COMPROMISED, "compromised_at"),
+            _stamped(KeyState.DESTROYED, "destroyed_at"),
+            models.CheckConstraint(
+                name="key_expires_later",
+                condition=Q(expires_at__isnull=True) | Q(expires_at__gt=F("created_at")),
+            ),
+            models.CheckConstraint(
+                name="key_retirement",
+                condition=~Q(state=KeyState.DEACTIVATED.value)
+                | Q(retirement=Retirement.EXPIRED.value, reason__isnull=True)
+                | Q(retirement=Retirement.REVOKED.value, reason__in=[r.value for r in RevocationReason]),
+            ),
+            models.CheckConstraint(
+                name="key_backend_version",
+                condition=Q(material=Material.NONE.value) | Q(backend_version__isnull=False),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["material"], name="key_material_due", condition=Q(material="destroy_due")),
+            models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state="active")),
+        ]
+
+    def __str__(self) -> str:
+        return self.key_id
+
+    def __repr__(self) -> str:
+        return f"Key({self.key_id}, {self.state})"
+
+    def alters(self) -> Subject:
+        return "key", self.key_id

@@ -1,0 +1,104 @@
+"""Merchants, and their accounts: a merchant in one environment, with what belongs to that environment alone."""
+
+from django.db import models
+from django.db.models import Q
+
+from keyvault.domain.environments import ConnectionMode, Environment
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.recording import RecordedModel, Subject
+
+
+class MerchantStatus(models.TextChoices):
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+
+
+class Merchant(RecordedModel):
+    merchant_id = models.CharField(primary_key=True, max_length=64)
+    name = models.CharField(max_length=200)
+    status = choice(MerchantStatus, default=MerchantStatus.ACTIVE)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [choices_check("merchant_status", "status", MerchantStatus)]
+
+    def __str__(self) -> str:
+        return self.merchant_id
+
+    def alters(self) -> Subject:
+        return "merchant", self.merchant_id
+
+
+class Account(RecordedModel):
+    """`limit_…` None: the default of the environment (25 per second in sandbox, 100 in production)."""
+
+    merchant = models.ForeignKey(Merchant, models.PROTECT, related_name="accounts")
+    environment = choice(Environment)
+    status = choice(MerchantStatus, default=MerchantStatus.ACTIVE)
+    client_configuration = models.JSONField(default=dict, blank=True)
+    limit_count = models.PositiveIntegerField(null=True, blank=True)
+    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["merchant", "environment"], name="account_unique"),
+            choices_check("account_environment", "environment", Environment),
+            choices_check("account_status", "status", MerchantStatus),
+            models.CheckConstraint(
+                name="account_limit_whole",
+                condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
+                | Q(limit_count__range=(1, 1_000_000), limit_seconds__range=(1, 86_400)),
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.merchant_id}/{self.environment}"
+
+    def alters(self) -> Subject:
+        return "account", str(self)
+
+
+class ProviderConnection(RecordedModel):
+    """A payment provider's connection: test mode in sandbox, live in production; its secret is in the backend.
+
+    A trigger compares the mode with the account's environment, see `models.triggers`.
+    """
+
+    account = models.ForeignKey(Account, models.PROTECT, related_name="connections")
+    provider = models.SlugField(max_length=64)
+    mode = choice(ConnectionMode)
+    backend_path = models.CharField(max_length=255, blank=True)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["account", "provider"], name="connection_unique"),
+            choices_check("connection_mode", "mode", ConnectionMode),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.provider} ({self.mode})"
+
+    def alters(self) -> None:
+        return None
+
+
+class WebhookEndpoint(RecordedModel):
+    """Where the merchant is told of events of this environment; never shared with the other one."""
+
+    account = models.ForeignKey(Account, models.PROTECT, related_name="webhook_endpoints")
+    url = models.URLField(max_length=500)
+    created_at = created_at()
+    disabled_at = at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["account", "url"], name="webhook_endpoint_unique"),
+        ]
+
+    def __str__(self) -> str:
+        return self.url
+
+    def alters(self) -> None:
+        return None

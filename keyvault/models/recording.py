@@ -1,0 +1,110 @@
+"""Rows that only a recorded transaction may write, and the subjects such a write alters.
+
+A service cannot forget its change row or its audit entry: a save, update, create or delete of a
+`RecordedModel` outside `services.recording.recorded` raises, and inside it the model itself names what
+changed. Raw SQL and migrations go round this, as does anybody with the database's password; the audit chain
+is for those.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
+
+from django.db import models
+
+from keyvault.domain.errors import StateConflictError
+
+_open_subjects: ContextVar[dict["Subject", None] | None] = ContextVar("open_subjects", default=None)
+
+Subject = tuple[str, str]
+"""What a change is about: its kind and its id, such as `("key", "6Hs…")`."""
+
+
+class UnrecordedWriteError(Exception):
+    """A bug: a write that would leave neither an audit entry nor a change row."""
+
+
+@contextmanager
+def collect_subjects() -> Iterator[dict[Subject, None]]:
+    """Allows writes, and collects what they alter in the order of the writes. Nested blocks share one."""
+    subjects = _open_subjects.get()
+    if subjects is not None:
+        yield subjects
+        return
+    subjects = {}
+    token = _open_subjects.set(subjects)
+    try:
+        yield subjects
+    finally:
+        _open_subjects.reset(token)
+
+
+def _require_recording(model: type[models.Model]) -> dict[Subject, None]:
+    subjects = _open_subjects.get()
+    if subjects is None:
+        raise UnrecordedWriteError(f"{model.__name__} is written inside `recorded(...)` only")
+    return subjects
+
+
+class RecordedQuerySet(models.QuerySet[Any]):
+    """Whole-set writes cannot name their subjects one by one, so they are refused but for fresh rows."""
+
+    def update(self, **kwargs: Any) -> int:
+        raise UnrecordedWriteError("write rows one by one: save a new one, or compare_and_swap")
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        raise UnrecordedWriteError("recorded rows are never deleted")
+
+    def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
+        raise UnrecordedWriteError("write rows one by one: save a new one, or compare_and_swap")
+
+    def bulk_create(self, objs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        raise UnrecordedWriteError("write rows one by one: save a new one, or compare_and_swap")
+
+
+class RecordedModel(models.Model):
+    """A row that counts its own versions. `alters` names the verdict subject that a write to it alters."""
+
+    version = models.PositiveIntegerField(default=1, editable=False)
+
+    objects = RecordedQuerySet.as_manager()
+
+    class Meta:
+        abstract = True
+
+    def alters(self) -> Subject | None:
+        """The subject whose verdicts this row can change, or None for a row that no verdict reads."""
+        raise NotImplementedError
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Inserts a new row. An existing one is changed by `compare_and_swap`, never by a blind save."""
+        subjects = _require_recording(type(self))
+        super().save(*args, force_insert=True, **kwargs)
+        self._note(subjects)
+
+    def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
+        raise UnrecordedWriteError("recorded rows are never deleted")
+
+    def compare_and_swap(self, **changes: Any) -> Self:
+        """Writes the fields if nobody has written the row since it was read, and counts its version up.
+
+        Raises StateConflictError, having written nothing, when somebody has.
+        """
+        subjects = _require_recording(type(self))
+        rows = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
+        if rows.update(version=self.version + 1, **changes) != 1:
+            raise StateConflictError(
+                "Somebody else changed this meanwhile. Look at it again.",
+                internal=f"{type(self).__name__} {self.pk} is no longer at version {self.version}",
+            )
+        self.version += 1
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self._note(subjects)
+        return self
+
+    def _note(self, subjects: dict[Subject, None]) -> None:
+        subject = self.alters()
+        if subject is not None:
+            subjects[subject] = None

@@ -1,0 +1,56 @@
+"""Service tokens: what backend services and gateways prove themselves with on the service plane."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.domain.environments import Environment
+from keyvault.domain.keystring import STRING_SCOPE, StringScope
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.recording import RecordedModel, Subject
+
+
+class ServiceToken(RecordedModel):
+    """`merchants` None: all of them. The creator's person answers for what the token asks."""
+
+    token_id = models.CharField(primary_key=True, max_length=16)
+    name = models.CharField(max_length=100)
+    digest = models.BinaryField(max_length=DIGEST_BYTES)
+    pepper_version = models.PositiveIntegerField()
+    scope = choice(StringScope)
+    permissions = models.JSONField()
+    merchants = models.JSONField(null=True, blank=True)
+    creator = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="service_tokens"
+    )
+    creator_person = models.CharField(max_length=64)
+    created_at = created_at()
+    expires_at = models.DateTimeField()
+    revoked_at = at()
+
+    class Meta:
+        constraints = [
+            choices_check("token_scope", "scope", StringScope),
+            models.CheckConstraint(name="token_digest_bytes", condition=Q(digest__length=DIGEST_BYTES)),
+            models.CheckConstraint(name="token_expires_later", condition=Q(expires_at__gt=F("created_at"))),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.token_id})"
+
+    def __repr__(self) -> str:
+        return f"ServiceToken({self.token_id})"
+
+    def alters(self) -> Subject:
+        return "service_token", self.token_id
+
+    @property
+    def environments(self) -> frozenset[Environment]:
+        scope = StringScope(self.scope)
+        return frozenset(env for env in Environment if scope in {StringScope.ALL, STRING_SCOPE[env]})
+
+    @property
+    def permission_set(self) -> frozenset[Permission]:
+        return frozenset(map(Permission, self.permissions))

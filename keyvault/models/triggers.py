@@ -1,0 +1,292 @@
+"""What no CHECK can say, as triggers on both databases: append-only, four eyes, no way back from the dead.
+
+Each rule is one condition under which a write is refused. They are put in place after every `migrate`, since
+SQLite rebuilds a table, and loses its triggers, whenever a column changes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+_APPEND_ONLY = (
+    "keyvault_auditentry",
+    "keyvault_change",
+    "keyvault_issuanceapproval",
+    "rotation_rotationapproval",
+    "rotation_evidence",
+)
+"""Tables whose rows are written once and never again."""
+
+_DEAD = "('deactivated', 'compromised', 'destroyed')"
+_APPROVED = "('approved', 'issued', 'collected')"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Refuses `when` (insert, update or delete) a row of `table` for which `condition` holds."""
+
+    name: str
+    table: str
+    when: str
+    condition: str
+    message: str
+
+
+def _conditions() -> Iterator[Refusal]:
+    for table in _APPEND_ONLY:
+        short = table.split("_", 1)[1]
+        yield Refusal(f"{short}_no_update", table, "UPDATE", "1 = 1", f"{short} is append-only")
+        yield Refusal(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} is append-only")
+    # REPLACE deletes the old row of SQLite without asking a delete trigger; so a taken number is refused first.
+    yield Refusal(
+        "auditentry_no_replace",
+        "keyvault_auditentry",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_auditentry e WHERE e.id = NEW.id "
+        "OR (e.chain_id = NEW.chain_id AND e.sequence = NEW.sequence))",
+        "auditentry is append-only",
+    )
+    yield Refusal(
+        "change_no_replace",
+        "keyvault_change",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_change c WHERE c.sequence = NEW.sequence)",
+        "change is append-only",
+    )
+    yield Refusal("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted")
+    yield Refusal(
+        "auditchain_no_replace",
+        "keyvault_auditchain",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_auditchain c WHERE c.name = NEW.name)",
+        "a chain is opened once",
+    )
+    yield Refusal(
+        "auditchain_forward",
+        "keyvault_auditchain",
+        "UPDATE",
+        "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1",
+        "a chain moves one entry at a time",
+    )
+    yield Refusal(
+        "connection_mode_insert",
+        "keyvault_providerconnection",
+        "INSERT",
+        _WRONG_MODE,
+        "test mode is for sandbox, live mode for production",
+    )
+    yield Refusal(
+        "connection_mode_update",
+        "keyvault_providerconnection",
+        "UPDATE",
+        _WRONG_MODE,
+        "test mode is for sandbox, live mode for production",
+    )
+    yield Refusal(
+        "account_stays",
+        "keyvault_account",
+        "UPDATE",
+        "NEW.environment <> OLD.environment OR NEW.merchant_id <> OLD.merchant_id",
+        "an account never changes its merchant or environment",
+    )
+    yield Refusal(
+        "credential_stays",
+        "keyvault_credential",
+        "UPDATE",
+        "NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind",
+        "a credential never changes its account or kind",
+    )
+    yield Refusal(
+        "key_no_revival",
+        "keyvault_key",
+        "UPDATE",
+        f"OLD.state IN {_DEAD} AND NEW.state NOT IN {_DEAD}",
+        "a dead key never verifies again",
+    )
+    yield Refusal(
+        "key_never_pre_active_again",
+        "keyvault_key",
+        "UPDATE",
+        "OLD.state <> 'pre_activation' AND NEW.state = 'pre_activation'",
+        "activation is not undone",
+    )
+    yield Refusal(
+        "key_stays",
+        "keyvault_key",
+        "UPDATE",
+        "NEW.key_id <> OLD.key_id OR NEW.credential_id <> OLD.credential_id OR NEW.created_at <> OLD.created_at "
+        "OR coalesce(CAST(NEW.expires_at AS TEXT), '') <> coalesce(CAST(OLD.expires_at AS TEXT), '')",
+        "a key keeps its credential and its expiry",
+    )
+    for when in ("INSERT", "UPDATE"):
+        yield Refusal(
+            f"key_two_active_{when.lower()}",
+            "keyvault_key",
+            when,
+            "NEW.state = 'active' AND (SELECT count(*) FROM keyvault_key k WHERE k.credential_id = NEW.credential_id "
+            "AND k.state = 'active' AND k.key_id <> NEW.key_id) >= 2",
+            "at most two keys of a credential verify",
+        )
+    yield from _four_eyes(
+        request="keyvault_issuancerequest",
+        key="request_id",
+        approval="keyvault_issuanceapproval",
+        foreign_key="request_id",
+        approved=f"NEW.state IN {_APPROVED}",
+        environment="(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id)",
+        frozen=("account_id", "kind", "label", "delivery"),
+    )
+    yield from _four_eyes(
+        request="rotation_rotation",
+        key="rotation_id",
+        approval="rotation_rotationapproval",
+        foreign_key="rotation_id",
+        approved="NEW.state NOT IN ('requested', 'awaiting_approval', 'rejected', 'expired', 'cancelled')",
+        environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
+        "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
+        frozen=("credential_id", "predecessor_id"),
+    )
+
+
+_WRONG_MODE = (
+    "(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id) || ':' || NEW.mode "
+    "NOT IN ('sandbox:test', 'production:live')"
+)
+
+
+def _four_eyes(
+    *,
+    request: str,
+    key: str,
+    approval: str,
+    foreign_key: str,
+    approved: str,
+    environment: str,
+    frozen: tuple[str, ...],
+) -> Iterator[Refusal]:
+    """Who asked does not approve, each person once and on the digest as asked, and only enough approvals count."""
+    short = request.split("_", 1)[1]
+    asked = f"SELECT 1 FROM {request} r WHERE r.{key} = NEW.{foreign_key}"  # noqa: S608  our own names only
+    yield Refusal(
+        f"{short}_second_person",
+        approval,
+        "INSERT",
+        f"EXISTS ({asked} AND r.requester_person = NEW.person)",
+        "whoever asked cannot approve",
+    )
+    yield Refusal(
+        f"{short}_same_digest",
+        approval,
+        "INSERT",
+        f"NOT EXISTS ({asked} AND r.plan_digest = NEW.plan_digest)",
+        "an approval is bound to exactly what was asked",
+    )
+    counted = (
+        f"{approved} AND NEW.approvals_needed > (SELECT count(*) FROM {approval} v "  # noqa: S608  our own names only
+        f"WHERE v.{foreign_key} = NEW.{key} AND v.plan_digest = NEW.plan_digest AND v.person <> NEW.requester_person)"
+    )
+    for when in ("INSERT", "UPDATE"):
+        yield Refusal(f"{short}_enough_{when.lower()}", request, when, counted, "not enough persons have approved")
+    yield Refusal(
+        f"{short}_production_policy",
+        request,
+        "INSERT",
+        f"NEW.approvals_needed < 1 AND {environment} <> 'sandbox'",
+        "production takes a second person",
+    )
+    changed = " OR ".join(
+        f"NEW.{column} <> OLD.{column}" for column in ("plan_digest", "approvals_needed", "requester_person", *frozen)
+    )
+    yield Refusal(f"{short}_stays", request, "UPDATE", changed, "what was asked is not changed afterwards")
+
+
+_CONDITIONS = tuple(_conditions())
+
+
+def ensure_triggers(connection: BaseDatabaseWrapper) -> None:
+    """Puts every trigger in place whose table exists, all or none; repeatable."""
+    with transaction.atomic(using=connection.alias):
+        drop_triggers(connection)
+        _create_triggers(connection)
+
+
+def _create_triggers(connection: BaseDatabaseWrapper) -> None:
+    tables = set(connection.introspection.table_names())
+    with connection.cursor() as cursor:
+        for refusal in _CONDITIONS:
+            if refusal.table in tables and _reads_only(refusal, tables):
+                for statement in _create(refusal, connection.vendor):
+                    cursor.execute(statement)
+        if connection.vendor == "postgresql":
+            for table in sorted(set(_APPEND_ONLY) & tables | {"keyvault_auditchain"} & tables):
+                cursor.execute(
+                    f"CREATE TRIGGER {_prefixed(table + '_no_truncate')} BEFORE TRUNCATE ON {table} "
+                    f"EXECUTE FUNCTION {_prefixed('refuse_truncate')}()"
+                )
+
+
+def drop_triggers(connection: BaseDatabaseWrapper) -> None:
+    """Takes every trigger away; only a test that empties its tables has a reason to."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT tgname, tgrelid::regclass::text FROM pg_trigger WHERE NOT tgisinternal AND tgname LIKE %s",
+                [_prefixed("%")],
+            )
+            for name, table in cursor.fetchall():
+                cursor.execute(f"DROP TRIGGER {name} ON {table}")
+            cursor.execute(
+                f"CREATE OR REPLACE FUNCTION {_prefixed('refuse_truncate')}() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$ BEGIN RAISE EXCEPTION '% is never truncated', TG_TABLE_NAME USING ERRCODE = 'check_violation'; "
+                "END $$"
+            )
+        else:
+            cursor.execute("SELECT name FROM sqlite_master WHERE type = 'trigger' AND name LIKE %s", [_prefixed("%")])
+            for (name,) in cursor.fetchall():
+                cursor.execute(f"DROP TRIGGER {name}")
+
+
+def list_triggers(connection: BaseDatabaseWrapper) -> set[str]:
+    """The rules in force, by name: what a check compares with `expected_triggers`."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal AND tgenabled <> 'D' AND tgname LIKE %s",
+                [_prefixed("%")],
+            )
+        else:
+            cursor.execute("SELECT name FROM sqlite_master WHERE type = 'trigger' AND name LIKE %s", [_prefixed("%")])
+        return {name.removeprefix(_prefixed("")) for (name,) in cursor.fetchall()}
+
+
+def expected_triggers() -> set[str]:
+    return {refusal.name for refusal in _CONDITIONS}
+
+
+def _prefixed(name: str) -> str:
+    return f"kv_{name}"
+
+
+def _reads_only(refusal: Refusal, tables: set[str]) -> bool:
+    """Whether every table of ours that the condition reads exists by now."""
+    words = set(refusal.condition.replace("(", " ").replace(")", " ").split())
+    return all(word in tables for word in words if word.startswith(("keyvault_", "rotation_")))
+
+
+def _create(refusal: Refusal, vendor: str) -> Iterator[str]:
+    name = _prefixed(refusal.name)
+    if vendor == "postgresql":
+        # A refused row is a constraint violation to the caller (SQLSTATE 23514), as on SQLite.
+        yield (
+            f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF {refusal.condition} THEN RAISE EXCEPTION '{refusal.message}' USING ERRCODE = 'check_violation'; "
+            f"END IF; RETURN {'OLD' if refusal.when == 'DELETE' else 'NEW'}; END $$"
+        )
+        yield (f"CREATE TRIGGER {name} BEFORE {refusal.when} ON {refusal.table} FOR EACH ROW EXECUTE FUNCTION {name}()")
+    else:
+        yield (
+            f"CREATE TRIGGER {name} BEFORE {refusal.when} ON {refusal.table} FOR EACH ROW "
+            f"WHEN {refusal.condition} BEGIN SELECT RAISE(ABORT, '{refusal.message}'); END"
+        )

@@ -1,0 +1,181 @@
+"""Every setting of the service: its environment variable, what unset means, what it does.
+
+The one list: `settings` reads its values here, and the README's table is held equal to it by a test.
+A value that cannot be meant stops the process at start with the variable's name and what to write instead.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+
+from keyvault.domain.keystring import BRAND
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`read` turns the text into a value; ValueError says what was wrong with it."""
+
+    name: str
+    unset: str
+    doc: str
+    read: Callable[[str], Any] = str
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+            raise ValueError(f"a whole number, {least} or more")
+        return int(text)
+
+    return read
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def _brand(text: str) -> str:
+    if BRAND.fullmatch(text) is None:
+        raise ValueError("1 to 16 of a-z and 0-9, beginning with a letter")
+    return text
+
+
+def _origin(text: str) -> str:
+    """Plain HTTP never leaves the machine: elsewhere keys and sessions would travel in the clear."""
+    if text == "":
+        return text
+    parts = urlsplit(text)
+    loopback = parts.hostname in {"127.0.0.1", "localhost", "::1"}
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("an address such as https://keys.example.com")
+    if parts.scheme == "http" and not loopback:
+        raise ValueError("https: plain http is for 127.0.0.1, localhost and ::1 only")
+    return text.rstrip("/")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "KEYVAULT_DATA_DIR",
+        ".keyvault",
+        "Folder of the embedded default: database, keystore, master key, spool. Relative to the checkout.",
+    ),
+    Setting(
+        "KEYVAULT_DATABASE_URL",
+        "",
+        "`postgres://…` for PostgreSQL. Unset: SQLite in the data folder.",
+    ),
+    Setting("KEYVAULT_REDIS_URL", "", "`redis://…`; the broker, unless that is set by itself."),
+    Setting(
+        "KEYVAULT_BROKER_URL",
+        "",
+        "Celery's broker. Unset: Redis where given, else the spool in the data folder.",
+    ),
+    Setting(
+        "KEYVAULT_BACKEND",
+        "local",
+        "Where readable secrets are kept: `local`, the encrypted keystore in the data folder.",
+        _choice("local"),
+    ),
+    Setting(
+        "KEYVAULT_MASTER_KEY",
+        "",
+        "Master key of the local keystore, 32 bytes in base64. Unset: `master.key` in the data folder, "
+        "made at the first run and readable by its owner only.",
+    ),
+    Setting(
+        "KEYVAULT_SECRET_KEY",
+        "",
+        "Signs admin sessions, 50 characters or more. Unset: `django.key` in the data folder, made alike.",
+    ),
+    Setting(
+        "KEYVAULT_ORIGIN",
+        "http://127.0.0.1:8000",
+        "Scheme and host under which the service is reached. Plain http on this machine only.",
+        _origin,
+    ),
+    Setting("KEYVAULT_SANDBOX_BASE_URL", "", "Base URL of the sandbox. Unset: `<origin>/sandbox`.", _origin),
+    Setting(
+        "KEYVAULT_PRODUCTION_BASE_URL",
+        "",
+        "Base URL of production. Unset: `<origin>/production`.",
+        _origin,
+    ),
+    Setting(
+        "KEYVAULT_ALLOWED_HOSTS",
+        "",
+        "More host names to answer to, with commas; those of the origin and the base URLs always count.",
+        _words,
+    ),
+    Setting("KEYVAULT_KEY_BRAND", "kv", "First field of every key string.", _brand),
+    Setting(
+        "KEYVAULT_SANDBOX_APPROVALS",
+        "0",
+        "Approvals by other persons that a sandbox request needs.",
+        _count(0),
+    ),
+    Setting(
+        "KEYVAULT_PRODUCTION_APPROVALS",
+        "1",
+        "The same in production, where it cannot be less than 1.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_LOG_LEVEL",
+        "INFO",
+        "`DEBUG`, `INFO`, `WARNING` or `ERROR`.",
+        _choice("DEBUG", "INFO", "WARNING", "ERROR"),
+    ),
+)
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The value of every setting. Raises ImproperlyConfigured naming each variable that cannot be meant.
+
+    A misspelt `KEYVAULT_…` variable is refused too, rather than silently without effect; those that begin
+    with `KEYVAULT_TEST_`, and `KEYVAULT_REQUIRE`, belong to the test suite.
+    """
+    known = {setting.name for setting in SETTINGS}
+    wrong = [
+        f"{name}: there is no such setting"
+        for name in sorted(environ)
+        if name.startswith("KEYVAULT_")
+        and name not in known
+        and not name.startswith("KEYVAULT_TEST_")
+        and name != "KEYVAULT_REQUIRE"
+    ]
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        text = environ.get(setting.name, "") or setting.unset
+        try:
+            values[setting.name] = setting.read(text)
+        except ValueError as error:
+            wrong.append(f"{setting.name}: wants {error}")
+    if wrong:
+        raise ImproperlyConfigured("; ".join(wrong))
+    return values
+
+
+def settings_table() -> str:
+    """The README's table."""
+    rows = ["| variable | unset means | what it does |", "|---|---|---|"]
+    for setting in SETTINGS:
+        unset = f"`{setting.unset}`" if setting.unset else "-"
+        rows.append(f"| `{setting.name}` | {unset} | {setting.doc} |")
+    return "\n".join(rows)

@@ -1,0 +1,31 @@
+"""Log lines: one JSON object each, redacted after everything has been put together."""
+
+import json
+import logging
+from datetime import UTC, datetime
+
+from keyvault.domain.redaction import redact
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class RedactedJSONFormatter(logging.Formatter):
+    """Message, arguments, extra fields and traceback in one line; control characters stay escaped.
+
+    Redaction is the last step, so that no way into a log line goes round it.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{name: str(value) for name, value in vars(record).items() if name not in _STANDARD},
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        # Redacted before the JSON escapes too: a quote inside a header would read differently afterwards.
+        return redact(json.dumps({name: redact(text) for name, text in line.items()}))

@@ -1,0 +1,192 @@
+"""Django's settings, safe when nothing is set. Every choice of the host comes through `configuration`."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import dj_database_url
+
+from keyvault.backends.private_files import ensure_private_directory, read_or_make_secret
+from keyvault.project.configuration import ROOT, read_settings
+
+_chosen = read_settings()
+
+# --- the host's choices -----------------------------------------------------------------------------------
+
+DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
+KEY_BRAND: str = _chosen["KEYVAULT_KEY_BRAND"]
+ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
+BASE_URLS = {
+    "sandbox": _chosen["KEYVAULT_SANDBOX_BASE_URL"] or f"{ORIGIN}/sandbox",
+    "production": _chosen["KEYVAULT_PRODUCTION_BASE_URL"] or f"{ORIGIN}/production",
+}
+APPROVALS_NEEDED = {
+    "sandbox": _chosen["KEYVAULT_SANDBOX_APPROVALS"],
+    "production": _chosen["KEYVAULT_PRODUCTION_APPROVALS"],
+}
+SECRET_BACKEND: str = _chosen["KEYVAULT_BACKEND"]
+MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
+BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or _chosen["KEYVAULT_REDIS_URL"] or f"spool://{DATA_DIR}/spool"
+
+# --- Django -----------------------------------------------------------------------------------------------
+
+SECRET_KEY = _chosen["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
+DEBUG = False
+ALLOWED_HOSTS = sorted(
+    {
+        "127.0.0.1",
+        "localhost",
+        "[::1]",
+        *_chosen["KEYVAULT_ALLOWED_HOSTS"],
+        *(urlsplit(url).hostname or "" for url in (ORIGIN, *BASE_URLS.values())),
+    }
+)
+ROOT_URLCONF = "keyvault.project.urls"
+WSGI_APPLICATION = "keyvault.project.wsgi.application"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+AUTH_USER_MODEL = "keyvault.Operator"
+USE_TZ = True
+TIME_ZONE = "UTC"
+LANGUAGE_CODE = "en"
+APPEND_SLASH = False
+
+INSTALLED_APPS = [
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "keyvault.project.console.ConsoleConfig",
+    "rest_framework",
+    "keyvault",
+    "rotation",
+]
+MIDDLEWARE = [
+    "keyvault.api.middleware.RequestMiddleware",
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+DATABASES = {
+    "default": dj_database_url.parse(
+        _chosen["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
+        conn_max_age=60,
+        conn_health_checks=True,
+    )
+}
+if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
+    # IMMEDIATE: a transaction that will write takes the write lock at its start, so that what it read is
+    # still so when it writes. FULL: a commit that was answered survives a power cut.
+    DATABASES["default"]["OPTIONS"] = {
+        "transaction_mode": "IMMEDIATE",
+        "timeout": 20,
+        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;",
+    }
+
+AUTH_PASSWORD_VALIDATORS = [
+    {
+        "NAME": "django.contrib.auth.password_validation.MinimumLengthValidator",
+        "OPTIONS": {"min_length": 12},
+    },
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+
+_https = ORIGIN.startswith("https://")
+SESSION_COOKIE_AGE = 8 * 60 * 60
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Strict"
+CSRF_COOKIE_SAMESITE = "Strict"
+CSRF_USE_SESSIONS = True
+# Over plain http the origin is this machine itself (see `configuration`), where a browser would not send a
+# Secure cookie back.
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
+SESSION_COOKIE_NAME = "__Host-session" if _https else "session"
+SECURE_HSTS_SECONDS = 31_536_000 if _https else 0
+SECURE_HSTS_INCLUDE_SUBDOMAINS = _https
+SECURE_CONTENT_TYPE_NOSNIFF = True
+SECURE_REFERRER_POLICY = "same-origin"
+X_FRAME_OPTIONS = "DENY"
+CSRF_TRUSTED_ORIGINS = [ORIGIN]
+CSRF_FAILURE_VIEW = "keyvault.project.views.csrf_failure"
+LOGIN_URL = "admin:login"
+
+DATA_UPLOAD_MAX_MEMORY_SIZE = 65_536
+FILE_UPLOAD_HANDLERS = ["django.core.files.uploadhandler.MemoryFileUploadHandler"]
+
+STATIC_URL = "/static/"
+STATIC_ROOT = DATA_DIR / "static"
+WHITENOISE_USE_FINDERS = True
+WHITENOISE_AUTOREFRESH = False
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [],
+    "DEFAULT_PERMISSION_CLASSES": ["keyvault.api.permissions.DeniedByDefault"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["keyvault.api.parsers.StrictJSONParser"],
+    "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
+    "UNAUTHENTICATED_USER": None,
+    "URL_FORMAT_OVERRIDE": None,
+}
+
+# --- Celery (namespace CELERY_): messages carry ids only and are mere wake-ups, the rows are the truth -----
+
+CELERY_BROKER_URL = BROKER_URL
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_TASK_ACKS_LATE = True
+CELERY_TASK_REJECT_ON_WORKER_LOST = True
+CELERY_WORKER_PREFETCH_MULTIPLIER = 1
+CELERY_TASK_SERIALIZER = "json"
+CELERY_ACCEPT_CONTENT = ["json"]
+CELERY_TASK_SOFT_TIME_LIMIT = 60
+CELERY_TASK_TIME_LIMIT = 90
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False
+CELERY_WORKER_SEND_TASK_EVENTS = False
+CELERY_TIMEZONE = "UTC"
+if BROKER_URL.startswith("redis"):
+    CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 600}
+# Entries are short and the same at each start: beat needs no file that a crash could tear.
+CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
+CELERY_BEAT_MAX_LOOP_INTERVAL = 1
+CELERY_BEAT_SCHEDULE = {
+    "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
+    "upkeep": {"task": "keyvault.tasks.upkeep", "schedule": 5.0},
+    "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
+}
+
+# --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"json": {"()": "keyvault.project.logs.RedactedJSONFormatter"}},
+    "handlers": {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "json"},
+    },
+    "root": {"handlers": ["stderr"], "level": _chosen["KEYVAULT_LOG_LEVEL"]},
+    # Django's own handlers would mail or print settings, headers and locals of a failed request.
+    "loggers": {
+        "django": {"handlers": [], "propagate": True},
+        "django.server": {"handlers": [], "propagate": True},
+        "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
+    },
+}

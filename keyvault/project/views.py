@@ -1,0 +1,44 @@
+"""Answers to what reached no view: problem documents for machines, plain pages in the console."""
+
+from django.http import HttpRequest, HttpResponse
+from django.views import defaults
+
+from keyvault.access.verification import find_exposed
+from keyvault.api.exceptions import problem_response
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+
+_INTEGRATION = tuple(f"/{environment}/" for environment in Environment)
+
+
+def _is_console(request: HttpRequest) -> bool:
+    return request.path.startswith("/admin/")
+
+
+def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
+    return problem_response(ErrorCode.REQUEST_INVALID, "The request cannot be read.", request)
+
+
+def forbidden(request: HttpRequest, exception: Exception) -> HttpResponse:
+    if _is_console(request):
+        return defaults.permission_denied(request, exception)
+    return problem_response(ErrorCode.PERMISSION_MISSING, "This is not permitted.", request)
+
+
+def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
+    return HttpResponse("The form has expired. Go back, load the page anew, and send it again.", status=403)
+
+
+def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    if _is_console(request):
+        return defaults.page_not_found(request, exception)
+    if request.path.startswith(_INTEGRATION):
+        exposed = find_exposed(request.get_full_path())
+        if exposed is not None:
+            return problem_response(exposed.code, exposed.detail, request)
+        return problem_response(ErrorCode.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", request)
+    return problem_response(ErrorCode.NOT_FOUND, "There is no such address.", request)
+
+
+def server_error(request: HttpRequest) -> HttpResponse:
+    return problem_response(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request)

@@ -1,0 +1,133 @@
+"""Writing and checking the audit chains."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from django.db.models import QuerySet
+
+from keyvault.domain.audit import (
+    GENESIS,
+    PLATFORM_CHAIN,
+    Break,
+    ChainedEntry,
+    account_chain,
+    entry_bytes,
+    entry_hash,
+    verify_chain,
+)
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import IntegrityError
+from keyvault.models import Account, AuditChain, AuditEntry
+
+
+def open_chain(name: str) -> None:
+    """A new chain. Inside the transaction that creates what the chain is about."""
+    AuditChain.objects.create(name=name, sequence=0, head_hash=GENESIS)
+
+
+def append_entry(
+    *, chain: str, at: datetime, event: str, actor: str, channel: str, details: dict[str, JsonValue]
+) -> None:
+    """Adds one entry. Only `services.recording` calls this, inside the transaction of the change.
+
+    The chain's head row is locked until the commit: writers of one chain take turns, others do not wait.
+    (On SQLite the transaction has the whole database by then.)
+    """
+    try:
+        head = AuditChain.objects.select_for_update().get(name=chain)
+    except AuditChain.DoesNotExist:
+        if chain != PLATFORM_CHAIN or AuditEntry.objects.exists():
+            raise IntegrityError("The audit log is damaged.", internal=f"chain {chain} is missing") from None
+        open_chain(chain)
+        head = AuditChain.objects.select_for_update().get(name=chain)
+    sequence, previous = head.sequence + 1, bytes(head.head_hash)
+    body = entry_bytes(
+        chain=chain, sequence=sequence, at=at, event=event, actor=actor, channel=channel, details=details
+    )
+    digest = entry_hash(previous, body)
+    AuditEntry.objects.create(
+        chain_id=chain,
+        sequence=sequence,
+        at=at,
+        event=event,
+        actor=actor,
+        body=body,
+        previous=previous,
+        hash=digest,
+    )
+    head.sequence, head.head_hash = sequence, digest
+    head.save(update_fields=["sequence", "head_hash"])
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """`first_broken` is None when every chain that should exist is there and whole."""
+
+    entries: int
+    first_broken: Break | None
+
+
+def verify_audit() -> AuditReport:
+    """Walks every chain, the platform's first, in bounded memory, while others go on writing."""
+    expected = _expected_chains()
+    written = set(AuditEntry.objects.order_by().values_list("chain_id", flat=True).distinct())
+    written |= set(AuditChain.objects.values_list("name", flat=True))
+    entries, first_broken = 0, None
+    for name in [*expected, *sorted(written.difference(expected))]:
+        count, broken = _verify_stored(name)
+        entries += count
+        first_broken = first_broken or broken
+    return AuditReport(entries, first_broken)
+
+
+def _verify_stored(name: str) -> tuple[int, Break | None]:
+    """A head moves in the transaction of its entry: what it names must be there, and nothing newer than it."""
+    head = AuditChain.objects.filter(name=name).first()
+    if head is None:
+        return 0, Break(name, 0, "the chain is missing")
+    entries = AuditEntry.objects.filter(chain_id=name)
+    broken = verify_chain(
+        name, _stored(entries.filter(sequence__lte=head.sequence)), head.sequence, bytes(head.head_hash)
+    )
+    newest = entries.order_by("-sequence").values_list("sequence", flat=True).first() or 0
+    if broken is None and newest > AuditChain.objects.get(name=name).sequence:
+        broken = Break(name, newest, "an entry stands behind the head of the chain")
+    return head.sequence, broken
+
+
+def _expected_chains() -> list[str]:
+    """What must be there: the platform's chain as soon as there is anything at all, and each account's."""
+    accounts = [
+        account_chain(merchant_id, environment)
+        for merchant_id, environment in Account.objects.order_by("merchant_id", "environment").values_list(
+            "merchant_id", "environment"
+        )
+    ]
+    written = bool(accounts) or AuditEntry.objects.exists() or AuditChain.objects.exists()
+    return [PLATFORM_CHAIN, *accounts] if written else []
+
+
+def _stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
+    for entry in entries.order_by("sequence").iterator(chunk_size=500):
+        body = bytes(entry.body)
+        yield ChainedEntry(
+            chain=entry.chain_id,
+            sequence=entry.sequence,
+            body=body,
+            previous=bytes(entry.previous),
+            hash=bytes(entry.hash),
+            columns_agree=_columns_agree(entry, body),
+        )
+
+
+def _columns_agree(entry: AuditEntry, body: bytes) -> bool:
+    written = json.loads(body)
+    return (
+        written["chain"] == entry.chain_id
+        and written["sequence"] == entry.sequence
+        and written["event"] == entry.event
+        and written["actor"] == entry.actor
+        and datetime.fromisoformat(written["at"]) == entry.at
+    )

@@ -1,0 +1,304 @@
+"""Asking for a credential, deciding about it under four eyes, issuing it, collecting it once."""
+
+import secrets
+from datetime import datetime
+
+from django.conf import settings
+from django.db.models import QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER, Operator
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.ids import mint_id
+from keyvault.domain.issuance import (
+    APPROVALS_NEEDED,
+    REQUEST_LIFETIME,
+    Delivery,
+    IssuancePlan,
+    IssuanceState,
+    may_become,
+)
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, Material
+from keyvault.services.authorization import authorize
+from keyvault.services.break_glass import note_break_glass
+from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
+from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
+from keyvault.services.leases import Lease, hold
+from keyvault.services.material import find_stored, read_string, store_string
+from keyvault.services.operators import operator_row
+from keyvault.services.recording import recorded
+
+
+def approvals_needed(environment: Environment) -> int:
+    """The host's policy, never below the environment's own."""
+    return max(APPROVALS_NEEDED[environment], settings.APPROVALS_NEEDED[environment])
+
+
+def request_issuance(
+    grant: Grant,
+    account: Account,
+    *,
+    kind: KeyKind,
+    label: str,
+    delivery: Delivery,
+    expires_in_days: int | None = None,
+) -> IssuanceRequest:
+    """Asks for a new credential. Approved at once where the environment's policy wants no second person.
+
+    Raises RequestInvalidError, listing what does not fit.
+    """
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("services ask over REST, which comes with its own request")
+    _refuse_faults(label, expires_in_days)
+    environment = Environment(account.environment)
+    plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days)
+    needed = approvals_needed(environment)
+    request = IssuanceRequest(
+        request_id=mint_id("req", secrets.token_bytes),
+        account=account,
+        kind=kind,
+        label=label,
+        delivery=delivery,
+        expires_in_days=expires_in_days,
+        plan_digest=plan.digest(),
+        approvals_needed=needed,
+        state=IssuanceState.PENDING if needed else IssuanceState.APPROVED,
+        requester=operator_row(operator),
+        requester_person=operator.person,
+        created_at=grant.at,
+        expires_at=grant.at + REQUEST_LIFETIME,
+        decided_at=None if needed else grant.at,
+    )
+    with recorded(
+        grant,
+        P.ISSUANCE_REQUEST,
+        "issuance.requested",
+        account=account,
+        **_about(request),
+        plan_digest=request.plan_digest,
+        kind=kind,
+        label=label,
+        delivery=delivery,
+        approvals_needed=needed,
+    ):
+        request.save()
+    return request
+
+
+def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -> IssuanceRequest:
+    """One person's yes to exactly what they were shown; with enough of them the worker issues.
+
+    Raises StateConflictError when the request is no longer pending, has expired, is not what `plan_digest`
+    says, or this person has approved it already (the database says so too).
+    """
+    _require_pending(request, grant.at)
+    if request.plan_digest != request.plan().digest():
+        raise StateConflictError("The request was altered.", internal=f"{request.request_id} fails its digest")
+    operator = approving_operator(grant, request.approvals, shown_digest=plan_digest, stored_digest=request.plan_digest)
+    with recorded(
+        grant,
+        P.ISSUANCE_APPROVE,
+        "issuance.approved",
+        account=request.account,
+        **_about(request),
+        plan_digest=plan_digest,
+    ):
+        locked(request)
+        IssuanceApproval(
+            request=request,
+            approver=operator_row(operator),
+            person=operator.person,
+            plan_digest=plan_digest,
+            created_at=grant.at,
+        ).save()
+        note_command_line_approval(grant, request.account.environment, "issuance.approved", request.request_id)
+        if request.approvals.count() >= request.approvals_needed:
+            request.compare_and_swap(state=IssuanceState.APPROVED, decided_at=grant.at)
+    return request
+
+
+def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
+    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=why[:300])
+
+
+def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
+    """By whoever asked, as long as nothing was issued."""
+    operator = grant.principal
+    if not isinstance(operator, Operator) or operator.person != request.requester_person:
+        raise StateConflictError("Only whoever asked for it can withdraw it; you may reject it.")
+    return _close(grant, P.ISSUANCE_WITHDRAW, request, IssuanceState.WITHDRAWN, "issuance.withdrawn")
+
+
+def expire_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
+    if grant.at < request.expires_at:
+        raise StateConflictError("The request has not expired.")
+    return _close(grant, P.ISSUANCE_EXECUTE, request, IssuanceState.EXPIRED, "issuance.expired")
+
+
+def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key:
+    """The worker's part: generate, hash, store, activate. May be killed anywhere and run again.
+
+    A digest is stored first, then the string goes to the secret backend, then one transaction makes the key
+    good and the request issued. A run that finds the backend holding the staged key's string adopts it;
+    one that does not burns the staged key, which nobody ever held, and makes another.
+
+    Raises StateConflictError when the request is not approved, BackendUnavailableError.
+    """
+    if request.state != IssuanceState.APPROVED:
+        raise StateConflictError(f"The request is {request.state}, not approved.")
+    if request.plan_digest != request.plan().digest():
+        raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
+    grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
+    key = _adopt_staged(grant, request, lease)
+    if key is None:
+        key, text = _stage(grant, request, lease)
+        version = store_string(key, text, purpose=request.request_id)
+    else:
+        stored = find_stored(key.credential)
+        if stored is None:
+            raise StateConflictError("The stored string went away.", internal=request.request_id)
+        version = stored.version
+    with recorded(
+        grant,
+        P.ISSUANCE_EXECUTE,
+        "issuance.issued",
+        account=request.account,
+        **_about(request),
+        key_id=key.key_id,
+        credential_id=key.credential_id,
+    ):
+        hold(lease)
+        note_stored(grant, key, version)
+        activate_key(grant, key)
+        request.compare_and_swap(state=IssuanceState.ISSUED, key=key, issued_at=grant.at)
+    return key
+
+
+def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
+    """The issued string, to exactly one reader and once. Raises StateConflictError on a second try.
+
+    In production a string shown to a person is break-glass: it is noted, and stays in sight until reviewed.
+    A string that was to be shown, and no more, is destroyed in the backend afterwards.
+    """
+    operator = grant.principal
+    if not isinstance(operator, Operator) or operator.person != request.requester_person:
+        raise StateConflictError("Only whoever asked for the key collects it.")
+    if request.state != IssuanceState.ISSUED or request.key is None:
+        raise StateConflictError(
+            "The key was collected already." if request.state == IssuanceState.COLLECTED else "It is not issued yet."
+        )
+    key = request.key
+    text = read_string(key)
+    with recorded(
+        grant,
+        P.ISSUANCE_COLLECT,
+        "issuance.collected",
+        account=request.account,
+        **_about(request),
+        key_id=key.key_id,
+    ):
+        request.compare_and_swap(state=IssuanceState.COLLECTED, collected_at=grant.at)
+        if request.account.environment == Environment.PRODUCTION:
+            note_break_glass(
+                grant,
+                event="issuance.collected",
+                subject=request.request_id,
+                why="a production key was shown to a person",
+            )
+        if request.delivery == Delivery.SHOW_ONCE and key.credential.kind == KeyKind.PRIVATE:
+            key.compare_and_swap(material=Material.DESTROY_DUE)
+    return text
+
+
+def list_approved(now: datetime) -> list[IssuanceRequest]:
+    return list(_requests().filter(state=IssuanceState.APPROVED).order_by("created_at")[:100])
+
+
+def list_overdue(now: datetime) -> list[IssuanceRequest]:
+    return list(_requests().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:100])
+
+
+def get_request(request_id: str) -> IssuanceRequest | None:
+    return _requests().filter(request_id=request_id).first()
+
+
+def _requests() -> QuerySet[IssuanceRequest]:
+    return IssuanceRequest.objects.select_related(
+        "account__merchant", "credential__account", "key__credential__account"
+    )
+
+
+def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, Plaintext]:
+    with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.staged", account=request.account, **_about(request)):
+        hold(lease)
+        credential = request.credential
+        if credential is None:
+            credential = Credential(
+                credential_id=mint_id("crd", secrets.token_bytes),
+                account=request.account,
+                kind=request.kind,
+                label=request.label,
+                delivery=request.delivery,
+                created_at=grant.at,
+            )
+            credential.save()
+            request.compare_and_swap(credential=credential)
+        return stage_key(grant, credential, expires_in_days=request.expires_in_days)
+
+
+def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key | None:
+    """The key of an earlier run if its string reached the backend; every other staged key is burned."""
+    if request.credential is None:
+        return None
+    stored = find_stored(request.credential)
+    adopted = None
+    for key in request.credential.keys.filter(state=KeyState.PRE_ACTIVATION):
+        if stored is not None and stored.labels.get("key_id") == key.key_id:
+            adopted = key
+        else:
+            with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_about(request)):
+                hold(lease)
+                burn_key(grant, key)
+    return adopted
+
+
+def _close(
+    grant: Grant,
+    permission: P,
+    request: IssuanceRequest,
+    state: IssuanceState,
+    event: str,
+    **details: JsonValue,
+) -> IssuanceRequest:
+    if not may_become(IssuanceState(request.state), state):
+        raise StateConflictError(f"The request is {request.state}; it cannot be {state} any more.")
+    with recorded(grant, permission, event, account=request.account, **_about(request), **details):
+        request.compare_and_swap(state=state, decided_at=grant.at)
+    return request
+
+
+def _require_pending(request: IssuanceRequest, now: datetime) -> None:
+    if request.state != IssuanceState.PENDING:
+        raise StateConflictError(f"The request is {request.state} already.")
+    if now >= request.expires_at:
+        raise StateConflictError("The request has expired. Ask again.")
+
+
+def _refuse_faults(label: str, expires_in_days: int | None) -> None:
+    faults = []
+    if not 1 <= len(label) <= 100 or not label.isprintable():
+        faults.append(Fault("/label", "1 to 100 printable characters"))
+    if expires_in_days is not None and not 1 <= expires_in_days <= 3650:
+        faults.append(Fault("/expires_in_days", "1 to 3650, or nothing"))
+    if faults:
+        raise RequestInvalidError("The request cannot be made like that.", faults)
+
+
+def _about(request: IssuanceRequest) -> dict[str, JsonValue]:
+    return {"request_id": request.request_id}

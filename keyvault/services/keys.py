@@ -1,0 +1,247 @@
+"""The life of a key: staged, activated, suspended, resumed, retired. The only writer of key rows."""
+
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db.models import QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyKind, KeyState, Retirement, may_become
+from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason, state_after
+from keyvault.models import Change, Credential, Key, KeyUse, Material
+from keyvault.services.peppers import load_peppers
+from keyvault.services.recording import Record, recorded
+
+_ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
+
+MAX_VERIFYING = 2
+"""Keys of one credential that verify at once (a trigger holds it too)."""
+
+
+def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | None) -> tuple[Key, Plaintext]:
+    """A new key, its digest stored and its string in nobody's hands but the caller's.
+
+    The hash comes first: whatever dies from here on costs a key that nobody ever held.
+    """
+    kind, environment = KeyKind(credential.kind), credential.environment
+    minted = mint_keystring(settings.KEY_BRAND, STRING_KIND[kind], STRING_SCOPE[environment], secrets.token_bytes)
+    digest, pepper_version = load_peppers(PEPPER_SET[environment]).digest(minted.text)
+    key = Key(
+        key_id=minted.key_id,
+        credential=credential,
+        digest=digest,
+        pepper_version=pepper_version,
+        state=KeyState.PRE_ACTIVATION,
+        created_at=grant.at,
+        expires_at=None if expires_in_days is None else grant.at + timedelta(days=expires_in_days),
+    )
+    with recorded(grant, _ENGINE, "key.staged", account=credential.account, **_about(key)):
+        key.save()
+    return key, minted.text
+
+
+def activate_key(grant: Grant, key: Key) -> None:
+    """From here on it verifies."""
+    _move(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
+
+
+def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
+    """The secret backend holds the key's string as that version."""
+    with recorded(
+        grant,
+        _ENGINE,
+        "key.stored",
+        account=key.credential.account,
+        backend_version=backend_version,
+        **_about(key),
+    ):
+        key.compare_and_swap(backend_version=backend_version, material=Material.HELD)
+
+
+def suspend_key(grant: Grant, key: Key) -> Record:
+    """Refused from now on, reversibly."""
+    return _move(
+        grant,
+        frozenset({P.KEYS_SUSPEND, P.ROTATIONS_ADVANCE}),
+        key,
+        KeyState.SUSPENDED,
+        "key.suspended",
+        suspended_at=grant.at,
+    )
+
+
+def resume_key(grant: Grant, key: Key) -> Record:
+    """Good again. Raises StateConflictError on a key that is not suspended, or has expired meanwhile."""
+    if key.state != KeyState.SUSPENDED:
+        raise StateConflictError(f"Only a suspended key is resumed; this one is {key.state}.")
+    if key.expires_at is not None and grant.at >= key.expires_at:
+        raise StateConflictError("The key has expired; resuming would not make it good again.")
+    return _move(grant, frozenset({P.KEYS_RESUME, P.ROTATIONS_ADVANCE}), key, KeyState.ACTIVE, "key.resumed")
+
+
+def revoke_key(
+    grant: Grant,
+    key: Key,
+    reason: RevocationReason,
+    *,
+    evidence: Sequence[str] = (),
+) -> Record:
+    """Refused from now on, for ever; needs neither the secret backend nor the broker. `evidence` is cited.
+
+    A key that is dead already stays as it is, and the answer is the same (repeatable); only a report of
+    compromise still marks one that was merely deactivated.
+    """
+    if reason is RevocationReason.KEY_COMPROMISE:
+        return report_compromise(grant, key)
+    permissions = frozenset({P.KEYS_REVOKE, *_ENGINE})
+    if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
+        with recorded(
+            grant, permissions, "key.revoke_repeated", account=key.credential.account, **_about(key)
+        ) as record:
+            pass
+        return record
+    if key.state == KeyState.PRE_ACTIVATION:
+        return burn_key(grant, key)
+    return _move(
+        grant,
+        permissions,
+        key,
+        state_after(reason),
+        "key.revoked",
+        details={"reason": reason.value, "evidence": list(evidence)},
+        deactivated_at=grant.at,
+        retirement=Retirement.REVOKED,
+        reason=reason,
+        material=_to_destroy(key),
+    )
+
+
+def report_compromise(grant: Grant, key: Key) -> Record:
+    """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone."""
+    permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE})
+    if key.state in {KeyState.COMPROMISED, KeyState.DESTROYED}:
+        with recorded(
+            grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
+        ) as record:
+            pass
+        return record
+    return _move(
+        grant,
+        permissions,
+        key,
+        KeyState.COMPROMISED,
+        "key.compromised",
+        details={"reason": RevocationReason.KEY_COMPROMISE.value, "was": key.state},
+        compromised_at=grant.at,
+        reason=RevocationReason.KEY_COMPROMISE,
+        material=_to_destroy(key),
+    )
+
+
+def burn_key(grant: Grant, key: Key) -> Record:
+    """Ends a key that nobody was given: it never verified, or must never verify again."""
+    permissions = frozenset({P.KEYS_REVOKE, P.ROTATIONS_WRITE, *_ENGINE})
+    if key.state == KeyState.PRE_ACTIVATION:
+        stamps = {"state": KeyState.DESTROYED, "destroyed_at": grant.at}
+    else:
+        stamps = {
+            "state": KeyState.DEACTIVATED,
+            "deactivated_at": grant.at,
+            "retirement": Retirement.REVOKED,
+            "reason": RevocationReason.CESSATION_OF_OPERATION,
+        }
+    return _move(grant, permissions, key, event="key.burned", material=_to_destroy(key), **stamps)
+
+
+def expire_key(grant: Grant, key: Key) -> None:
+    """Records what the clock has decided already: every verdict judges expiry by itself."""
+    if key.expires_at is None or grant.at < key.expires_at:
+        raise StateConflictError("The key has not expired.")
+    _move(
+        grant,
+        _ENGINE,
+        key,
+        KeyState.DEACTIVATED,
+        "key.expired",
+        deactivated_at=grant.at,
+        retirement=Retirement.EXPIRED,
+        material=_to_destroy(key),
+    )
+
+
+def list_expired(now: datetime) -> list[Key]:
+    return list(_keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)[:100])
+
+
+def get_key(key_id: str) -> Key | None:
+    return _keys().filter(key_id=key_id).first()
+
+
+def last_sequence(key: Key) -> int:
+    """The sequence of the key's latest change: what a repeated revocation, which changes nothing, answers with."""
+    change = Change.objects.filter(subject_kind="key", subject_id=key.key_id).order_by("-sequence").first()
+    return 0 if change is None else change.sequence
+
+
+def describe_key(key: Key) -> dict[str, Any]:
+    """What every door tells about a key: never material, nor anything made of it."""
+    use = KeyUse.objects.filter(key=key).first()
+    credential = key.credential
+    return {
+        "key_id": key.key_id,
+        "state": key.state,
+        "kind": credential.kind,
+        "credential_id": credential.credential_id,
+        "merchant_id": credential.account.merchant_id,
+        "environment": credential.account.environment,
+        "created_at": key.created_at,
+        "activated_at": key.activated_at,
+        "expires_at": key.expires_at,
+        "first_used_at": use.first_at if use else None,
+        "last_used_at": use.last_at if use else None,
+        "retirement": key.retirement,
+        "reason": key.reason,
+    }
+
+
+def _keys() -> QuerySet[Key]:
+    return Key.objects.select_related("credential__account__merchant")
+
+
+def _about(key: Key) -> dict[str, JsonValue]:
+    return {"key_id": key.key_id, "credential_id": key.credential_id}
+
+
+def _to_destroy(key: Key) -> Material:
+    return Material.DESTROY_DUE if key.material == Material.HELD else Material(key.material)
+
+
+def _move(
+    grant: Grant,
+    permissions: frozenset[P],
+    key: Key,
+    state: KeyState,
+    event: str,
+    *,
+    details: dict[str, JsonValue] | None = None,
+    **stamps: object,
+) -> Record:
+    """One way of the transition table, in one transaction with its audit entry and change row."""
+    if not may_become(KeyState(key.state), state):
+        raise StateConflictError(
+            f"A key that is {key.state} cannot become {state}.", internal=f"{key.key_id}: {key.state} to {state}"
+        )
+    with recorded(
+        grant, permissions, event, account=key.credential.account, **_about(key), **(details or {})
+    ) as record:
+        key.compare_and_swap(state=state, **stamps)
+    return record

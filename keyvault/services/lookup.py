@@ -1,0 +1,75 @@
+"""Reads for the doors: one query each, frozen values out."""
+
+from datetime import datetime
+
+from django.conf import settings
+
+from keyvault.access.principals import Service
+from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
+from keyvault.domain.keystring import StringKind, parse_keystring
+from keyvault.models import Key, MerchantStatus, ServiceToken
+from keyvault.models.keys import OriginHeader
+from keyvault.services.peppers import load_peppers
+
+BASE_URLS = {Environment(name): url for name, url in settings.BASE_URLS.items()}
+
+
+def find_key_record(key_id: str) -> KeyRecord | None:
+    row = (
+        Key.objects.filter(key_id=key_id)
+        .values_list(
+            "credential_id",
+            "credential__kind",
+            "credential__account__environment",
+            "credential__account__merchant_id",
+            "digest",
+            "pepper_version",
+            "state",
+            "retirement",
+            "expires_at",
+            "credential__account__merchant__status",
+            "credential__account__status",
+            "credential__origin_header",
+        )
+        .first()
+    )
+    if row is None:
+        return None
+    return KeyRecord(
+        key_id=key_id,
+        credential_id=row[0],
+        kind=KeyKind(row[1]),
+        environment=Environment(row[2]),
+        merchant_id=row[3],
+        digest=bytes(row[4]),
+        pepper_version=row[5],
+        state=KeyState(row[6]),
+        retirement=Retirement(row[7]) if row[7] else None,
+        expires_at=row[8],
+        merchant_active=row[9] == MerchantStatus.ACTIVE,
+        account_active=row[10] == MerchantStatus.ACTIVE,
+        reports_origin=row[11] == OriginHeader.REPORT,
+    )
+
+
+def prove_service_token(text: str | None, now: datetime) -> Service | None:
+    """The service that holds this token, or None for every reason there may be: the caller learns no more."""
+    keystring = parse_keystring(text, settings.KEY_BRAND) if text else None
+    if keystring is None or keystring.kind is not StringKind.SERVICE_TOKEN:
+        return None
+    row = ServiceToken.objects.filter(token_id=keystring.key_id).first()
+    peppers = load_peppers(PepperSet.SERVICE)
+    digest, version = (DECOY_DIGEST, DECOY_VERSION) if row is None else (bytes(row.digest), row.pepper_version)
+    proved = peppers.matches(keystring.text, digest, version)
+    if row is None or not proved or row.revoked_at is not None or now >= row.expires_at:
+        return None
+    return Service(
+        token_id=row.token_id,
+        name=row.name,
+        person=row.creator_person,
+        permissions=row.permission_set,
+        environments=row.environments,
+        merchants=None if row.merchants is None else frozenset(row.merchants),
+    )

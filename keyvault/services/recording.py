@@ -1,0 +1,121 @@
+"""The one transaction helper: rows, change rows and audit entries are committed together or not at all.
+
+    with recorded(grant, Permission.KEYS_REVOKE, "key.revoked", account=account, key_id=key_id) as record:
+        key.compare_and_swap(state=...)
+    record.sequence
+
+`recorded` checks that the grant is for this permission and this account, collects the subjects that the
+written rows name, and adds one change row for each and one audit entry. Blocks may nest: the outermost one
+commits, and takes the locks of the audit chains last of all and in the order of their names, so that two
+transactions never wait for each other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from django.db import transaction
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Operator
+from keyvault.access.rules import OperationRule, Target
+from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import PermissionMissingError
+from keyvault.models import Account, Change
+from keyvault.models.recording import Subject, collect_subjects
+from keyvault.services.audit import append_entry
+
+
+@dataclass(slots=True)
+class Record:
+    """What is being recorded. `sequence` is known once the outermost block has ended."""
+
+    chain: str
+    event: str
+    grant: Grant
+    details: dict[str, JsonValue]
+    sequence: int | None = None
+
+
+@dataclass(slots=True)
+class _Unit:
+    """All the records of one outermost block."""
+
+    records: list[Record] = field(default_factory=list)
+
+
+_open_unit: ContextVar[_Unit | None] = ContextVar("open_unit", default=None)
+
+
+@contextmanager
+def recorded(
+    grant: Grant,
+    permission: Permission | frozenset[Permission],
+    event: str,
+    *,
+    account: Account | None = None,
+    **details: JsonValue,
+) -> Iterator[Record]:
+    """One change of state. Raises PermissionMissingError when the grant is for something else.
+
+    Several permissions: any one of them opens it (an operator suspends a key, and so does the engine).
+    """
+    _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account)
+    chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
+    record = Record(chain, event, grant, details)
+    unit = _open_unit.get()
+    if unit is not None:
+        # The entry of what caused this one comes first, so the place is taken before the block runs.
+        unit.records.append(record)
+        with transaction.atomic():
+            yield record
+        return
+    unit = _Unit([record])
+    token = _open_unit.set(unit)
+    try:
+        with transaction.atomic():
+            with collect_subjects() as subjects:
+                yield record
+            _commit(unit, subjects, grant.at)
+    finally:
+        _open_unit.reset(token)
+
+
+def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:
+    sequence = None
+    for kind, identity in subjects:
+        sequence = Change.objects.create(subject_kind=kind, subject_id=identity, at=now).sequence
+    for record in sorted(unit.records, key=lambda record: record.chain):
+        record.sequence = sequence
+        principal = record.grant.principal
+        details = dict(record.details)
+        if isinstance(principal, Operator) and principal.host_user is not None:
+            details["host_user"] = principal.host_user
+        append_entry(
+            chain=record.chain,
+            at=record.grant.at,
+            event=record.event,
+            actor=principal.actor,
+            channel=principal.channel,
+            details=details,
+        )
+
+
+def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:
+    """A grant opens the one thing that was asked for: this permission, on this account or the platform."""
+    place = (None, None) if account is None else (account.environment, account.merchant_id)
+    fits = (
+        isinstance(grant.rule, OperationRule)
+        and grant.rule.permission in permissions
+        and isinstance(grant.target, Target)
+        and (grant.target.environment, grant.target.merchant_id) == place
+    )
+    if not fits:
+        raise PermissionMissingError(
+            "This was not allowed.",
+            internal=f"{grant!r} opens none of {sorted(permissions)} on {account or 'the platform'}",
+        )

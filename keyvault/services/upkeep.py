@@ -1,0 +1,75 @@
+"""What falls due by itself, found in the database and done one by one; each may be killed and run again."""
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import WORKER
+from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.models import Account, IssuanceRequest
+from keyvault.services import issuance, keys, leases, material
+from keyvault.services.authorization import authorize
+
+_log = logging.getLogger(__name__)
+
+
+def issue_due() -> int:
+    """Issues every approved request that nobody is at work on; how many it issued."""
+    now = datetime.now(UTC)
+    requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved(now)}
+    return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
+
+
+def issue_one(request: IssuanceRequest) -> bool:
+    """Whether this call issued it. A failure is noted on the lease and tried again later."""
+    now = datetime.now(UTC)
+    lease = leases.claim(f"issuance:{request.request_id}", now)
+    if lease is None:
+        return False
+    try:
+        fresh = issuance.get_request(request.request_id)
+        if fresh is None:
+            return False
+        issuance.issue_approved(fresh, lease, now)
+    except StateConflictError as error:
+        leases.release(lease)
+        _log.info("issuance went another way", extra={"request_id": request.request_id, "why": error.internal})
+        return False
+    except KeyvaultError as error:
+        leases.postpone(lease, now, error.internal or error.detail)
+        _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
+        return False
+    leases.release(lease)
+    return True
+
+
+def expire_due() -> None:
+    """Records expiries that the clock has decided: of requests nobody approved, and of keys."""
+    now = datetime.now(UTC)
+    for request in issuance.list_overdue(now):
+        _each(lambda request=request: issuance.expire_issuance(_grant(request.account, now), request))
+    for key in keys.list_expired(now):
+        _each(lambda key=key: keys.expire_key(_grant(key.credential.account, now), key))
+
+
+def destroy_due() -> None:
+    """Destroys the secret backend's copies of keys that are dead or were to be shown only once."""
+    now = datetime.now(UTC)
+    for key in material.list_to_destroy():
+        _each(lambda key=key: material.destroy_string(_grant(key.credential.account, now), key))
+
+
+def _grant(account: Account, now: datetime) -> Grant:
+    return authorize(WORKER, Permission.ISSUANCE_EXECUTE, account, now=now)
+
+
+def _each(act: Callable[[], object]) -> None:
+    """One row's trouble is not the next one's."""
+    try:
+        act()
+    except StateConflictError:
+        pass  # Somebody was faster; the row is looked at again next time.
+    except DependencyUnavailableError as error:
+        _log.warning("put off", extra={"why": error.internal})

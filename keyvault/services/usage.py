@@ -1,0 +1,192 @@
+"""Who used which key, when: noted in memory on the request path, written a moment later by a thread.
+
+Silence is observed, not assumed: each process that verifies is a reporter, and says in the same transaction
+as its counts up to when it has reported. A reporter that goes without a farewell is lost, and with it
+perhaps some uses; whoever waits for silence starts again from that moment.
+"""
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from django.db import close_old_connections, transaction
+from django.db.models import F, Max, Min
+from django.db.models.functions import Greatest, Least
+
+from keyvault.models import KeyUse, UsageReporter, UseBucket
+from keyvault.models.usage import Outcome
+
+_log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.5
+LOST_AFTER = timedelta(seconds=10)
+"""A live reporter reports every FLUSH_SECONDS; one this late is taken for dead."""
+
+_MOST_BUCKETS = 20_000
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One bucket: a key, seen in one minute from one source, on one endpoint."""
+
+    key_id: str
+    minute: datetime
+    source: str
+    user_agent: str
+    endpoint: str
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class _Count:
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+
+@dataclass(slots=True)
+class UsageLog:
+    """The uses of this process that are not yet written. Made once for each process that verifies."""
+
+    now: Callable[[], datetime] = utc_now
+    reporter_id: str = field(
+        default_factory=lambda: f"{socket.gethostname()[:30]}-{os.getpid()}-{secrets.token_hex(6)}"
+    )
+    _counts: dict[Use, _Count] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def note(self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome, at: datetime) -> None:
+        """A few microseconds; no I/O. At a flood of distinct sources the oldest are written at once."""
+        use = Use(key_id, at.replace(second=0, microsecond=0), source[:64], user_agent[:120], endpoint[:100], outcome)
+        with self._lock:
+            count = self._counts.get(use)
+            if count is None:
+                self._counts[use] = _Count(1, at, at)
+            else:
+                count.count += 1
+                count.first_at, count.last_at = min(count.first_at, at), max(count.last_at, at)
+            is_full = len(self._counts) >= _MOST_BUCKETS
+        if is_full:
+            self.flush()
+
+    def start(self) -> None:
+        """Reports from now on, before the first verdict is given. Repeatable."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            now = self.now()
+            UsageReporter.objects.create(reporter_id=self.reporter_id, started_at=now, flushed_through_at=now)
+            self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
+            self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """The farewell: writes what is left and says that nothing more will come."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+            self.flush(farewell=True)
+
+    def flush(self, *, farewell: bool = False) -> None:
+        """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next."""
+        with self._lock:
+            through = self.now()
+            counts, self._counts = self._counts, {}
+        try:
+            with transaction.atomic():
+                for use, count in sorted(counts.items(), key=lambda item: (item[0].key_id, item[0].minute)):
+                    _write(use, count)
+                UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
+                    flushed_through_at=through, stopped_at=through if farewell else None, lost_at=None
+                )
+        except Exception:
+            with self._lock:
+                for use, count in counts.items():
+                    newer = self._counts.get(use)
+                    self._counts[use] = count if newer is None else _merged(count, newer)
+            raise
+
+    def _report(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS):
+            try:
+                self.flush()
+            except Exception:  # noqa: BLE001  whatever it was, the next try may do better
+                _log.exception("usage could not be written; it is kept for the next try")
+            finally:
+                close_old_connections()
+
+
+def _merged(one: _Count, other: _Count) -> _Count:
+    return _Count(one.count + other.count, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
+
+
+def _write(use: Use, count: _Count) -> None:
+    """Adds to what stands there; order-independent, so that late and early reporters agree."""
+    times = {
+        "count": F("count") + count.count,
+        "first_at": Least(F("first_at"), count.first_at),
+        "last_at": Greatest(F("last_at"), count.last_at),
+    }
+    fresh = {"count": count.count, "first_at": count.first_at, "last_at": count.last_at}
+    place = {
+        "key_id": use.key_id,
+        "minute": use.minute,
+        "source": use.source,
+        "user_agent": use.user_agent,
+        "endpoint": use.endpoint,
+        "outcome": use.outcome,
+    }
+    UseBucket.objects.update_or_create(**place, defaults=times, create_defaults={**place, **fresh})
+    if use.outcome is Outcome.ALLOWED:
+        KeyUse.objects.update_or_create(
+            key_id=use.key_id, defaults=times, create_defaults={"key_id": use.key_id, **fresh}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Up to when every live reporter has reported (None: none is live), and when one was last found lost."""
+
+    through: datetime | None
+    lost_at: datetime | None
+
+
+def observe(now: datetime) -> Observation:
+    """Also marks reporters that are overdue as lost: a dead one must not hold up silence for ever."""
+    overdue = UsageReporter.objects.filter(
+        stopped_at__isnull=True, lost_at__isnull=True, flushed_through_at__lt=now - LOST_AFTER
+    )
+    overdue.update(lost_at=now)
+    live = UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
+    return Observation(
+        live.aggregate(through=Min("flushed_through_at"))["through"],
+        UsageReporter.objects.aggregate(at=Max("lost_at"))["at"],
+    )
+
+
+def longest_gap_seconds(key_id: str) -> int:
+    """The longest pause between two minutes in which the key was used; 0 when it was not."""
+    minutes = UseBucket.objects.filter(key_id=key_id, outcome=Outcome.ALLOWED).order_by("minute")
+    longest, before = 0, None
+    for minute in minutes.values_list("minute", flat=True).distinct().iterator():
+        if before is not None:
+            longest = max(longest, int((minute - before).total_seconds()))
+        before = minute
+    return longest
+
+
+usage_log = UsageLog()
+"""This process's own."""

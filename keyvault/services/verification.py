@@ -1,0 +1,62 @@
+"""The whole judgement of a presented key, for the doors that look keys up in the database."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from django.conf import settings
+
+from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.decision import Check, Denial, Grant, decide
+from keyvault.access.principals import KeyHolder
+from keyvault.access.rules import EndpointRequest, EndpointRule
+from keyvault.access.verification import find_exposed, judge_key, read_key
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyRecord
+from keyvault.services.lookup import BASE_URLS, find_key_record
+from keyvault.services.peppers import load_peppers
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """What came with a request for an endpoint; all of it untrusted."""
+
+    key: str | None
+    environment: Environment
+    endpoint: Endpoint | Miss
+    url: str = ""
+    merchant: str | None = None
+    bearer: str | None = None
+    origin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The verdict; `holder` once possession was proved, whatever the verdict; `trace` of the applied rules."""
+
+    verdict: Grant | Denial
+    holder: KeyHolder | None = None
+    record: KeyRecord | None = None
+    trace: list[Check] = field(default_factory=list)
+
+
+def judge_presented(presented: Presented, now: datetime) -> Judgement:
+    """Every rule in the order of the contract's table of verdicts; the first that fails answers."""
+    exposed = find_exposed(presented.url)
+    if exposed is not None:
+        return Judgement(exposed)
+    keystring = read_key(
+        presented.key, environment=presented.environment, brand=settings.KEY_BRAND, base_urls=BASE_URLS
+    )
+    if isinstance(keystring, Denial):
+        return Judgement(keystring)
+    record = find_key_record(keystring.key_id)
+    holder = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
+    if isinstance(holder, Denial):
+        proved = holder.holder
+        trace = [Check("proof", proved is not None)]
+        return Judgement(holder, proved, record, [*trace, Check("key_state", False)] if proved else trace)
+    request = EndpointRequest(presented.merchant, presented.bearer is not None, presented.origin is not None)
+    trace = [Check("proof", True), Check("key_state", True)]
+    verdict = decide(EndpointRule(presented.endpoint), holder, request, now, trace)
+    return Judgement(verdict, holder, record, trace)

@@ -1,0 +1,115 @@
+"""Rotations over REST: asked for and read on the service plane, acknowledged on the integration plane."""
+
+from datetime import UTC, datetime
+
+from rest_framework import serializers
+from rest_framework.permissions import AllowAny
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from keyvault.access.catalog import find_endpoint
+from keyvault.access.decision import Denial
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import KeyHolder
+from keyvault.api.enforcement import ServiceView
+from keyvault.api.exceptions import DeniedError
+from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import NotFoundError
+from keyvault.models import Credential
+from keyvault.models.usage import Outcome
+from keyvault.services.authorization import authorize
+from keyvault.services.usage import usage_log
+from keyvault.services.verification import Presented, judge_presented
+from keyvault.wire.headers import API_KEY, read_bearer
+from rotation.policy import Proof
+from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
+
+
+class RotationRequest(StrictSerializer):
+    credential_id = serializers.CharField(max_length=32)
+    reason = serializers.CharField(required=False, max_length=300)
+    not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
+    deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
+    proof = serializers.ChoiceField(choices=[proof.value for proof in Proof], required=False)
+    proof_count = StrictInteger(required=False, min_value=1, max_value=1_000_000)
+    proof_sources = StrictInteger(required=False, min_value=1, max_value=10_000)
+    soak_seconds = StrictInteger(required=False, min_value=0)
+    quiet_seconds = StrictInteger(required=False, min_value=1)
+    quarantine_seconds = StrictInteger(required=False, min_value=1)
+    expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
+    predecessor_may_expire = StrictBoolean(required=False)
+
+    def wish(self) -> Wish:
+        values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
+        if "proof" in values:
+            values["proof"] = Proof(values["proof"])
+        return Wish(**values)
+
+
+class RotationsView(ServiceView):
+    permission = Permission.ROTATIONS_WRITE
+
+    def post(self, request: Request) -> Response:
+        form = RotationRequest(data=request.data)
+        form.is_valid(raise_exception=True)
+        credential = (
+            Credential.objects.select_related("account__merchant")
+            .filter(pk=form.validated_data["credential_id"])
+            .first()
+        )
+        if credential is None:
+            raise NotFoundError("There is no such thing, or it is not yours to see.")
+        rotation = request_rotation(self.grant_for(credential.account), credential, form.wish())
+        return Response(describe(get_rotation(rotation.rotation_id), self.now), status=201)
+
+
+class RotationView(ServiceView):
+    permission = Permission.ROTATIONS_READ
+
+    def get(self, request: Request, rotation_id: str) -> Response:
+        rotation = get_rotation(rotation_id)
+        self.grant_for(rotation.credential.account)
+        return Response(describe(rotation, self.now))
+
+
+class AcknowledgeView(APIView):
+    """POST {base_url}/credentials/acknowledge, with the replacement itself in X-Api-Key."""
+
+    permission_classes = (AllowAny,)  # the judgement below is the permission
+    environment: Environment = Environment.SANDBOX
+
+    def post(self, request: Request) -> Response:
+        usage_log.start()
+        now = datetime.now(UTC)
+        headers = request.headers
+        judgement = judge_presented(
+            Presented(
+                key=headers.get(API_KEY),
+                environment=self.environment,
+                endpoint=find_endpoint("credentials.acknowledge"),
+                url=request.get_full_path(),
+                bearer=read_bearer(headers.get("Authorization")),
+                origin=headers.get("Origin"),
+            ),
+            now,
+        )
+        if isinstance(judgement.verdict, Denial):
+            raise DeniedError(judgement.verdict)
+        holder = judgement.verdict.principal
+        if not isinstance(holder, KeyHolder):
+            raise TypeError("only a key holder is granted an endpoint")
+        usage_log.note(
+            holder.key_id,
+            source=request.META.get("REMOTE_ADDR") or "unknown",
+            user_agent=headers.get("User-Agent", ""),
+            endpoint="credentials.acknowledge",
+            outcome=Outcome.ALLOWED,
+        )
+        rotation = find_introduction(holder.key_id)
+        if rotation is None:
+            raise NotFoundError("The key is not the replacement of a rotation.")
+        grant = authorize(holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=now)
+        acknowledge(grant, rotation)
+        return Response(status=204)

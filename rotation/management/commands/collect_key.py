@@ -1,0 +1,40 @@
+"""Hands over an issued key, or a rotation's replacement, once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import NotFoundError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services import issuance
+from rotation.services.requests import collect_replacement, get_rotation
+
+
+class Command(AnsweringCommand):
+    help = "Collects a key exactly once. In production a key shown to a person is break-glass, to be reviewed."
+
+    def add_options(self, parser: CommandParser) -> None:
+        what = parser.add_mutually_exclusive_group(required=True)
+        what.add_argument("--rotation", metavar="ID")
+        what.add_argument("--request", metavar="ID")
+        parser.add_argument("--by", required=True, metavar="OPERATOR", help="whoever asked for it")
+        parser.add_argument("--reveal", action="store_true", required=True, help="print it, this once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        key_id, text = self._collect(options)
+        return {"key_id": key_id, "key": text.reveal()}
+
+    def _collect(self, options: Mapping[str, Any]) -> tuple[str, Plaintext]:
+        operator = self.operator(options["by"])
+        if options["rotation"]:
+            rotation = get_rotation(options["rotation"])
+            grant = self.grant(operator, Permission.ISSUANCE_COLLECT, rotation.credential.account)
+            return rotation.replacement_id or "", collect_replacement(grant, rotation)
+        request = issuance.get_request(options["request"])
+        if request is None:
+            raise NotFoundError("There is no such request.")
+        grant = self.grant(operator, Permission.ISSUANCE_COLLECT, request.account)
+        return request.key_id or "", issuance.collect_key(grant, request)

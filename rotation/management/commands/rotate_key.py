@@ -1,0 +1,65 @@
+"""Asks for a rotation, and approves it where the policy wants that; the worker does the rest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import NotFoundError, StateConflictError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Credential
+from rotation.policy import Proof
+from rotation.services.requests import Wish, abort_rotation, approve_rotation, request_rotation
+from rotation.states import RotationState
+
+
+class Command(AnsweringCommand):
+    help = "Rotates a credential's key: the replacement is deployed and proved in use before the old one is revoked."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--credential", required=True, metavar="ID")
+        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
+        parser.add_argument("--approved-by", metavar="OPERATOR")
+        parser.add_argument("--reason", default="")
+        parser.add_argument("--proof", choices=[proof.value for proof in Proof])
+        parser.add_argument("--proof-count", type=int)
+        parser.add_argument("--proof-sources", type=int)
+        parser.add_argument("--quiet-seconds", type=int)
+        parser.add_argument("--quarantine-seconds", type=int)
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        credential = (
+            Credential.objects.select_related("account__merchant").filter(credential_id=options["credential"]).first()
+        )
+        if credential is None:
+            raise NotFoundError(f"There is no credential {options['credential']}.")
+        requester = self.operator(options["requested_by"])
+        rotation = request_rotation(
+            self.grant(requester, Permission.ROTATIONS_WRITE, credential.account),
+            credential,
+            Wish(
+                reason=options["reason"],
+                proof=Proof(options["proof"]) if options["proof"] else None,
+                proof_count=options["proof_count"],
+                proof_sources=options["proof_sources"],
+                quiet_seconds=options["quiet_seconds"],
+                quarantine_seconds=options["quarantine_seconds"],
+            ),
+        )
+        if rotation.state == RotationState.AWAITING_APPROVAL:
+            self._approve(rotation, credential, options)
+        return {"rotation_id": rotation.rotation_id, "state": rotation.state}
+
+    def _approve(self, rotation: Any, credential: Credential, options: Mapping[str, Any]) -> None:
+        """A refused approval closes the rotation again, so that it does not block the next one."""
+        try:
+            if not options["approved_by"]:
+                raise StateConflictError("This takes a second person: name one with --approved-by.")
+            approver = self.operator(options["approved_by"])
+            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
+            approve_rotation(grant, rotation, rotation.plan_digest)
+        except Exception:
+            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, credential.account)
+            abort_rotation(grant, rotation, "the approval on the command line was refused")
+            raise

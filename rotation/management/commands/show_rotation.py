@@ -1,0 +1,20 @@
+"""Where a rotation stands, what it waits for, and what was seen."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.management.answers import AnsweringCommand
+from rotation.services.requests import describe, get_rotation
+
+
+class Command(AnsweringCommand):
+    help = "Shows a rotation: its state, what it waits for, its evidence, and who still uses the old key."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("rotation_id")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return describe(get_rotation(options["rotation_id"]), datetime.now(UTC))

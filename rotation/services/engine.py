@@ -1,0 +1,261 @@
+"""Moving a rotation on: what a worker runs, as often as it likes, and may be killed in.
+
+`advance_rotation` holds a lease, looks at the facts, asks `states.next_step`, and does that one thing. The
+secret backend is called between two short transactions, with a ledger row before the call. The replacement's
+string lives in this process's memory between its making and its delivery; a process that dies there leaves a
+digest of a key that nobody ever held, which the next one burns and makes anew.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, Key
+from keyvault.services import leases
+from keyvault.services.authorization import authorize
+from keyvault.services.keys import activate_key, burn_key, note_stored, resume_key, revoke_key, stage_key, suspend_key
+from keyvault.services.leases import Lease
+from keyvault.services.material import ForeignWriterError, destroy_string, find_stored, store_string
+from keyvault.services.recording import recorded
+from keyvault.services.usage import utc_now
+from rotation.models import EvidenceKind, LedgerEntry, LedgerState, Rotation
+from rotation.services.facts import gather_facts, note_evidence, proof_seen, silence_seen
+from rotation.services.requests import get_rotation, list_open
+from rotation.states import CLOSED, TRANSITIONS, Facts, Move, RotationState, Wait, next_step
+
+S = RotationState
+
+_log = logging.getLogger(__name__)
+
+LOOK_AGAIN = timedelta(seconds=2)
+"""A waiting rotation is looked at this often, for what happens without telling us."""
+
+MOST_ATTEMPTS = 12
+"""Failures of one step in a row, but for an unavailable backend, before the rotation stalls by name."""
+
+_MOST_STEPS = 20
+
+
+def list_due(now: datetime) -> list[str]:
+    """The open rotations that nobody is at work on and whose time has come."""
+    subjects = {_subject(rotation_id): rotation_id for rotation_id in list_open()}
+    return [subjects[subject] for subject in leases.list_due(subjects, now)]
+
+
+def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) -> Wait | None:
+    """Moves the rotation on as far as it goes now, and says what it waits for.
+
+    None: another worker holds it, or it is not due. A failure is noted and tried again later; a step that
+    keeps failing, or meets a foreign writer, stalls the rotation, with both keys as they are.
+    """
+    lease = leases.claim(_subject(rotation_id), clock())
+    if lease is None:
+        return None
+    run = _Run(lease, clock)
+    try:
+        wait = run.to_the_next_wait(rotation_id)
+    except ForeignWriterError as error:
+        run.stall(rotation_id, error.detail, error.internal)
+    except StateConflictError as error:
+        # An operator or another worker was faster: look again at once, at what is true now.
+        _log.info("rotation went another way", extra={"rotation_id": rotation_id, "why": error.internal})
+        leases.release(lease)
+    except DependencyUnavailableError as error:
+        # A pause, not a failure: nothing is used up, and verification goes on without the backend.
+        _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
+        leases.postpone(lease, clock(), error.internal or error.detail)
+    except KeyvaultError as error:
+        _log.error("rotation step failed", extra={"rotation_id": rotation_id, "why": error.internal or error.detail})
+        if lease.attempts >= MOST_ATTEMPTS:
+            run.stall(rotation_id, "a step kept failing", error.internal or error.detail)
+        else:
+            leases.postpone(lease, clock(), error.internal or error.detail)
+    else:
+        now = clock()
+        due_at = now + LOOK_AGAIN
+        leases.release(lease, due_at=due_at if wait.until is None else min(due_at, max(wait.until, now)))
+        return wait
+    return None
+
+
+class _Run:
+    """One worker's turn on one rotation: its lease, its clock, and the string it may hold for a moment."""
+
+    def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
+        self.lease = lease
+        self.clock = clock
+        self.held: tuple[str, Plaintext] | None = None
+
+    def to_the_next_wait(self, rotation_id: str) -> Wait:
+        for _ in range(_MOST_STEPS):
+            now = self.clock()
+            rotation = get_rotation(rotation_id)
+            facts = gather_facts(rotation, now)
+            step = next_step(facts, now)
+            if isinstance(step, Wait):
+                return step
+            grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
+            if isinstance(step, Move):
+                self._move(grant, rotation, facts, step)
+            else:
+                self._act(grant, rotation)
+        return Wait("its next turn")
+
+    # --- side effects -------------------------------------------------------------------------------------
+
+    def _act(self, grant: Grant, rotation: Rotation) -> None:
+        if rotation.state == S.SCHEDULED:
+            self._stage(grant, rotation)
+        elif rotation.state == S.PUBLISHING:
+            self._publish(grant, rotation)
+        else:
+            entry = self._begin(rotation, rotation.predecessor, grant.at)
+            destroy_string(grant, rotation.predecessor)
+            self._finish(entry, "destroyed")
+
+    def _stage(self, grant: Grant, rotation: Rotation) -> None:
+        """Makes a replacement, and burns the one before it, if any, that was never delivered."""
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=_account(rotation), **_about(rotation)):
+            leases.hold(self.lease)
+            if rotation.replacement is not None:
+                burn_key(grant, rotation.replacement)
+            key, text = stage_key(grant, rotation.credential, expires_in_days=rotation.approved_plan.expires_in_days)
+            # Good before anybody can hold it: the merchant may use it the moment it is delivered.
+            activate_key(grant, key)
+            rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
+        self.held = (key.key_id, text)
+
+    def _publish(self, grant: Grant, rotation: Rotation) -> None:
+        """Delivers the replacement; one whose string died with its maker is replaced by a new one."""
+        key = _replacement(rotation)
+        entry = self._begin(rotation, key, grant.at)
+        try:
+            if self.held is not None and self.held[0] == key.key_id:
+                version = store_string(key, self.held[1], purpose=rotation.rotation_id)
+            else:
+                stored = find_stored(rotation.credential)
+                if stored is None or stored.labels.get("key_id") != key.key_id:
+                    self._finish(entry, "its string is lost; burned and made anew", LedgerState.FAILED)
+                    self._stage(grant, rotation)
+                    return
+                version = stored.version
+        except KeyvaultError as error:
+            self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
+            raise
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.delivered", account=_account(rotation), **_about(rotation)):
+            leases.hold(self.lease)
+            note_stored(grant, key, version)
+            rotation.compare_and_swap(delivered_at=grant.at)
+            seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
+            note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
+        self._finish(entry, f"stored as version {version}")
+
+    def _begin(self, rotation: Rotation, key: Key, now: datetime) -> LedgerEntry:
+        """The ledger row precedes the side effect, in a transaction of its own."""
+        return LedgerEntry.objects.create(rotation=rotation, step=rotation.state, key=key, started_at=now)
+
+    def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
+        LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
+
+    # --- transitions --------------------------------------------------------------------------------------
+
+    def _move(self, grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> None:
+        if step.to not in TRANSITIONS[rotation.current_state]:
+            raise StateConflictError(
+                "That is no way forward.", internal=f"{rotation.rotation_id}: {rotation.state} to {step.to}"
+            )
+        details: dict[str, JsonValue] = {"was": rotation.state, "why": step.why}
+        event = f"rotation.{step.to}"
+        with recorded(grant, P.ROTATIONS_ADVANCE, event, account=_account(rotation), **_about(rotation), **details):
+            leases.hold(self.lease)
+            changes = self._enter(grant, rotation, facts, step.to)
+            if step.to in CLOSED:
+                changes["closed_at"] = grant.at
+            rotation.compare_and_swap(state=step.to, entered_at=grant.at, why=step.why, **changes)
+        _log.info(
+            "rotation moved",
+            extra={"rotation_id": rotation.rotation_id, "was": details["was"], "to": step.to, "why": step.why},
+        )
+
+    def _enter(self, grant: Grant, rotation: Rotation, facts: Facts, to: RotationState) -> dict[str, object]:
+        """What entering a state does, in the transaction of the transition; the columns it fills in."""
+        now = grant.at
+        if to is S.PUBLISHING:
+            seen: dict[str, JsonValue] = {"key_id": rotation.replacement_id}
+            note_evidence(rotation, EvidenceKind.ACCEPTED, seen, now)
+            return {"accepted_at": now}
+        if to is S.OVERLAP:
+            note_evidence(rotation, EvidenceKind.USED, proof_seen(rotation, facts), now)
+            return {"used_at": now}
+        if to is S.QUARANTINE:
+            _require_living_replacement(rotation, now)
+            last_at = facts.predecessor.last_used_at
+            seen = silence_seen(rotation, facts, facts.plan.quiet_seconds, last_at)
+            note_evidence(rotation, EvidenceKind.SILENT, seen, now)
+            suspend_key(grant, rotation.predecessor)
+            return {"silent_at": now}
+        if to is S.REVOKING:
+            _require_living_replacement(rotation, now)
+            last_at = facts.predecessor.refused_at
+            seen = silence_seen(rotation, facts, facts.plan.quarantine_seconds, last_at)
+            note_evidence(rotation, EvidenceKind.UNTRIED, seen, now)
+            cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
+            revoke_key(grant, rotation.predecessor, RevocationReason.SUPERSEDED, evidence=cited)
+        if to is S.CANCELLED:
+            self._restore(grant, rotation)
+        if to is S.STALLED:
+            return {"stalled_from": rotation.state}
+        return {}
+
+    def _restore(self, grant: Grant, rotation: Rotation) -> None:
+        """A predecessor that we had merely suspended is good again; a dead one never."""
+        predecessor = rotation.predecessor
+        if rotation.state == S.QUARANTINE and predecessor.state == KeyState.SUSPENDED:
+            resume_key(grant, predecessor)
+
+    def stall(self, rotation_id: str, why: str, internal: str) -> None:
+        """Stops here, by name, with both keys as they are, for a person to look at."""
+        _log.error("rotation stalled", extra={"rotation_id": rotation_id, "why": internal})
+        rotation = get_rotation(rotation_id)
+        grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=self.clock())
+        if S.STALLED in TRANSITIONS[rotation.current_state]:
+            self._move(grant, rotation, gather_facts(rotation, grant.at), Move(S.STALLED, why[:300]))
+        leases.release(self.lease)
+
+
+def _require_living_replacement(rotation: Rotation, now: datetime) -> None:
+    """Inside the transaction that takes the predecessor away: the replacement is good, and stays so until commit.
+
+    The row is locked, so that a revocation of the replacement comes either before (and this stops) or after.
+    """
+    key = Key.objects.select_for_update().get(pk=_replacement(rotation).pk)
+    if key.state != KeyState.ACTIVE or (key.expires_at is not None and now >= key.expires_at):
+        raise StateConflictError(
+            "The replacement is no longer good.", internal=f"{rotation.rotation_id}: {key.key_id} is {key.state}"
+        )
+
+
+def _replacement(rotation: Rotation) -> Key:
+    if rotation.replacement is None:
+        raise StateConflictError("There is no replacement yet.", internal=rotation.rotation_id)
+    return rotation.replacement
+
+
+def _account(rotation: Rotation) -> Account:
+    return rotation.credential.account
+
+
+def _about(rotation: Rotation) -> dict[str, JsonValue]:
+    return {"rotation_id": rotation.rotation_id, "credential_id": rotation.credential_id}
+
+
+def _subject(rotation_id: str) -> str:
+    return f"rotation:{rotation_id}"

@@ -1,0 +1,188 @@
+"""Fixtures of the whole suite, and which tests run on which database.
+
+Importing this file sets Django up in a place of its own (`environment.py`), before any other conftest or test
+is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` only there, `redis` is put on
+every test that asks for a Redis.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import django
+import hypothesis
+import pytest
+from django.conf import settings
+from django.db.models import Model
+from pytest_django import DjangoDbBlocker
+from redis import Redis
+
+from . import environment
+from .servers.redis import redis_server
+from .servers.throwaway import MissingServerError
+
+if settings.configured:
+    raise pytest.UsageError(
+        "Django's settings were loaded before the tests could choose a place for them:"
+        " unset DJANGO_SETTINGS_MODULE, drop --ds"
+    )
+PLACE = environment.lay()
+django.setup()
+
+MADE_AFTER_EVERY_FLUSH = ("contenttypes.ContentType", "auth.Permission")
+
+# Two workers share two cores, so a slow example says nothing about the code. CI repeats itself exactly.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("suite")
+
+
+# --------------------------------------------------------------------------------------------- choosing tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of this run's database; mark those that need Redis (before `-m` is read)."""
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        if "redis_server_url" in getattr(item, "fixturenames", ()):
+            item.add_marker("redis")
+        (kept if _belongs_here(item) else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def _belongs_here(item: pytest.Item) -> bool:
+    only_postgres = item.get_closest_marker("postgres") is not None
+    if PLACE.database == "sqlite":
+        return not only_postgres
+    return only_postgres or item.get_closest_marker("database") is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Let each xdist worker load the settings where it chooses to, which is this file and not earlier."""
+    del os.environ["DJANGO_SETTINGS_MODULE"]
+
+
+def pytest_report_header() -> str:
+    """Say which database this run is about."""
+    return f"database: {PLACE.database}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Leave the counts where `python -m tests` adds them up."""
+    counts = {kind: len(reports) for kind, reports in terminalreporter.stats.items() if kind}
+    if path := os.environ.get(environment.TALLY):
+        Path(path).write_text(json.dumps(counts))
+
+
+# -------------------------------------------------------------------------------------------------- databases
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """`KEYVAULT_DATA_DIR` of this worker, which its tests share: those that count files take `tmp_path`."""
+    return PLACE.data_dir
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings() -> None:
+    """Test in the database that `KEYVAULT_DATABASE_URL` names.
+
+    Without this, SQLite's would be in memory, where neither another thread nor another process finds it, and
+    PostgreSQL's would have a name that only this process knows.
+    """
+    from django.db import connections
+
+    connections["default"].settings_dict["TEST"]["NAME"] = PLACE.database_name
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """The test database, which every transactional test leaves as `migrate` made it.
+
+    Such a test ends in a flush. The append-only triggers would refuse that, so they are lifted for it and only
+    for it; and it takes away what migrations put in (the groups), so that is put back. Both are patched into
+    the flush itself: the order of fixtures depends on how a test asked for its database, this does not.
+    """
+    from django.db import connections
+    from django.test import TransactionTestCase
+
+    from keyvault.models.triggers import drop_triggers, ensure_triggers
+
+    with django_db_blocker.unblock():
+        rows = _rows_made_by_migrations()
+
+    # Private names, untyped: should Django rename them, every transactional test says so.
+    patched: Any = TransactionTestCase
+    flush = patched._fixture_teardown
+
+    def flush_and_restore(case: Any) -> None:
+        aliases = case._databases_names(include_mirrors=False)
+        for alias in aliases:
+            drop_triggers(connections[alias])
+        flush(case)
+        for alias in aliases:
+            # A flush with post_migrate has done it already; those without it need it.
+            ensure_triggers(connections[alias])
+        _restore(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, "_fixture_teardown", flush_and_restore)
+        yield
+
+
+def _rows_made_by_migrations() -> dict[type[Model], str]:
+    """The rows of a fresh database, less those that Django itself makes after every flush."""
+    from django.apps import apps
+    from django.core import serializers
+
+    models = [model for model in apps.get_models() if model._meta.label not in MADE_AFTER_EVERY_FLUSH]
+    return {
+        model: serializers.serialize("json", model._base_manager.all(), use_natural_foreign_keys=True)
+        for model in models
+        if model._base_manager.exists()
+    }
+
+
+def _restore(rows: dict[type[Model], str]) -> None:
+    from django.core import serializers
+    from django.db import transaction
+
+    with transaction.atomic():
+        for model, texts in rows.items():
+            if not model._base_manager.exists():
+                for row in serializers.deserialize("json", texts):
+                    row.save()
+
+
+# ------------------------------------------------------------------------------------------------------ Redis
+
+
+@pytest.fixture(scope="session")
+def redis_server_url() -> Iterator[str]:
+    """This worker's own Redis, never emptied: for fixtures that outlive a test, such as a Celery worker."""
+    with ExitStack() as stack:
+        url, reason = None, ""
+        try:
+            url = stack.enter_context(redis_server())
+        except MissingServerError as missing:
+            reason = missing.reason
+        if url is None and "redis" in environment.required_servers():
+            pytest.fail(f"{environment.REQUIRE} names redis, but there is {reason}", pytrace=False)
+        if url is None:
+            pytest.skip(reason)
+        yield url
+
+
+@pytest.fixture
+def redis_url(redis_server_url: str) -> str:
+    """An empty Redis."""
+    with Redis.from_url(redis_server_url) as client:
+        client.flushall()
+    return redis_server_url

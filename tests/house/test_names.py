@@ -1,0 +1,34 @@
+"""Names that tell where a line belongs, and the two calls that must stay countable."""
+
+import re
+
+from .checkout import CODE, calls, python_files, relative
+
+SHAPELESS = re.compile(r"(?:.*_)?(?:utils?|helpers?|common|misc|core|managers?)")
+
+THE_ONE_GRANT = "keyvault/access/decision.py"
+
+REVEALS: dict[str, str] = {}
+"""The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
+
+
+def test_names_no_module_is_a_drawer_for_everything() -> None:
+    found = {part for path in python_files(*CODE, "tests") for part in (path.with_suffix(""), path.parent)}
+    assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
+
+
+def test_names_a_grant_is_made_in_exactly_one_place() -> None:
+    """Nothing starts valid: the one `Grant(...)` call is the end of the one decision function."""
+    made = [
+        f"{relative(path)}:{call.lineno}"
+        for path in python_files(*CODE)
+        for name, call in calls(path)
+        if name == "Grant"
+    ]
+    assert [place.partition(":")[0] for place in made] == [THE_ONE_GRANT], made
+
+
+def test_names_plaintext_is_revealed_only_where_it_was_decided() -> None:
+    """Every file where a secret leaves its redacted type is listed, with a reason, and no other is."""
+    reveals = {relative(path) for path in python_files(*CODE) if any(name == "reveal" for name, _ in calls(path))}
+    assert reveals == set(REVEALS)

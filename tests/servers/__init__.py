@@ -1,0 +1,1 @@
+"""Throwaway PostgreSQL and Redis servers for the tests: started here, gone afterwards."""

@@ -1,0 +1,116 @@
+"""The servers that tests stand on: they answer, and nothing of them is left, whatever becomes of the run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+from . import throwaway
+from .postgres import find_postgres, postgres_server
+from .redis import find_redis, redis_server
+from .throwaway import FailedServerError, MissingServerError, Place, Plan, running
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = """
+import time
+from tests.servers.{name} import {name}_server
+with {name}_server() as url:
+    print(url, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder for temporary files where an unprivileged server can go, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="kv-open-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+def is_listening(url: str) -> bool:
+    """Whether anybody answers at that address."""
+    parts = urlsplit(url)
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.hostname or "", parts.port or 0)) == 0
+
+
+def eventually(holds: Callable[[], bool], within_seconds: float = 15) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + within_seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.skipif(find_postgres() is None, reason="no PostgreSQL server on this machine")
+def test_postgres_server_wants_its_password_and_is_gone_afterwards() -> None:
+    """Others on this machine can reach the port, and a superuser of PostgreSQL can run programs."""
+    with postgres_server() as url:
+        with psycopg.connect(url) as connection:
+            row = connection.execute("SELECT current_setting('data_directory'), current_user").fetchone()
+        assert row
+        address = urlsplit(url)
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(f"postgresql://postgres:wrong@{address.hostname}:{address.port}/postgres")
+    assert row[1] == "postgres"
+    assert not is_listening(url)
+    assert not Path(row[0]).parent.exists()
+
+
+@pytest.mark.parametrize(("name", "find"), [("postgres", find_postgres), ("redis", find_redis)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_server_of_a_killed_run_ends_and_leaves_nothing(
+    name: str, find: Callable[[], Path | None], how: signal.Signals, open_folder: Path
+) -> None:
+    """A run that dies takes its servers with it: no open port, no directory of test data."""
+    if find() is None:
+        pytest.skip(f"no {name} server on this machine")
+    command = [sys.executable, "-c", HOLD.format(name=name)]
+    variables = {**os.environ, "TMPDIR": str(open_folder)}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout
+        url = run.stdout.readline().strip()
+        assert is_listening(url)
+        assert any(open_folder.iterdir())
+        run.send_signal(how)
+    assert eventually(lambda: not is_listening(url))
+    assert eventually(lambda: not any(open_folder.iterdir()))
+
+
+def test_server_that_does_not_start_is_told_with_its_own_words(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
+    monkeypatch.setattr(throwaway, "ATTEMPTS", 2)
+    starts = []
+
+    def plan(place: Place) -> Plan:
+        starts.append(place.port)
+        serve = ["/bin/sh", "-c", "echo the port is taken; exit 3"]
+        return Plan("redis://127.0.0.1:1", serve, lambda: False, signal.SIGTERM)
+
+    with pytest.raises(FailedServerError, match="the port is taken"), running("kv-broken-", plan):
+        pass
+    assert len(starts) == 2
+    assert not any(open_folder.iterdir())
+
+
+def test_server_that_is_not_installed_is_missing_with_the_places_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingServerError, match="redis-server on PATH"), redis_server():
+        pass

@@ -1,0 +1,170 @@
+"""What every throwaway server needs: a directory, an unprivileged owner, a free port, a guard, readiness."""
+
+import json
+import os
+import pwd
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+GUARD = Path(__file__).with_name("guard.py")
+READY_WITHIN_SECONDS = 60
+STOP_WITHIN_SECONDS = 20
+ATTEMPTS = 3
+"""A port that was free a moment ago can be taken by somebody else before the server binds it."""
+
+
+class MissingServerError(Exception):
+    """This machine has no binary of that server; the text says where it was looked for."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class FailedServerError(Exception):
+    """The server is installed but did not come up; the text ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run one server: what to run before it, itself, how to see it answer, how to ask it to stop."""
+
+    url: str
+    serve: list[str]
+    is_ready: Callable[[], bool]
+    stop_signal: int
+    prepare: tuple[list[str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one server may live: its own directory, its port, and who it runs as (None: as ourselves)."""
+
+    directory: Path
+    port: int
+    owner: tuple[int, int] | None
+
+    def write(self, name: str, text: str) -> Path:
+        """A file that only the server's user can read."""
+        path = self.directory / name
+        path.touch(mode=0o600)
+        path.write_text(text)
+        if self.owner:
+            os.chown(path, *self.owner)
+        return path
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def unprivileged_owner() -> tuple[int, int] | None:
+    """The user that a server started by root runs as: PostgreSQL refuses root, and Redis does not need it."""
+    if os.geteuid() != 0:
+        return None
+    nobody = pwd.getpwnam("nobody")
+    return nobody.pw_uid, nobody.pw_gid
+
+
+def is_open_to_all(path: Path) -> bool:
+    """Whether any user can walk down to this directory."""
+    return all(step.stat().st_mode & stat.S_IXOTH for step in (path, *path.parents))
+
+
+def new_directory(prefix: str, owner: tuple[int, int] | None) -> Path:
+    """A fresh directory that belongs to the server's user and that this user can reach."""
+    choices = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108  mkdtemp follows
+    base = next((path for path in choices if owner is None or is_open_to_all(path)), choices[0])
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    if owner:
+        os.chown(directory, *owner)
+    return directory
+
+
+class Guarded:
+    """A server that runs under `guard.py`."""
+
+    def __init__(self, plan: Plan, place: Place) -> None:
+        spec = {
+            "directory": str(place.directory),
+            "environment": {
+                "HOME": str(place.directory),
+                "PATH": os.environ.get("PATH", os.defpath),
+                "LC_ALL": "C",
+                "TZ": "UTC",
+            },
+            "owner": place.owner,
+            "parent": os.getpid(),
+            "prepare": plan.prepare,
+            "serve": plan.serve,
+            "stop_signal": plan.stop_signal,
+        }
+        self.plan = plan
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C belongs to the tests, which still need the server while they are torn down.
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers; FailedServerError when it ended or kept silent."""
+        deadline = time.monotonic() + READY_WITHIN_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                assert self.process.stdout
+                tail = self.process.stdout.read().decode(errors="replace")
+                raise FailedServerError(f"{self.plan.serve[0]} ended at once:\n{tail}")
+            if self.plan.is_ready():
+                return
+            time.sleep(0.03)
+        raise FailedServerError(f"{self.plan.serve[0]} did not answer within {READY_WITHIN_SECONDS} s")
+
+    def stop(self) -> None:
+        """Return when server and directory are gone."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_WITHIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@contextmanager
+def running(prefix: str, plan_at: Callable[[Place], Plan]) -> Iterator[str]:
+    """A server that answers, as its URL; stopped and removed at the end, however the end comes."""
+    owner = unprivileged_owner()
+    for attempt in range(1, ATTEMPTS + 1):
+        place = Place(new_directory(prefix, owner), free_port(), owner)
+        server = Guarded(plan_at(place), place)
+        try:
+            server.wait_until_ready()
+        except FailedServerError:
+            server.stop()
+            if attempt == ATTEMPTS:
+                raise
+        except BaseException:
+            server.stop()
+            raise
+        else:
+            break
+    try:
+        yield server.plan.url
+    finally:
+        server.stop()

@@ -1,0 +1,47 @@
+"""`python -m tests`, the command behind `make test`: what its last line and its exit code say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .__main__ import Counts
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = "tests/test_runner.py"
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    """The SQLite half of a run of its own, with these options."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests", "-n0", "-q", *options],
+        cwd=ROOT,
+        env={**os.environ, "KEYVAULT_TEST_DATABASE": "sqlite"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_runner_adds_the_halves() -> None:
+    assert str(Counts(passed=3, failed=1) + Counts(passed=2, skipped=4)) == "5 passed, 1 failed, 4 skipped"
+
+
+def test_runner_ends_on_the_plain_line() -> None:
+    done = run(HERE, "-k", "adds_the_halves")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "code"),
+    [
+        ((HERE, "-k", "no_such_test"), "0 passed, 0 failed, 0 skipped", 5),
+        (("--no-such-option",), "0 passed, 1 failed, 0 skipped", 1),
+    ],
+)
+def test_runner_that_ran_nothing_does_not_look_like_a_success(options: tuple[str, ...], line: str, code: int) -> None:
+    """A typing error in ARGS must not pass for a green suite."""
+    done = run(*options)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (code, line)
