@@ -18,7 +18,7 @@ class Operator(AbstractUser):
 
     person = models.CharField(max_length=32, default=mint_person)
 
-    class Meta(AbstractUser.Meta):  # type: ignore[name-defined,misc]  # django-stubs has no AbstractUser.Meta
+    class Meta(AbstractUser.Meta):
         constraints = [
             models.CheckConstraint(name="operator_no_superuser", condition=models.Q(is_superuser=False)),
         ]

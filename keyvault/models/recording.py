@@ -92,7 +92,7 @@ class RecordedModel(models.Model):
         Raises StateConflictError, having written nothing, when somebody has.
         """
         subjects = _require_recording(type(self))
-        rows = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
+        rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
         if rows.update(version=self.version + 1, **changes) != 1:
             raise StateConflictError(
                 "Somebody else changed this meanwhile. Look at it again.",

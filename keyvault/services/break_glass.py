@@ -36,7 +36,7 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     operator = grant.principal
     if not isinstance(operator, Operator):
         raise TypeError("only an operator reviews")
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, event=act.event):
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
         act.compare_and_swap(
             reviewed_at=grant.at,
             reviewer=OperatorRow.objects.get(username=operator.username),

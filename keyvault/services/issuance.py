@@ -36,7 +36,8 @@ from keyvault.services.recording import recorded
 
 def approvals_needed(environment: Environment) -> int:
     """The host's policy, never below the environment's own."""
-    return max(APPROVALS_NEEDED[environment], settings.APPROVALS_NEEDED[environment])
+    chosen: int = settings.APPROVALS_NEEDED[environment]
+    return max(APPROVALS_NEEDED[environment], chosen)
 
 
 def request_issuance(

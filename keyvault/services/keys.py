@@ -150,16 +150,22 @@ def report_compromise(grant: Grant, key: Key) -> Record:
 def burn_key(grant: Grant, key: Key) -> Record:
     """Ends a key that nobody was given: it never verified, or must never verify again."""
     permissions = frozenset({P.KEYS_REVOKE, P.ROTATIONS_WRITE, *_ENGINE})
+    material = _to_destroy(key)
     if key.state == KeyState.PRE_ACTIVATION:
-        stamps = {"state": KeyState.DESTROYED, "destroyed_at": grant.at}
-    else:
-        stamps = {
-            "state": KeyState.DEACTIVATED,
-            "deactivated_at": grant.at,
-            "retirement": Retirement.REVOKED,
-            "reason": RevocationReason.CESSATION_OF_OPERATION,
-        }
-    return _move(grant, permissions, key, event="key.burned", material=_to_destroy(key), **stamps)
+        return _move(
+            grant, permissions, key, KeyState.DESTROYED, "key.burned", destroyed_at=grant.at, material=material
+        )
+    return _move(
+        grant,
+        permissions,
+        key,
+        KeyState.DEACTIVATED,
+        "key.burned",
+        deactivated_at=grant.at,
+        retirement=Retirement.REVOKED,
+        reason=RevocationReason.CESSATION_OF_OPERATION,
+        material=material,
+    )
 
 
 def expire_key(grant: Grant, key: Key) -> None:

@@ -50,7 +50,9 @@ def resume_account(grant: Grant, account: Account) -> None:
 
 def find_account(merchant_id: str, environment: str) -> Account:
     """Raises NotFoundError."""
-    account = Account.objects.select_related("merchant").filter(merchant=merchant_id, environment=environment).first()
+    account: Account | None = (
+        Account.objects.select_related("merchant").filter(merchant=merchant_id, environment=environment).first()
+    )
     if account is None:
         raise NotFoundError(f"There is no merchant {merchant_id} in {environment}.")
     return account

@@ -1,13 +1,14 @@
 """What falls due by itself, found in the database and done one by one; each may be killed and run again."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services import issuance, keys, leases, material
 from keyvault.services.authorization import authorize
@@ -49,27 +50,31 @@ def expire_due() -> None:
     """Records expiries that the clock has decided: of requests nobody approved, and of keys."""
     now = datetime.now(UTC)
     for request in issuance.list_overdue(now):
-        _each(lambda request=request: issuance.expire_issuance(_grant(request.account, now), request))
+        with _one_by_one():
+            issuance.expire_issuance(_grant(request.account, now), request)
     for key in keys.list_expired(now):
-        _each(lambda key=key: keys.expire_key(_grant(key.credential.account, now), key))
+        with _one_by_one():
+            keys.expire_key(_grant(key.credential.account, now), key)
 
 
 def destroy_due() -> None:
     """Destroys the secret backend's copies of keys that are dead or were to be shown only once."""
     now = datetime.now(UTC)
     for key in material.list_to_destroy():
-        _each(lambda key=key: material.destroy_string(_grant(key.credential.account, now), key))
+        with _one_by_one():
+            material.destroy_string(_grant(key.credential.account, now), key)
 
 
 def _grant(account: Account, now: datetime) -> Grant:
     return authorize(WORKER, Permission.ISSUANCE_EXECUTE, account, now=now)
 
 
-def _each(act: Callable[[], object]) -> None:
-    """One row's trouble is not the next one's."""
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """One row's trouble is not the next one's; each is looked at again next time."""
     try:
-        act()
-    except StateConflictError:
-        pass  # Somebody was faster; the row is looked at again next time.
-    except DependencyUnavailableError as error:
-        _log.warning("put off", extra={"why": error.internal})
+        yield
+    except StateConflictError as error:
+        _log.info("somebody was faster", extra={"why": error.internal})
+    except KeyvaultError as error:
+        _log.warning("put off", extra={"why": error.internal or error.detail})

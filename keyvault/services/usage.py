@@ -67,10 +67,16 @@ class UsageLog:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def note(self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome, at: datetime) -> None:
-        """A few microseconds; no I/O. At a flood of distinct sources the oldest are written at once."""
-        use = Use(key_id, at.replace(second=0, microsecond=0), source[:64], user_agent[:120], endpoint[:100], outcome)
+    def note(self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome) -> None:
+        """A few microseconds and no I/O, but for a flood of distinct sources, which is written at once.
+
+        The time is taken under the lock that `flush` takes its own under: no use is older than a watermark
+        that was given without it.
+        """
         with self._lock:
+            at = self.now()
+            minute = at.replace(second=0, microsecond=0)
+            use = Use(key_id, minute, source[:64], user_agent[:120], endpoint[:100], outcome)
             count = self._counts.get(use)
             if count is None:
                 self._counts[use] = _Count(1, at, at)

@@ -41,7 +41,7 @@ def is_accepted_everywhere(key: Key) -> bool:
     Each verification reads the database, so that holds as soon as the activation is committed. A verifier
     that caches has to confirm first, and this is where it will be asked.
     """
-    return key.state == KeyState.ACTIVE
+    return KeyState(key.state) is KeyState.ACTIVE
 
 
 def _key_facts(key: Key, now: datetime, refused_since: datetime | None = None) -> KeyFacts:

@@ -307,7 +307,7 @@ def _rotations() -> QuerySet[Rotation]:
 def _predecessor(credential: Credential) -> Key:
     if credential.kind == KeyKind.PUBLIC:
         raise StateConflictError("A public key is not rotated by evidence: shipped apps hold it for months.")
-    active = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
+    active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
     if not active:
         raise StateConflictError("The credential has no usable key to replace; issue it anew.")
     if len(active) > 1:
