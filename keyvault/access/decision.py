@@ -40,13 +40,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One applied rule of a trace."""
+    """One applied rule of a trace, named by the code that it denies with."""
 
-    rule: str
+    rule: Code
     passed: bool
 
 
 _Step = Callable[..., Denial | None]
+_Steps = tuple[tuple[Code, _Step], ...]
 
 
 def decide(
@@ -66,7 +67,7 @@ def decide(
     return Grant(principal, rule, target, now)
 
 
-def _steps(rule: Rule) -> tuple[tuple[str, _Step], ...]:
+def _steps(rule: Rule) -> _Steps:
     return _ENDPOINT_STEPS if isinstance(rule, EndpointRule) else _OPERATION_STEPS
 
 
@@ -126,11 +127,11 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
     )
 
 
-_OPERATION_STEPS: tuple[tuple[str, _Step], ...] = (
-    ("permission", _holds_permission),
-    ("environment", _within_environment),
-    ("merchant", _within_merchants),
-    ("second_person", _by_second_person),
+_OPERATION_STEPS: _Steps = (
+    (Code.PERMISSION_MISSING, _holds_permission),
+    (Code.PERMISSION_MISSING, _within_environment),
+    (Code.NOT_FOUND, _within_merchants),
+    (Code.STATE_CONFLICT, _by_second_person),
 )
 
 
@@ -208,16 +209,20 @@ def _is_not_in_browser(rule: EndpointRule, holder: KeyHolder, request: EndpointR
 
 
 def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    if request.has_bearer:
-        # No customer access token has ever been issued here, so that each one presented is unknown.
-        return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
-    if _endpoint(rule).bearer is Bearer.REQUIRED:
-        return Denial(
-            Code.CUSTOMER_TOKEN_MISSING,
-            "This endpoint needs a customer access token in Authorization: Bearer.",
-            holder=holder,
-        )
-    return None
+    if request.has_bearer or _endpoint(rule).bearer is not Bearer.REQUIRED:
+        return None
+    return Denial(
+        Code.CUSTOMER_TOKEN_MISSING,
+        "This endpoint needs a customer access token in Authorization: Bearer.",
+        holder=holder,
+    )
+
+
+def _proves_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if not request.has_bearer:
+        return None
+    # No customer access token has ever been issued here, so that each one presented is unknown.
+    return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
 
 
 def _endpoint(rule: EndpointRule) -> Endpoint:
@@ -226,12 +231,13 @@ def _endpoint(rule: EndpointRule) -> Endpoint:
     return rule.endpoint
 
 
-_ENDPOINT_STEPS: tuple[tuple[str, _Step], ...] = (
-    ("merchant_named", _is_named_merchant),
-    ("merchant_active", _is_not_suspended),
-    ("endpoint_known", _is_cataloged),
-    ("credential_kind", _is_right_kind),
-    ("bearer_supported", _takes_bearer),
-    ("not_in_browser", _is_not_in_browser),
-    ("customer_context", _has_customer),
+_ENDPOINT_STEPS: _Steps = (
+    (Code.MERCHANT_MISMATCH, _is_named_merchant),
+    (Code.MERCHANT_SUSPENDED, _is_not_suspended),
+    (Code.ENDPOINT_UNKNOWN, _is_cataloged),
+    (Code.METHOD_NOT_SUPPORTED, _is_right_kind),
+    (Code.BEARER_NOT_SUPPORTED, _takes_bearer),
+    (Code.PRIVATE_KEY_IN_BROWSER, _is_not_in_browser),
+    (Code.CUSTOMER_TOKEN_MISSING, _has_customer),
+    (Code.CUSTOMER_TOKEN_INVALID, _proves_customer),
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
+from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpResponse, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
@@ -69,6 +70,14 @@ def _problem(error: Exception, request_id: str) -> Problem | None:
             return None
         case drf.NotFound() | Http404():
             return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
+        case OperationalError() | InterfaceError():
+            _log.error("the database does not answer", exc_info=error, extra={"request_id": request_id})
+            return problem(
+                ErrorCode.DEPENDENCY_UNAVAILABLE,
+                "The database does not answer. Try again.",
+                request_id,
+                retry_after_seconds=1,
+            )
         case RequestDataTooBig():
             return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():

@@ -7,6 +7,7 @@ import dj_database_url
 
 from keyvault.backends.private_files import ensure_private_directory, read_or_make_secret
 from keyvault.project.configuration import ROOT, read_settings
+from keyvault.project.spool import spool_url
 
 _chosen = read_settings()
 
@@ -25,7 +26,7 @@ APPROVALS_NEEDED = {
 }
 SECRET_BACKEND: str = _chosen["KEYVAULT_BACKEND"]
 MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
-BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or _chosen["KEYVAULT_REDIS_URL"] or f"spool://{DATA_DIR}/spool"
+BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or _chosen["KEYVAULT_REDIS_URL"] or spool_url(DATA_DIR / "spool")
 
 # --- Django -----------------------------------------------------------------------------------------------
 
@@ -188,5 +189,9 @@ LOGGING = {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
         "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
+        # Every task a second or two, twice; what a task did is logged by what it did.
+        "celery.worker.strategy": {"level": "WARNING"},
+        "celery.app.trace": {"level": "WARNING"},
+        "celery.beat": {"level": "WARNING"},
     },
 }

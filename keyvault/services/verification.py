@@ -12,6 +12,7 @@ from keyvault.access.rules import EndpointRequest, EndpointRule
 from keyvault.access.verification import find_exposed, judge_key, read_key
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyRecord
 from keyvault.services.lookup import BASE_URLS, find_key_record
 from keyvault.services.peppers import load_peppers
@@ -44,19 +45,33 @@ def judge_presented(presented: Presented, now: datetime) -> Judgement:
     """Every rule in the order of the contract's table of verdicts; the first that fails answers."""
     exposed = find_exposed(presented.url)
     if exposed is not None:
-        return Judgement(exposed)
+        return _before_proof(exposed)
     keystring = read_key(
         presented.key, environment=presented.environment, brand=settings.KEY_BRAND, base_urls=BASE_URLS
     )
     if isinstance(keystring, Denial):
-        return Judgement(keystring)
+        return _before_proof(keystring)
     record = find_key_record(keystring.key_id)
     holder = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
     if isinstance(holder, Denial):
-        proved = holder.holder
-        trace = [Check("proof", proved is not None)]
-        return Judgement(holder, proved, record, [*trace, Check("key_state", False)] if proved else trace)
+        if holder.holder is None:
+            return _before_proof(holder)
+        return Judgement(holder, holder.holder, record, [_PROVED, *_state_checks(holder.code)])
+    trace = [_PROVED, *_state_checks(None)]
     request = EndpointRequest(presented.merchant, presented.bearer is not None, presented.origin is not None)
-    trace = [Check("proof", True), Check("key_state", True)]
     verdict = decide(EndpointRule(presented.endpoint), holder, request, now, trace)
     return Judgement(verdict, holder, record, trace)
+
+
+_PROVED = Check(ErrorCode.CREDENTIAL_INVALID, True)
+_STATES = (ErrorCode.KEY_NOT_ACTIVE, ErrorCode.KEY_EXPIRED, ErrorCode.KEY_REVOKED)
+
+
+def _before_proof(denial: Denial) -> Judgement:
+    """Nothing but the answer itself is told to whoever has not shown possession."""
+    return Judgement(denial, trace=[Check(denial.code, False)])
+
+
+def _state_checks(failed: ErrorCode | None) -> list[Check]:
+    applied = _STATES if failed is None else _STATES[: _STATES.index(failed) + 1]
+    return [Check(code, code is not failed) for code in applied]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -20,7 +21,7 @@ from kombu import Connection, Exchange, Producer, Queue
 
 from keyvault.project import spool
 
-TASKS = Queue("tasks", Exchange("tasks", type="direct"), "tasks")
+TASKS: Any = Queue("tasks", Exchange("tasks", type="direct"), "tasks")
 
 # Scripts and workers import the module by itself (a link to the file): it needs kombu and nothing of the project.
 PRELUDE = """
@@ -142,7 +143,7 @@ class Home:
         folder = self.spool.joinpath(*parts)
         return sorted(folder.iterdir()) if folder.exists() else []
 
-    def connect(self) -> Connection:
+    def connect(self) -> Any:  # the stubs know neither our channel nor that get() returns what was put
         return Connection(self.url)
 
     def client(self) -> Celery:
@@ -160,13 +161,13 @@ def home(tmp_path: Path) -> Iterator[Home]:
         process.wait()
 
 
-def publish(connection: Connection, *bodies: object) -> None:
+def publish(connection: Any, *bodies: object) -> None:
     producer = Producer(connection.default_channel)
     for body in bodies:
         producer.publish(body, exchange=TASKS.exchange, routing_key="tasks", declare=[TASKS])
 
 
-def bodies_left(connection: Connection) -> list[object]:
+def bodies_left(connection: Any) -> list[Any]:
     """Take and acknowledge what is ready, sweeping first."""
     channel = connection.default_channel
     channel.desk.next_sweep = 0
@@ -196,7 +197,7 @@ def test_race_three_producers_three_consumers_delivers_each_message_once(home: H
 
 def test_race_threads_of_one_process_deliver_each_message_once(home: Home) -> None:
     """Guarantee: threads share a process's desk without losing or doubling a message."""
-    received: list[object] = []
+    received: list[str] = []
 
     def produce(name: str) -> None:
         with home.connect() as connection:
@@ -226,7 +227,7 @@ def test_claims_consumer_killed_are_delivered_again_by_another_process(home: Hom
         assert bodies_left(connection) == [3, 4]
         holder.kill()
         holder.wait()
-        messages = []
+        messages: list[Any] = []
         with connection.Consumer(TASKS, on_message=messages.append):
             for _ in range(3):
                 connection.drain_events(timeout=10)
@@ -503,7 +504,7 @@ def test_mailbox_owner_killed_is_dropped_and_its_namesake_starts_empty(home: Hom
         assert len(home.files("queues", "mailbox")) == 1
         owner.kill()
         owner.wait()
-        mailbox = Queue("mailbox", news, exclusive=True)(channel)
+        mailbox: Any = Queue("mailbox", news, exclusive=True)(channel)
         mailbox.declare()
         assert mailbox.get() is None
         Producer(channel).publish("welcome", exchange=news)
@@ -544,9 +545,9 @@ def test_url_path_with_reserved_characters_survives_the_round_trip(tmp_path: Pat
         four_slashes = spool.spool_url(root).replace("spool://", "spool:///")
         for url in (connection.as_uri(include_password=True), four_slashes):
             with Connection(url) as again:
-                assert again.transport.root == root
+                assert vars(again.transport)["root"] == root
         with connection.clone() as clone:
-            assert clone.transport.root == root
+            assert vars(clone.transport)["root"] == root
     assert root.is_dir()
 
 
