@@ -15,8 +15,9 @@ from django.db.models import F, Q
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
 
-LEASE = timedelta(seconds=30)
-"""Longer than any side effect of one step may take (the backend's time limits are seconds)."""
+LEASE = timedelta(seconds=15)
+"""Longer than a call to the secret backend may take (its time limits are seconds). One that outlives it all the same
+finds its lease gone when it comes to record the outcome."""
 
 _FIRST_BACKOFF_SECONDS = 1
 _LONGEST_BACKOFF_SECONDS = 60

@@ -1,0 +1,139 @@
+"""How one value looks on a page of the console: a state, a time, an id, a link. Everything is escaped here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.timezone import now as django_now
+from django.utils.timesince import timesince, timeuntil
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels with their values. A value is text, which the template escapes, or one of this module's cells."""
+
+    title: str
+    rows: Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under column heads; `empty` is said when there are none."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    empty: str = "None."
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    label: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One state of a timeline; `place` is `done`, `current`, `stopped` or `ahead`."""
+
+    label: str
+    place: str
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """All that one row's page shows, besides its acts. `notes` stand on top of it, in plain words."""
+
+    title: str
+    state: str
+    sections: Sequence[Facts | Table]
+    notes: Sequence[str] = ()
+    steps: Sequence[Step] = ()
+    refresh_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What another noun adds to a row's page."""
+
+    links: Sequence[Link] = ()
+    sections: Sequence[Facts | Table] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One kind of thing that waits for whoever looks; `lines` are the first few, `count` is all of them."""
+
+    title: str
+    url: str
+    count: int
+    lines: Sequence["Line"] = field(default_factory=tuple)
+    tone: str = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    url: str
+    label: str
+    detail: str
+    at: datetime | None = None
+
+
+def badge(state: str) -> SafeString:
+    """A state's name, coloured by the stylesheet; the text alone says it too."""
+    return format_html('<span class="badge badge-{}">{}</span>', state, state.replace("_", " "))
+
+
+def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
+    """A time in UTC to the second, with how long ago or how far off that is."""
+    if at is None:
+        return format_html('<span class="quiet">{}</span>', missing)
+    return format_html(
+        '<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time> <span class="quiet">{}</span>',
+        at.isoformat(),
+        at,
+        _distance(at),
+    )
+
+
+def short_moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
+    """The same for a column: to the minute, with the distance in its title."""
+    if at is None:
+        return format_html('<span class="quiet">{}</span>', missing)
+    return format_html(
+        '<time datetime="{}" title="{}">{:%Y-%m-%d %H:%M}</time>', at.isoformat(), _distance(at), at
+    )
+
+
+def link(url: str, label: object) -> SafeString:
+    return format_html('<a href="{}">{}</a>', url, label)
+
+
+def mono(text: object) -> SafeString:
+    """An id or a digest, in letters that cannot be mistaken for each other."""
+    return format_html("<code>{}</code>", text)
+
+
+def seconds(count: int | None) -> str:
+    """A period as people say it: the largest units that tell it exactly."""
+    if count is None:
+        return NOTHING
+    parts = []
+    for name, size in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
+        whole, count = divmod(count, size)
+        if whole:
+            parts.append(f"{whole} {name}" if whole == 1 else f"{whole} {name}s")
+    return " ".join(parts) or "none"
+
+
+def _distance(at: datetime) -> str:
+    now = django_now()
+    if abs((at - now).total_seconds()) < 60:
+        return "just now" if at <= now else "in a moment"
+    return f"{timesince(at, now, depth=1)} ago" if at <= now else f"in {timeuntil(at, now, depth=1)}"

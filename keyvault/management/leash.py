@@ -1,0 +1,26 @@
+"""Runs a command that ends when the process which started it ends, kill -9 included (Linux).
+
+    python -I -S leash.py PARENT_PID SIGNAL COMMAND [ARGUMENT...]
+
+A program of its own, in place of `preexec_fn`: that one runs Python between fork and exec, where a thread of the
+parent may hold any lock. It loads the standard library only, and then becomes the command.
+"""
+
+import ctypes
+import os
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    parent, number, *command = arguments
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != int(parent):
+        sys.exit(1)  # it died before we were tied to it
+    os.execv(command[0], command)  # noqa: S606  no shell is wanted: the command is a list
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

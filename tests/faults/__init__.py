@@ -1,0 +1,1 @@
+"""Processes that are killed on purpose, and what must be true after."""

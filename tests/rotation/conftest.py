@@ -1,0 +1,23 @@
+"""A clock that stands still, and a verifier that reports by it."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from keyvault.models import UsageReporter
+from keyvault.services.usage import UsageLog
+
+from .scene import Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(datetime(2026, 11, 21, 12, tzinfo=UTC))
+
+
+@pytest.fixture
+def verifier(clock: Clock, db: None) -> UsageLog:
+    """A live reporter; `flush` says that all is reported up to the clock's now."""
+    log = UsageLog(now=clock)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
+    return log

@@ -1,0 +1,146 @@
+"""A credential with one good key, and a rotation of it: what the tests of the engine begin with.
+
+Through the real services, and without a fixture, since the crash tests' own processes use it too.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, KeyHolder, Operator
+from keyvault.access.roles import Role
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, Credential, Key, Merchant
+from keyvault.models import Operator as OperatorRow
+from keyvault.models.usage import Outcome
+from keyvault.services import issuance
+from keyvault.services.authorization import authorize, operator_principal
+from keyvault.services.leases import claim, release
+from keyvault.services.merchants import create_merchant, find_account
+from keyvault.services.operators import create_operator
+from keyvault.services.peppers import ensure_peppers
+from keyvault.services.usage import UsageLog
+from rotation.models import Rotation
+from rotation.policy import Proof
+from rotation.services.requests import Wish, acknowledge, get_rotation, request_rotation
+
+
+@dataclass
+class Clock:
+    """A clock that stands still until it is told."""
+
+    now: datetime
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def tick(self, seconds: float) -> datetime:
+        self.now += timedelta(seconds=seconds)
+        return self.now
+
+
+def operator(username: str, role: Role) -> Operator:
+    """The operator of that name, made at the first mention."""
+    row = OperatorRow.objects.filter(username=username).first()
+    if row is None:
+        grant = authorize(HOST, P.OPERATORS_WRITE, now=datetime.now(UTC))
+        row = create_operator(
+            grant, username=username, roles=[role], password=Plaintext("correct horse battery staple")
+        )
+    return operator_principal(row)
+
+
+def tam() -> Operator:
+    return operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+
+
+def approver() -> Operator:
+    return operator("approver", Role.APPROVER)
+
+
+def admin() -> Operator:
+    return operator("admin", Role.KEY_ADMINISTRATOR)
+
+
+def account(merchant_id: str = "acme", environment: Environment = Environment.SANDBOX) -> Account:
+    now = datetime.now(UTC)
+    ensure_peppers(now)
+    if not Merchant.objects.filter(merchant_id=merchant_id).exists():
+        create_merchant(authorize(HOST, P.MERCHANTS_WRITE, now=now), merchant_id=merchant_id, name=merchant_id)
+    return find_account(merchant_id, environment)
+
+
+def issue(
+    place: Account,
+    now: datetime,
+    *,
+    kind: KeyKind = KeyKind.PRIVATE,
+    delivery: Delivery = Delivery.SECRET_BACKEND,
+    expires_in_days: int | None = None,
+) -> tuple[Key, Plaintext]:
+    """A new credential's first key, and its string."""
+    request = issuance.request_issuance(
+        authorize(tam(), P.ISSUANCE_REQUEST, place, now=now),
+        place,
+        kind=kind,
+        label="test",
+        delivery=delivery,
+        expires_in_days=expires_in_days,
+    )
+    if request.approvals_needed:
+        grant = authorize(approver(), P.ISSUANCE_APPROVE, place, now=now, requester_person=request.requester_person)
+        issuance.approve_issuance(grant, request, request.plan_digest)
+    lease = claim(f"issuance:{request.request_id}", now)
+    assert lease is not None
+    issuance.issue_approved(request, lease, now)
+    release(lease)
+    issued = issuance.get_request(request.request_id)
+    assert issued is not None
+    assert issued.key is not None
+    text = issuance.collect_key(authorize(tam(), P.ISSUANCE_COLLECT, place, now=now), issued)
+    return Key.objects.select_related("credential__account__merchant").get(pk=issued.key_id), text
+
+
+def rotate(credential: Credential, now: datetime, **wish: object) -> Rotation:
+    """An approved rotation in the sandbox; by acknowledgement, with short periods, unless told otherwise."""
+    chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **wish}
+    grant = authorize(tam(), P.ROTATIONS_WRITE, credential.account, now=now)
+    return request_rotation(grant, credential, Wish(**chosen))  # type: ignore[arg-type]  # a test's own words
+
+
+def holder_of(key: Key) -> KeyHolder:
+    """Whoever proved that key."""
+    place = key.credential.account
+    return KeyHolder(
+        key_id=key.key_id,
+        credential_id=key.credential_id,
+        kind=KeyKind(key.credential.kind),
+        environment=Environment(place.environment),
+        merchant_id=place.merchant_id,
+    )
+
+
+def acknowledge_replacement(rotation_id: str, now: datetime) -> None:
+    rotation = get_rotation(rotation_id)
+    assert rotation.replacement is not None
+    place = rotation.credential.account
+    grant = authorize(holder_of(rotation.replacement), P.ROTATIONS_ACKNOWLEDGE, place, now=now)
+    acknowledge(grant, rotation)
+
+
+def use(
+    log: UsageLog, key_id: str, count: int = 1, source: str = "192.0.2.1", outcome: Outcome = Outcome.ALLOWED
+) -> None:
+    """Real traffic on a key, reported."""
+    for _ in range(count):
+        log.note(key_id, source=source, user_agent="test", endpoint="orders.create", outcome=outcome)
+    log.flush()
+
+
+def unavailable(*args: object, **kwargs: object) -> int:
+    """In place of a backend's method: an outage."""
+    raise BackendUnavailableError("The backend is sealed.")
