@@ -21,7 +21,7 @@ from django.urls import URLPattern, path, reverse
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Operator
-from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, Look, require_seen
+from keyvault.admin.acts import Act, Ask, Done, Look, require_seen
 from keyvault.admin.cells import Detail, Extras, Facts, Link, Waiting
 from keyvault.admin.pages import form_page, page, secret_page
 from keyvault.domain.errors import (
@@ -275,11 +275,16 @@ class GuardedAdmin(_ModelAdmin):
             form.show_faults(error)
             return answer(form, error=error)
         except StateConflictError as error:
-            # The page was made from what is no longer true: it is left by way of the row, not by a second try.
-            return answer(None, error=error)
+            return self._look_again(act, request, object_id, error)
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._done(request, done, done.row or row)
+
+    def _look_again(self, act: Act, request: HttpRequest, object_id: str, error: StateConflictError) -> HttpResponse:
+        """The page was made from what is no longer true: the same page of the row as it is now, and why."""
+        row = self.fresh(request, object_id)
+        form = act.form(initial=act.form.initial_for(row)) if act.fits(row) else None
+        return form_page(self.admin_site, request, form, self._act_context(act, row), error=error)
 
     def _ask_view(self, ask: Ask, request: HttpRequest) -> HttpResponse:
         answer = partial(form_page, self.admin_site, request, context=self._ask_context(ask))
@@ -375,17 +380,3 @@ class GuardedAdmin(_ModelAdmin):
             "crumbs": self._crumbs(),
             "back": Link(self.plural, self.list_url()),
         }
-
-
-def plain_form(**fields: Any) -> type[ActForm]:
-    """A form with these fields."""
-    return type("PlainForm", (ActForm,), fields)
-
-
-__all__ = [
-    "Cleaned",
-    "GuardedAdmin",
-    "grant_for",
-    "may",
-    "operator_of",
-]

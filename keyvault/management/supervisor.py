@@ -90,7 +90,7 @@ class _Child:
     descriptor: int = -1
     started_at: float = 0.0
     due_at: float = 0.0
-    pause: float = FIRST_PAUSE_SECONDS
+    next_pause: float = FIRST_PAUSE_SECONDS
 
     def has_ended(self) -> bool:
         """Without reaping it: as long as it is not, its process group cannot become somebody else's."""
@@ -168,16 +168,12 @@ class Supervisor:
         """Notices what has died, says so, and starts it again after its pause. Returns at once."""
         for child in self._children:
             if child.process is not None and child.has_ended():
-                lived = time.monotonic() - child.started_at
-                status = child.reap()
-                child.pause = (
-                    FIRST_PAUSE_SECONDS if lived > STEADY_SECONDS else min(2 * child.pause, LONGEST_PAUSE_SECONDS)
-                )
-                child.due_at = time.monotonic() + child.pause
-                self.say(
-                    f"{child.program.name} has ended ({_status(status)}); it is started again in {child.pause:.0f} s. "
-                    f"Its log: {child.log}"
-                )
+                now = time.monotonic()
+                pause = FIRST_PAUSE_SECONDS if now - child.started_at > STEADY_SECONDS else child.next_pause
+                child.next_pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                child.due_at = now + pause
+                status = _status(child.reap())
+                self.say(f"{child.program.name} has ended ({status}) and starts again in {pause:.0f} s: {child.log}")
             if child.process is None and time.monotonic() >= child.due_at:
                 self._start(child)
 
@@ -195,11 +191,10 @@ class Supervisor:
             for child in reversed(self._children):
                 if child.process is None:
                     continue
-                with suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGTERM)
+                os.kill(child.process.pid, signal.SIGTERM)
                 select.select([child.descriptor], [], [], max(0.0, deadline - time.monotonic()))
                 if not child.has_ended():
-                    self.say(f"{child.program.name} did not end when asked to, and is killed. Its log: {child.log}")
+                    self.say(f"{child.program.name} did not end when asked to, and is killed: {child.log}")
                 child.reap()
 
     def _start(self, child: _Child) -> None:

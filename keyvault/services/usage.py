@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from django.db import close_old_connections, transaction
+from django.db import close_old_connections, connections, transaction
 from django.db.models import F, Max, Min
 from django.db.models.functions import Greatest, Least
 
@@ -126,13 +126,16 @@ class UsageLog:
             raise
 
     def _report(self) -> None:
-        while not self._stop.wait(FLUSH_SECONDS):
-            try:
-                self.flush()
-            except Exception:  # noqa: BLE001  whatever it was, the next try may do better
-                _log.exception("usage could not be written; it is kept for the next try")
-            finally:
-                close_old_connections()
+        try:
+            while not self._stop.wait(FLUSH_SECONDS):
+                try:
+                    self.flush()
+                except Exception:  # noqa: BLE001  whatever it was, the next try may do better
+                    _log.exception("usage could not be written; it is kept for the next try")
+                finally:
+                    close_old_connections()
+        finally:
+            connections.close_all()  # this thread's own
 
 
 def _merged(one: _Count, other: _Count) -> _Count:

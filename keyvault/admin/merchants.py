@@ -1,0 +1,247 @@
+"""Merchants and their accounts in the console."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Count, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Link, Table, badge, link, mono, moment, short_moment
+from keyvault.admin.enforcement import GuardedAdmin, may
+from keyvault.domain.environments import Environment
+from keyvault.models import Account, Merchant, MerchantStatus
+from keyvault.services.lookup import BASE_URLS
+from keyvault.services.merchants import (
+    create_merchant,
+    resume_account,
+    resume_merchant,
+    suspend_account,
+    suspend_merchant,
+)
+
+
+class MerchantForm(ActForm):
+    merchant_id = forms.CharField(
+        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
+    )
+    name = forms.CharField(label="Name", max_length=200)
+
+
+def _create(grant: Grant, cleaned: Cleaned) -> Done:
+    merchant = create_merchant(grant, **cleaned)
+    return Done(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
+
+
+def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    suspend_merchant(grant, merchant)
+    return Done(f"{merchant} is suspended in both environments.")
+
+
+def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    resume_merchant(grant, merchant)
+    return Done(f"{merchant} is active again.")
+
+
+def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    suspend_account(grant, account)
+    return Done(f"{account} is suspended.")
+
+
+def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    resume_account(grant, account)
+    return Done(f"{account} is active again.")
+
+
+def _is_active(row: Merchant | Account) -> bool:
+    return row.status == MerchantStatus.ACTIVE
+
+
+def _is_suspended(row: Merchant | Account) -> bool:
+    return row.status == MerchantStatus.SUSPENDED
+
+
+class MerchantAdmin(GuardedAdmin):
+    view_permissions = (P.MERCHANTS_READ,)
+    section, singular, plural = "Merchants", "Merchant", "Merchants"
+    acts = (
+        Act(
+            "suspend",
+            "Suspend merchant",
+            P.MERCHANTS_WRITE,
+            _suspend_merchant,
+            lambda merchant: "Every key of the merchant is refused, in sandbox and in production, until it is resumed.",
+            fits=_is_active,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "resume",
+            "Resume merchant",
+            P.MERCHANTS_WRITE,
+            _resume_merchant,
+            lambda merchant: "The merchant's active keys are good again, where the account is not suspended by itself.",
+            form=SeenForm,
+            fits=_is_suspended,
+            tone=Tone.GOOD,
+        ),
+    )
+    asks = (
+        Ask(
+            "create",
+            "Create merchant",
+            P.MERCHANTS_WRITE,
+            MerchantForm,
+            _create,
+            "A merchant gets an account in each environment, and each account an audit chain of its own.",
+            "Create merchant",
+        ),
+    )
+
+    list_display = ("merchant_id", "name", "status_badge", "created")
+    list_filter = ("status",)
+    search_fields = ("merchant_id", "name")
+    ordering = ("merchant_id",)
+
+    @admin.display(description="status", ordering="status")
+    def status_badge(self, merchant: Merchant) -> SafeString:
+        return badge(merchant.status)
+
+    @admin.display(description="created (UTC)", ordering="created_at")
+    def created(self, merchant: Merchant) -> SafeString:
+        return short_moment(merchant.created_at)
+
+    def summary(self, row: Merchant) -> Facts:
+        return Facts("Merchant", [("Merchant id", mono(row)), ("Name", row.name), ("Status", badge(row.status))])
+
+    def detail(self, request: HttpRequest, row: Merchant) -> Detail:
+        accounts = row.accounts.annotate(count=Count("credentials")).order_by("environment")
+        return Detail(
+            title=row.name,
+            state=row.status,
+            sections=[
+                Facts("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
+                Table(
+                    "Accounts",
+                    ["environment", "status", "base URL", "credentials"],
+                    [
+                        [
+                            link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
+                            badge(account.status),
+                            mono(BASE_URLS[Environment(account.environment)]),
+                            account.count,
+                        ]
+                        for account in accounts
+                    ],
+                ),
+            ],
+        )
+
+
+class AccountAdmin(GuardedAdmin):
+    view_permissions = (P.MERCHANTS_READ,)
+    section, singular, plural = "Merchants", "Account", "Accounts"
+    acts = (
+        Act(
+            "suspend",
+            "Suspend account",
+            P.MERCHANTS_WRITE,
+            _suspend_account,
+            lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
+            fits=_is_active,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "resume",
+            "Resume account",
+            P.MERCHANTS_WRITE,
+            _resume_account,
+            lambda account: f"The merchant's active keys are good again in {account.environment}.",
+            form=SeenForm,
+            fits=_is_suspended,
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")
+    list_filter = ("environment", "status")
+    list_select_related = ("merchant",)
+    search_fields = ("merchant__merchant_id", "merchant__name")
+    ordering = ("merchant_id", "environment")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("merchant")
+
+    @admin.display(ordering="merchant_id")
+    def account(self, account: Account) -> str:
+        return str(account)
+
+    @admin.display(description="merchant", ordering="merchant__name")
+    def name(self, account: Account) -> str:
+        return account.merchant.name
+
+    @admin.display(description="environment", ordering="environment")
+    def environment_badge(self, account: Account) -> SafeString:
+        return badge(account.environment)
+
+    @admin.display(description="status", ordering="status")
+    def status_badge(self, account: Account) -> SafeString:
+        return badge(account.status)
+
+    @admin.display(description="the merchant's status", ordering="merchant__status")
+    def merchant_badge(self, account: Account) -> SafeString:
+        return badge(account.merchant.status)
+
+    def account_of(self, row: Account) -> Account:
+        return row
+
+    def summary(self, row: Account) -> Facts:
+        return Facts(
+            "Account",
+            [
+                ("Merchant", f"{row.merchant.name} ({row.merchant_id})"),
+                ("Environment", badge(row.environment)),
+                ("Status", badge(row.status)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Account) -> Detail:
+        merchant = link(reverse("admin:keyvault_merchant_change", args=[row.merchant_id]), row.merchant.name)
+        limit = f"{row.limit_count} per {row.limit_seconds} s" if row.limit_count else "the environment's default"
+        return Detail(
+            title=str(row),
+            state=row.status,
+            notes=[] if _is_active(row.merchant) else ["The merchant as a whole is suspended: no key is good here."],
+            sections=[
+                Facts(
+                    "Account",
+                    [
+                        ("Merchant", merchant),
+                        ("Environment", badge(row.environment)),
+                        ("Base URL", mono(BASE_URLS[Environment(row.environment)])),
+                        ("Limit", limit),
+                        ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
+                        ("Created", moment(row.created_at)),
+                    ],
+                ),
+                Table(
+                    "Provider connections",
+                    ["provider", "mode", "created (UTC)"],
+                    [[item.provider, item.mode, short_moment(item.created_at)] for item in row.connections.all()],
+                ),
+                Table(
+                    "Webhook endpoints",
+                    ["address", "created (UTC)", "disabled (UTC)"],
+                    [
+                        [item.url, short_moment(item.created_at), short_moment(item.disabled_at)]
+                        for item in row.webhook_endpoints.all()
+                    ],
+                ),
+            ],
+        )

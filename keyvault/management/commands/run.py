@@ -1,0 +1,180 @@
+"""The whole service in the foreground, with demo data: what `make run` runs."""
+
+import json
+import secrets
+import shlex
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from io import StringIO
+from typing import Any
+
+from django.conf import settings
+from django.core.management import call_command
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import connections
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.service import (
+    ServiceError,
+    local_url,
+    origin_for,
+    refuse_taken_port,
+    supervise,
+    wait_until_ready,
+)
+from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
+from keyvault.models import Operator, ServiceToken
+from keyvault.services.authorization import authorize
+from keyvault.services.operators import reset_password
+from keyvault.services.tokens import create_service_token, revoke_service_token
+
+DEMO_NAME = "make run"
+"""What the demo's service token and credential are called; a token of an earlier run is known by it."""
+
+LIFETIME_DAYS = 1
+
+
+class Command(BaseCommand):
+    help = (
+        "Sets up, makes the demo data, and serves on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
+        "The demo's passwords, token and key are printed here and nowhere else, and are new at each start."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--port", type=_port, default=8000, help="8000 unless told")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        port: int = options["port"]
+        try:
+            with stopping_on_signals():
+                self._serve(port)
+        except StopRequestedError as stop:
+            self._tell(f"{stop}: everything has stopped.")
+        except ServiceError as error:
+            raise CommandError(str(error)) from None
+
+    def _serve(self, port: int) -> None:
+        refuse_taken_port(port)
+        self._tell("Setting up: database, keystore, demo data …")
+        call_command("setup", stdout=StringIO())
+        seeded = _answer("seed_demo")
+        passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
+        try:
+            curl = _curl(port, _new_token(), _new_key())
+        except CommandError as error:
+            curl = f"(no key was issued: {error})"
+        connections.close_all()
+        self._tell("Starting the server, the worker and the beat …")
+        with supervise(port) as service:
+            wait_until_ready(service, port)
+            self._introduce(port, seeded, passwords, curl)
+            self._tell(f"The logs are in {service.logs}. Ctrl-C stops everything.")
+            while True:
+                service.wait(3600)
+                service.tend()
+
+    def _introduce(self, port: int, seeded: Mapping[str, Any], passwords: Mapping[str, Plaintext], curl: str) -> None:
+        merchants = ", ".join(f"{merchant['merchant_id']} ({merchant['name']})" for merchant in seeded["merchants"])
+        operators = [
+            f"  {operator['username']:<10} {passwords[operator['username']].reveal():<18} {', '.join(operator['roles'])}"
+            for operator in seeded["operators"]
+        ]
+        origin = origin_for(port)
+        self._tell(
+            "",
+            f"Keyvault runs at {local_url(port)}",
+            "",
+            f"  console       {origin}/admin/",
+            f"  service plane {origin}/v1/",
+            *(f"  {name:<13} {url}" for name, url in _base_urls(seeded, origin)),
+            f"  merchants     {merchants}",
+            "",
+            "Operators of the demo, with passwords that are new at each start and shown only here:",
+            *operators,
+            "",
+            f"Ask whether a key is good (demo token and key, good for {LIFETIME_DAYS} day, shown only here):",
+            f"  {curl}",
+            "",
+        )
+
+    def _tell(self, *lines: str) -> None:
+        """At once, also into a pipe: whoever reads it may be waiting for it."""
+        self.stdout.write("\n".join(lines))
+        self.stdout.flush()
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise ValueError
+    return port
+
+
+def _answer(command: str, *arguments: str) -> dict[str, Any]:
+    """What another command says, in the very words of its `--json`."""
+    out = StringIO()
+    call_command(command, *arguments, "--json", stdout=out)
+    answer: dict[str, Any] = json.loads(out.getvalue())
+    return answer
+
+
+def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:
+    now = datetime.now(UTC)
+    passwords = {}
+    for operator in Operator.objects.filter(username__in=usernames):
+        password = Plaintext(secrets.token_urlsafe(12))
+        reset_password(authorize(HOST, Permission.OPERATORS_WRITE, now=now), operator, password)
+        passwords[operator.username] = password
+    return passwords
+
+
+def _new_token() -> Plaintext:
+    """A token that may verify sandbox keys and nothing else. Those of earlier runs end now."""
+    grant = authorize(HOST, Permission.TOKENS_WRITE, now=datetime.now(UTC))
+    for earlier in ServiceToken.objects.filter(name=DEMO_NAME, revoked_at=None):
+        revoke_service_token(grant, earlier)
+    _, text = create_service_token(
+        grant,
+        name=DEMO_NAME,
+        scope=StringScope.SANDBOX,
+        permissions=[Permission.KEYS_VERIFY],
+        lifetime_days=LIFETIME_DAYS,
+    )
+    return text
+
+
+def _new_key() -> Plaintext:
+    """A private sandbox key of acme, asked for and issued like any other; it expires by itself.
+
+    Keys of earlier runs are left alone: somebody may be rotating one. Raises CommandError where the host's
+    policy wants more than one approver.
+    """
+    issued = _answer(
+        "issue_key",
+        *("--merchant", "acme", "--environment", Environment.SANDBOX, "--kind", KeyKind.PRIVATE),
+        *("--requested-by", "tam", "--approved-by", "approver", "--label", DEMO_NAME),
+        *("--expires-in-days", str(LIFETIME_DAYS), "--reveal"),
+    )
+    return Plaintext(issued["key"])
+
+
+def _curl(port: int, token: Plaintext, key: Plaintext) -> str:
+    asked = {"key": key.reveal(), "environment": Environment.SANDBOX, "endpoint": "orders.retrieve"}
+    return shlex.join(
+        [
+            *("curl", "-sS", f"{local_url(port)}/v1/keys/verify"),
+            *("-H", f"Authorization: Bearer {token.reveal()}", "-H", "Content-Type: application/json"),
+            *("-d", json.dumps(asked)),
+        ]
+    )
+
+
+def _base_urls(seeded: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
+    """As the server sees them, which is told the port by its origin; this process was not."""
+    environments = seeded["environments"]
+    return [(place["name"], place["base_url"].replace(settings.ORIGIN, origin, 1)) for place in environments]

@@ -1,0 +1,141 @@
+"""The embedded service as programs: an HTTP server, a Celery worker, and the beat that wakes it.
+
+with stopping_on_signals(), supervise(port) as service:
+    wait_until_ready(service, port)
+"""
+
+import errno
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from django.conf import settings
+
+import keyvault
+from keyvault.management.supervisor import Program, Supervisor
+
+ADDRESS = "127.0.0.1"
+CHECKOUT = Path(keyvault.__file__).resolve().parent.parent
+READY_SECONDS = 60.0
+
+_SERVER, _WORKER, _BEAT = "server", "worker", "beat"
+
+
+class ServiceError(Exception):
+    """The service cannot be started, or did not become ready; the text says why and what to do."""
+
+
+def refuse_taken_port(port: int) -> None:
+    """Raises ServiceError when somebody listens there, before anything is started.
+
+    Granian listens with SO_REUSEPORT: two servers on one port would both start, and share its requests.
+    """
+    taken = f"Port {port} on {ADDRESS} is taken. Stop what listens there, or choose another one: make run PORT=8001"
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        if probe.connect_ex((ADDRESS, port)) == 0:
+            raise ServiceError(taken)
+    with socket.socket() as probe:
+        # Not SO_REUSEPORT. SO_REUSEADDR passes over connections that are still closing, never over a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ServiceError(taken) from None
+            raise ServiceError(f"Port {port} on {ADDRESS} cannot be used: {error.strerror}.") from None
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ADDRESS, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def local_url(port: int) -> str:
+    return f"http://{ADDRESS}:{port}"
+
+
+def origin_for(port: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Where the service is reached: the host's choice, else the port that it listens on."""
+    return environ.get("KEYVAULT_ORIGIN") or local_url(port)
+
+
+def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:
+    """All three programs on this machine's data folder, not yet started."""
+    told = {
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        **environ,
+        "KEYVAULT_ORIGIN": origin_for(port, environ),
+    }
+    return Supervisor(_programs(port), told, CHECKOUT, settings.DATA_DIR / "logs")
+
+
+def wait_until_ready(service: Supervisor, port: int) -> None:
+    """Raises ServiceError, with the end of the server's log, when the server ends or stays unready."""
+    deadline = time.monotonic() + READY_SECONDS
+    seen = "it does not answer"
+    while service.is_running(_SERVER) and time.monotonic() < deadline:
+        answer = _ask_readyz(port)
+        if answer is not None:
+            status, seen = answer
+            if status == http.HTTPStatus.OK:
+                return
+        service.wait(0.1)
+    if not service.is_running(_SERVER):
+        seen = "it has ended"
+    raise ServiceError(f"The server did not become ready: {seen}.\n{service.log_tail(_SERVER)}")
+
+
+def _ask_readyz(port: int) -> tuple[int, str] | None:
+    connection = http.client.HTTPConnection(ADDRESS, port, timeout=5)
+    try:
+        connection.request("GET", "/readyz")
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        failing = [name for name, state in body.get("checks", {}).items() if state != "ok"]
+        return answer.status, f"not ready: {', '.join(failing)}"
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def _programs(port: int) -> tuple[Program, ...]:
+    celery = (
+        sys.executable,
+        # It runs as whoever started it, in a container often root; the keystore is that user's alone either way.
+        *("-W", "ignore:You're running the worker with superuser privileges"),
+        *("-m", "celery", "--quiet", "-A", "keyvault.project"),
+    )
+    return (
+        Program(
+            _SERVER,
+            (
+                *(sys.executable, "-m", "granian", "keyvault.project.wsgi:application", "--interface", "wsgi"),
+                *("--host", ADDRESS, "--port", str(port), "--http", "1"),
+                # One process: limits and usage counts of the embedded service live in its memory.
+                *("--workers", "1", "--blocking-threads", "4"),
+                # A worker that is told to end while it still loads does not hear it.
+                *("--workers-kill-timeout", "5"),
+                *("--no-access-log", "--log-level", "warning"),
+            ),
+            # It has a worker process, which only hears of an end from it.
+            orphan_signal=signal.SIGTERM,
+        ),
+        Program(
+            _WORKER,
+            (
+                *(*celery, "worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO"),
+                *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+            ),
+        ),
+        Program(_BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", "")),
+    )

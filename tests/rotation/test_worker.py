@@ -1,0 +1,115 @@
+"""Rotations moved by a real Celery worker and beat, killed with SIGKILL at each step of the happy path."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from django.db import connection
+
+from keyvault.models import Key
+from keyvault.services.usage import UsageLog
+from rotation.models import Rotation
+from rotation.services.requests import get_rotation
+from rotation.states import RotationState as S
+
+from . import scene
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POINTS = ["staged", "publishing", "put", "awaiting_proof", "overlap", "quarantine", "revoking", "destroy"]
+
+
+@pytest.fixture
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The embedded spool on SQLite; Redis, as a deployment has it, on PostgreSQL."""
+    if connection.vendor == "postgresql":
+        url: str = request.getfixturevalue("redis_url")
+        return url
+    from keyvault.project.spool import spool_url
+
+    return spool_url(tmp_path / "spool")
+
+
+@contextmanager
+def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        "KEYVAULT_BROKER_URL": broker,
+        "C_FORCE_ROOT": "1",
+    }
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.worker", point],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
+    """Looks again and again; the event is in another process, and this is how one awaits it in a database."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.1)
+
+
+def acknowledge_delivered() -> None:
+    """The merchants' part."""
+    for rotation in Rotation.objects.filter(state=S.AWAITING_PROOF, acknowledged_at=None):
+        scene.acknowledge_replacement(rotation.rotation_id, datetime.now(UTC))
+
+
+@pytest.mark.database
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.timeout(240)
+def test_worker_killed_at_each_step_leaves_a_rotation_that_completes(broker: str, tmp_path: Path) -> None:
+    """kill -9 of the worker at any step of the happy path loses nothing: the next worker finishes the rotation."""
+    verifier = UsageLog()
+    verifier.start()
+    log = tmp_path / "worker.log"
+    rotations = []
+    try:
+        for point in POINTS:
+            now = datetime.now(UTC)
+            key, _ = scene.issue(scene.account(), now)
+            rotation = scene.rotate(key.credential, now, quiet_seconds=1, quarantine_seconds=1)
+            rotations.append(rotation.rotation_id)
+            with worker(point, broker, log) as process:
+
+                def has_died(process: subprocess.Popen[bytes] = process) -> bool:
+                    acknowledge_delivered()
+                    return process.poll() is not None
+
+                until(has_died, 60, f"the worker to be killed at {point}")
+                assert process.returncode == -signal.SIGKILL, log.read_text()[-3000:]
+        with worker("nowhere", broker, log):
+
+            def all_completed() -> bool:
+                acknowledge_delivered()
+                return not Rotation.objects.exclude(state=S.COMPLETED).exists()
+
+            until(all_completed, 90, "every rotation to complete")
+    finally:
+        verifier.stop()
+    for rotation_id in rotations:
+        finished = get_rotation(rotation_id)
+        assert finished.replacement is not None
+        states = set(Key.objects.filter(credential=finished.credential).values_list("key_id", "state"))
+        assert (finished.replacement_id, "active") in states
+        assert sum(state == "active" for _, state in states) == 1
+    assert "Traceback" not in log.read_text()
