@@ -66,8 +66,6 @@ def _problem(error: Exception, request_id: str) -> Problem | None:
         case drf.UnsupportedMediaType():
             detail = "The body must be application/json."
             return problem(ErrorCode.MEDIA_TYPE_UNSUPPORTED, detail, request_id)
-        case drf.NotAcceptable():
-            return None
         case drf.NotFound() | Http404():
             return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
         case OperationalError() | InterfaceError():

@@ -134,7 +134,7 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 65_536
 FILE_UPLOAD_HANDLERS = ["django.core.files.uploadhandler.MemoryFileUploadHandler"]
 
 STATIC_URL = "/static/"
-STATIC_ROOT = DATA_DIR / "static"
+STATIC_ROOT = ensure_private_directory(DATA_DIR / "static")
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_AUTOREFRESH = False
 
@@ -142,6 +142,7 @@ REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": [],
     "DEFAULT_PERMISSION_CLASSES": ["keyvault.api.permissions.DeniedByDefault"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "keyvault.api.negotiation.AlwaysJSON",
     "DEFAULT_PARSER_CLASSES": ["keyvault.api.parsers.StrictJSONParser"],
     "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
     "UNAUTHENTICATED_USER": None,

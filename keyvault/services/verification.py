@@ -45,17 +45,17 @@ def judge_presented(presented: Presented, now: datetime) -> Judgement:
     """Every rule in the order of the contract's table of verdicts; the first that fails answers."""
     exposed = find_exposed(presented.url)
     if exposed is not None:
-        return _before_proof(exposed)
+        return before_proof(exposed)
     keystring = read_key(
         presented.key, environment=presented.environment, brand=settings.KEY_BRAND, base_urls=BASE_URLS
     )
     if isinstance(keystring, Denial):
-        return _before_proof(keystring)
+        return before_proof(keystring)
     record = find_key_record(keystring.key_id)
     holder = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
     if isinstance(holder, Denial):
         if holder.holder is None:
-            return _before_proof(holder)
+            return before_proof(holder)
         return Judgement(holder, holder.holder, record, [_PROVED, *_state_checks(holder.code)])
     trace = [_PROVED, *_state_checks(None)]
     request = EndpointRequest(presented.merchant, presented.bearer is not None, presented.origin is not None)
@@ -67,7 +67,7 @@ _PROVED = Check(ErrorCode.CREDENTIAL_INVALID, True)
 _STATES = (ErrorCode.KEY_NOT_ACTIVE, ErrorCode.KEY_EXPIRED, ErrorCode.KEY_REVOKED)
 
 
-def _before_proof(denial: Denial) -> Judgement:
+def before_proof(denial: Denial) -> Judgement:
     """Nothing but the answer itself is told to whoever has not shown possession."""
     return Judgement(denial, trace=[Check(denial.code, False)])
 

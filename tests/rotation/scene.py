@@ -4,29 +4,26 @@ Through the real services, and without a fixture, since the crash tests' own pro
 """
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from typing import Any
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, KeyHolder, Operator
+from keyvault.access.principals import KeyHolder, Operator
 from keyvault.access.roles import Role
 from keyvault.backends.base import BackendUnavailableError
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, Credential, Key, Merchant
-from keyvault.models import Operator as OperatorRow
 from keyvault.models.usage import Outcome
-from keyvault.services import issuance
-from keyvault.services.authorization import authorize, operator_principal
-from keyvault.services.leases import claim, release
-from keyvault.services.merchants import create_merchant, find_account
-from keyvault.services.operators import create_operator
-from keyvault.services.peppers import ensure_peppers
+from keyvault.services.authorization import authorize
+from keyvault.services.merchants import find_account
 from keyvault.services.usage import UsageLog
 from rotation.models import Rotation
 from rotation.policy import Proof
 from rotation.services.requests import Wish, acknowledge, get_rotation, request_rotation
+from tests import factories
+from tests.factories import make_merchant, the_operator
 
 
 @dataclass
@@ -43,66 +40,29 @@ class Clock:
         return self.now
 
 
-def operator(username: str, role: Role) -> Operator:
-    """The operator of that name, made at the first mention."""
-    row = OperatorRow.objects.filter(username=username).first()
-    if row is None:
-        grant = authorize(HOST, P.OPERATORS_WRITE, now=datetime.now(UTC))
-        row = create_operator(
-            grant, username=username, roles=[role], password=Plaintext("correct horse battery staple")
-        )
-    return operator_principal(row)
-
-
 def tam() -> Operator:
-    return operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    return the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
 
 
 def approver() -> Operator:
-    return operator("approver", Role.APPROVER)
+    return the_operator("approver", Role.APPROVER)
 
 
 def admin() -> Operator:
-    return operator("admin", Role.KEY_ADMINISTRATOR)
+    return the_operator("admin", Role.KEY_ADMINISTRATOR)
 
 
 def account(merchant_id: str = "acme", environment: Environment = Environment.SANDBOX) -> Account:
-    now = datetime.now(UTC)
-    ensure_peppers(now)
+    """The account of a merchant, made at the first mention."""
     if not Merchant.objects.filter(merchant_id=merchant_id).exists():
-        create_merchant(authorize(HOST, P.MERCHANTS_WRITE, now=now), merchant_id=merchant_id, name=merchant_id)
+        make_merchant(merchant_id)
     return find_account(merchant_id, environment)
 
 
-def issue(
-    place: Account,
-    now: datetime,
-    *,
-    kind: KeyKind = KeyKind.PRIVATE,
-    delivery: Delivery = Delivery.SECRET_BACKEND,
-    expires_in_days: int | None = None,
-) -> tuple[Key, Plaintext]:
+def issue(place: Account, now: datetime, **chosen: Any) -> tuple[Key, Plaintext]:
     """A new credential's first key, and its string."""
-    request = issuance.request_issuance(
-        authorize(tam(), P.ISSUANCE_REQUEST, place, now=now),
-        place,
-        kind=kind,
-        label="test",
-        delivery=delivery,
-        expires_in_days=expires_in_days,
-    )
-    if request.approvals_needed:
-        grant = authorize(approver(), P.ISSUANCE_APPROVE, place, now=now, requester_person=request.requester_person)
-        issuance.approve_issuance(grant, request, request.plan_digest)
-    lease = claim(f"issuance:{request.request_id}", now)
-    assert lease is not None
-    issuance.issue_approved(request, lease, now)
-    release(lease)
-    issued = issuance.get_request(request.request_id)
-    assert issued is not None
-    assert issued.key is not None
-    text = issuance.collect_key(authorize(tam(), P.ISSUANCE_COLLECT, place, now=now), issued)
-    return Key.objects.select_related("credential__account__merchant").get(pk=issued.key_id), text
+    key, text = factories.issue(place, at=now, **chosen)
+    return Key.objects.select_related("credential__account__merchant").get(pk=key.pk), text
 
 
 def rotate(credential: Credential, now: datetime, **wish: object) -> Rotation:

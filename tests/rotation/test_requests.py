@@ -11,6 +11,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.keystring import StringScope
 from keyvault.models import BreakGlass, Material
 from keyvault.services.authorization import authorize
 from keyvault.services.tokens import create_service_token
@@ -29,6 +30,7 @@ from rotation.services.requests import (
     request_rotation,
 )
 from rotation.states import RotationState as S
+from tests.factories import make_operator
 
 from . import scene
 from .scene import Clock, unavailable
@@ -66,10 +68,9 @@ def test_rotation_in_production_waits_for_a_second_person(clock: Clock) -> None:
 def test_rotation_approved_by_whoever_asked_is_refused(clock: Clock) -> None:
     """Four eyes compare persons: a second log-in of the same human being is no second person."""
     rotation = in_production(clock)
-    twin = scene.operator("tams-other-login", Role.APPROVER)
-    same_person = scene.Operator(twin.username, rotation.requester_person, twin.roles)
+    twin = make_operator("tams-other-login", Role.APPROVER, person=rotation.requester_person)
     with pytest.raises(StateConflictError):
-        approve(rotation, same_person, clock)
+        approve(rotation, twin, clock)
 
 
 def test_rotation_approval_is_bound_to_the_plan_that_was_shown(clock: Clock) -> None:
@@ -113,7 +114,7 @@ def test_rotation_asked_for_by_a_service_takes_an_operator_even_in_the_sandbox(c
     """A service's wish is never enough, and the creator of its token cannot approve it."""
     key, _ = scene.issue(scene.account(), clock())
     grant = authorize(scene.admin(), P.TOKENS_WRITE, now=clock())
-    token, _ = create_service_token(grant, name="gw", scope="sbx", permissions=[P.ROTATIONS_WRITE])  # type: ignore[arg-type]  # equal as text
+    token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
     service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.environments)
     place = key.credential.account
     rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, place, now=clock()), key.credential, Wish())

@@ -23,7 +23,7 @@ from keyvault.domain.keys import KeyState
 from keyvault.models.usage import Outcome
 from keyvault.services.lookup import BASE_URLS
 from keyvault.services.usage import usage_log
-from keyvault.services.verification import Judgement, Presented, judge_presented
+from keyvault.services.verification import Judgement, Presented, before_proof, judge_presented
 from keyvault.wire.problems import PROBLEM_TYPES, problem
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _within_scope(judgement: Judgement, service: Service) -> Judgement:
     merchants, holder = service.merchants, judgement.holder
     if holder is None or merchants is None or holder.merchant_id in merchants:
         return judgement
-    return Judgement(INVALID)
+    return before_proof(INVALID)
 
 
 def _note_use(judgement: Judgement, asked: dict[str, Any], endpoint: Endpoint | Miss, service: Service) -> None:

@@ -1,0 +1,57 @@
+"""A backend service that calls the service plane."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.test import Client
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.domain.keystring import StringScope
+from keyvault.services.usage import UsageLog
+from tests.factories import make_merchant, make_token
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
+    """The usage log of the doors, without its thread: a test flushes it by hand."""
+    log = UsageLog()
+    monkeypatch.setattr(UsageLog, "start", lambda self: None)
+    for door in ("keyvault.api.views.verification", "rotation.api"):
+        monkeypatch.setattr(f"{door}.usage_log", log)
+    return log
+
+
+@pytest.fixture
+def token(db: None) -> str:
+    make_merchant("acme")
+    make_merchant("globex")
+    return make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)[1].reveal()
+
+
+@pytest.fixture
+def call(token: str) -> Call:
+    """Sends JSON with the service token; the answer's body is parsed in `.body`."""
+    client = Client(raise_request_exception=False)
+
+    def send(method: str, path: str, body: Any = None, **headers: str) -> Any:
+        sent = {"HTTP_AUTHORIZATION": f"Bearer {token}", **headers}
+        response: Any = client.generic(
+            method,
+            path,
+            data=body if isinstance(body, bytes) else b"" if body is None else _json(body),
+            content_type="application/json",
+            **sent,
+        )
+        response.body = response.json() if response.content else None
+        return response
+
+    return send
+
+
+def _json(body: Any) -> bytes:
+
+    return json.dumps(body).encode()

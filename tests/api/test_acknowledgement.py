@@ -1,0 +1,113 @@
+"""Rotations over REST, and the merchant's acknowledgement on the integration plane."""
+
+from datetime import UTC, datetime
+
+import pytest
+from django.test import Client
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.services.material import read_string
+from keyvault.services.merchants import find_account
+from rotation.services.engine import advance_rotation
+from rotation.services.requests import get_rotation
+from tests.factories import issue, make_token
+from tests.rotation import scene
+
+from .conftest import Call
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+URL = "/sandbox/credentials/acknowledge"
+
+
+def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    asked = call("POST", "/v1/rotations", {"credential_id": key.credential_id, "proof": "ack", "quiet_seconds": 1})
+    assert asked.status_code == 201
+    assert asked.body["state"] == "awaiting_approval"
+    assert asked.body["plan"]["quiet_seconds"] == 1
+    read = call("GET", f"/v1/rotations/{asked.body['rotation_id']}")
+    assert read.body["waiting_for"] == "approval by a second person"
+    assert read.body["predecessor_key_id"] == key.key_id
+    again = call("POST", "/v1/rotations", {"credential_id": key.credential_id})
+    assert (again.status_code, again.body["code"]) == (409, "state_conflict")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({}, 400, "request_invalid"),
+        ({"credential_id": "crd_nowhere"}, 404, "not_found"),
+        ({"credential_id": "x", "quiet_seconds": 0}, 400, "request_invalid"),
+        ({"credential_id": "x", "quiet_seconds": "1"}, 400, "request_invalid"),
+        ({"credential_id": "x", "deadline": "tomorrow"}, 400, "request_invalid"),
+        ({"credential_id": "x", "soon": True}, 400, "request_invalid"),
+    ],
+)
+def test_rotation_request_that_cannot_be_meant_is_refused(
+    call: Call, body: dict[str, object], status: int, code: str
+) -> None:
+    response = call("POST", "/v1/rotations", body)
+    assert (response.status_code, response.body["code"]) == (status, code)
+
+
+def test_rotation_deadline_that_cannot_be_met_is_pointed_at(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    body = {"credential_id": key.credential_id, "deadline": "2027-01-01T00:00:00Z", "quiet_seconds": 360 * 86_400}
+    response = call("POST", "/v1/rotations", body)
+    assert response.status_code == 400
+    assert [fault["pointer"] for fault in response.body["errors"]] == ["/deadline"]
+
+
+def test_rotation_of_another_merchant_is_not_found(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    _, scoped = make_token(P.ROTATIONS_WRITE, P.ROTATIONS_READ, merchants=["globex"])
+    header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
+    assert call("POST", "/v1/rotations", {"credential_id": key.credential_id}, **header).status_code == 404
+    rotation = scene.rotate(key.credential, datetime.now(UTC))
+    assert call("GET", f"/v1/rotations/{rotation.rotation_id}", **header).status_code == 404
+
+
+def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client: Client, call: Call) -> None:
+    """The merchant's half of the proof: only the replacement itself can give it."""
+    key, old = issue(find_account("acme", Environment.SANDBOX))
+    rotation = scene.rotate(key.credential, datetime.now(UTC))
+    advance_rotation(rotation.rotation_id)
+    replacement = get_rotation(rotation.rotation_id).replacement
+    assert replacement is not None
+    new = read_string(replacement)
+    assert client.post(URL, headers={"X-Api-Key": old.reveal()}).json()["code"] == "not_found"
+    assert get_rotation(rotation.rotation_id).acknowledged_at is None
+    for _ in range(2):
+        response = client.post(URL, headers={"X-Api-Key": new.reveal()})
+        assert response.status_code == 204
+        assert response["Cache-Control"] == "no-store"
+    assert get_rotation(rotation.rotation_id).acknowledged_at is not None
+
+
+def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Client, token: str) -> None:
+    _, public = issue(find_account("acme", Environment.SANDBOX), kind=KeyKind.PUBLIC)
+    _, private = issue(find_account("acme", Environment.SANDBOX))
+    for url, headers, code in (
+        (URL, {}, "credential_missing"),
+        (URL, {"Authorization": f"Bearer {private.reveal()}"}, "credential_missing"),
+        (URL, {"X-Api-Key": ""}, "credential_invalid"),
+        (URL, {"X-Api-Key": token}, "credential_invalid"),
+        (URL, {"X-Api-Key": f"{private.reveal()}, {private.reveal()}"}, "credential_ambiguous"),
+        (URL, {"X-Api-Key": public.reveal()}, "method_not_supported"),
+        (URL, {"X-Api-Key": private.reveal(), "Authorization": "Bearer x"}, "bearer_not_supported"),
+        (URL, {"X-Api-Key": private.reveal(), "Origin": "https://shop.example"}, "private_key_in_browser"),
+        (URL + f"?key={private.reveal()}", {"X-Api-Key": private.reveal()}, "credential_in_url"),
+        ("/production/credentials/acknowledge", {"X-Api-Key": private.reveal()}, "environment_mismatch"),
+    ):
+        response = client.post(url, headers=headers)
+        assert response.json()["code"] == code, code
+        if response.status_code == 401:
+            assert "WWW-Authenticate" in response
+
+
+def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:
+    """No service token can say for the merchant that a key arrived."""
+    assert call("POST", URL).body["code"] == "credential_missing"

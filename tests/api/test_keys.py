@@ -1,0 +1,152 @@
+"""Keys and credentials on the service plane."""
+
+import pytest
+from django.test import Client
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.keystring import StringScope
+from keyvault.models import AuditEntry, Change
+from keyvault.services.merchants import find_account
+from tests.factories import issue, make_token
+
+from .conftest import Call
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def test_key_is_shown_without_anything_secret(call: Call) -> None:
+    key, text = issue(find_account("acme", Environment.SANDBOX))
+    response = call("GET", f"/v1/keys/{key.key_id}")
+    assert response.status_code == 200
+    assert response.body["state"] == "active"
+    assert response.body["last_used_at"] is None
+    assert text.reveal() not in str(response.body)
+    assert bytes(key.digest).hex() not in str(response.body)
+
+
+@pytest.mark.parametrize("path", ["/v1/keys/0000000000000000", "/v1/keys/..", "/v1/keys/%00", "/v1/keys/" + "a" * 5000])
+def test_key_that_is_none_is_not_found(call: Call, path: str) -> None:
+    response = call("GET", path)
+    assert (response.status_code, response.body["code"]) == (404, "not_found")
+
+
+def test_key_of_another_merchant_is_as_absent_as_none(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    _, scoped = make_token(P.KEYS_READ, P.KEYS_REVOKE, merchants=["globex"])
+    header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
+    there, absent = (call("GET", f"/v1/keys/{key_id}", **header) for key_id in (key.key_id, "0" * 16))
+    for response in (there, absent):
+        del response.body["request_id"]
+    assert there.status_code == absent.status_code == 404
+    assert there.body == absent.body
+    assert call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "unspecified"}, **header).status_code == 404
+
+
+def test_key_of_an_environment_outside_the_token_is_permission_missing(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    _, scoped = make_token(P.KEYS_READ, scope=StringScope.PRODUCTION)
+    response = call("GET", f"/v1/keys/{key.key_id}", HTTP_AUTHORIZATION=f"Bearer {scoped.reveal()}")
+    assert (response.status_code, response.body["code"]) == (403, "permission_missing")
+
+
+def test_revoke_ends_the_key_at_once_and_answers_with_the_sequence(call: Call) -> None:
+    """The very next verification refuses it."""
+    key, text = issue(find_account("acme", Environment.SANDBOX))
+    verify = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}
+    assert call("POST", "/v1/keys/verify", verify).body["allowed"] is True
+    response = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "superseded"})
+    assert response.status_code == 202
+    assert response.body == {
+        "key_id": key.key_id,
+        "state": "deactivated",
+        "sequence": Change.objects.filter(subject_kind="key", subject_id=key.key_id).latest("sequence").sequence,
+    }
+    assert call("POST", "/v1/keys/verify", verify).body["code"] == "key_revoked"
+    assert AuditEntry.objects.filter(event="key.revoked").count() == 1
+
+
+def test_revoke_twice_is_one_revocation_and_the_same_answer(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    first, second = (call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "superseded"}) for _ in range(2))
+    assert first.body == second.body
+    assert second.status_code == 202
+
+
+def test_revoke_for_compromise_marks_it_even_when_it_was_revoked_before(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "superseded"})
+    response = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": "key_compromise"})
+    assert response.body["state"] == "compromised"
+
+
+@pytest.mark.parametrize("body", [{}, {"reason": "because"}, {"reason": "superseded", "force": True}])
+def test_revoke_without_a_known_reason_is_refused(call: Call, body: dict[str, object]) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    response = call("POST", f"/v1/keys/{key.key_id}/revoke", body)
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+
+
+def test_credentials_are_filtered_and_paged(call: Call) -> None:
+    place = find_account("acme", Environment.SANDBOX)
+    made = {issue(place)[0].credential_id for _ in range(3)}
+    issue(place, kind=KeyKind.PUBLIC)
+    issue(find_account("globex", Environment.SANDBOX))
+    seen: list[str] = []
+    query = "merchant=acme&environment=sandbox&kind=private&limit=2"
+    cursor = ""
+    while True:
+        body = call("GET", f"/v1/credentials?{query}{cursor}").body
+        seen += [credential["credential_id"] for credential in body["credentials"]]
+        if body["next_cursor"] is None:
+            break
+        cursor = f"&cursor={body['next_cursor']}"
+    assert len(seen) == 3
+    assert set(seen) == made
+
+
+def test_credentials_of_a_scoped_token_are_its_own(call: Call) -> None:
+    issue(find_account("acme", Environment.SANDBOX))
+    own, _ = issue(find_account("globex", Environment.SANDBOX))
+    _, scoped = make_token(P.KEYS_READ, merchants=["globex"], scope=StringScope.SANDBOX)
+    header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
+    body = call("GET", "/v1/credentials", **header).body
+    assert [credential["credential_id"] for credential in body["credentials"]] == [own.credential_id]
+    assert call("GET", "/v1/credentials?environment=production", **header).status_code == 403
+
+
+@pytest.mark.parametrize("query", ["colour=red", "environment=x", "limit=0", "limit=999", "cursor=../etc"])
+def test_credentials_query_that_cannot_be_meant_is_refused(call: Call, query: str) -> None:
+    response = call("GET", f"/v1/credentials?{query}")
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+
+
+@pytest.mark.parametrize("credential", ["", "Bearer", "Bearer x", "Basic eA==", "bearer  ", "Bearer a,b"])
+def test_service_plane_without_a_good_token_is_refused(client: Client, db: None, credential: str) -> None:
+    headers = {"Authorization": credential} if credential else {}
+    response = client.get("/v1/credentials", headers=headers)
+    assert response.status_code == 401
+    assert response.json()["code"] == "service_token_invalid"
+    assert response["WWW-Authenticate"].startswith("Bearer")
+
+
+def test_api_key_and_admin_session_are_no_credential_on_the_service_plane(client: Client, call: Call) -> None:
+    """A credential of one plane is never accepted on another (D4)."""
+    from keyvault.access.roles import Role
+    from keyvault.models import Operator
+    from tests.factories import make_operator
+
+    _, text = issue(find_account("acme", Environment.SANDBOX))
+    assert call("GET", "/v1/credentials", HTTP_AUTHORIZATION=f"Bearer {text.reveal()}").status_code == 401
+    make_operator("boss", Role.KEY_ADMINISTRATOR)
+    client.force_login(Operator.objects.get(username="boss"))
+    assert client.get("/v1/credentials").status_code == 401
+    assert client.post("/sandbox/credentials/acknowledge").json()["code"] == "credential_missing"
+
+
+def test_token_without_the_permission_is_refused_before_its_body_is_read(call: Call) -> None:
+    _, reader = make_token(P.KEYS_READ)
+    header = {"HTTP_AUTHORIZATION": f"Bearer {reader.reveal()}"}
+    response = call("POST", "/v1/keys/verify", b"not json", **header)
+    assert (response.status_code, response.body["code"]) == (403, "permission_missing")

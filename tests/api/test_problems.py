@@ -1,0 +1,118 @@
+"""Whatever goes wrong is a problem document, with our request id, and never a 500 that a client can bring about."""
+
+import json
+
+import pytest
+from django.db import OperationalError
+from django.test import Client
+
+from .conftest import Call
+
+pytestmark = [pytest.mark.django_db]
+
+
+def refused(response: object) -> tuple[int, str]:
+    assert response["Content-Type"] == "application/problem+json"  # type: ignore[index]  # a response
+    body = json.loads(response.content)  # type: ignore[attr-defined]  # a response
+    assert body["request_id"] == response["X-Request-Id"]  # type: ignore[index]  # a response
+    assert body["status"] == response.status_code  # type: ignore[attr-defined]  # a response
+    return body["status"], body["code"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/nowhere", (404, "not_found")),
+        ("GET", "/v1/nowhere", (404, "not_found")),
+        ("GET", "/sandbox/nowhere", (404, "endpoint_unknown")),
+        ("GET", "/production/", (404, "endpoint_unknown")),
+        ("GET", "/sandbox/x?k=kv_prv_sbx_" + "a" * 65, (400, "credential_in_url")),
+        ("GET", "/sandbox/credentials/acknowledge", (405, "method_not_allowed")),
+        ("PUT", "/v1/keys/verify", (405, "method_not_allowed")),
+    ],
+)
+def test_request_that_nothing_answers_is_a_problem(
+    call: Call, method: str, path: str, expected: tuple[int, str]
+) -> None:
+    response = call(method, path)
+    assert refused(response) == expected
+    if expected[0] == 405:
+        assert response["Allow"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"a": NaN}',
+        b'{"key": "x", "key": "y"}',
+        b"\xff\xfe",
+        b"[" * 40_000,
+        b'{"a":' * 9_000,
+        b"1" * 5_000,
+    ],
+)
+def test_body_that_is_no_json_object_is_request_invalid(call: Call, body: bytes) -> None:
+    assert refused(call("POST", "/v1/keys/verify", body)) == (400, "request_invalid")
+
+
+def test_body_over_the_limit_is_payload_too_large(call: Call) -> None:
+    assert refused(call("POST", "/v1/keys/verify", b'{"key":"' + b"x" * 70_000)) == (413, "payload_too_large")
+
+
+def test_body_of_another_type_is_media_type_unsupported(client: Client, token: str) -> None:
+    response = client.post(
+        "/v1/keys/verify", data="key=x", content_type="text/plain", headers={"Authorization": f"Bearer {token}"}
+    )
+    assert refused(response) == (415, "media_type_unsupported")
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/xml", "*/*;q=0", "nonsense"])
+def test_answer_is_json_whatever_is_accepted(call: Call, accept: str) -> None:
+    assert call("GET", "/v1/credentials", HTTP_ACCEPT=accept).status_code == 200
+
+
+def test_database_that_does_not_answer_is_unavailable_and_not_a_fault(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(key_id: str) -> None:
+        raise OperationalError("gone")
+
+    monkeypatch.setattr("keyvault.api.views.keys.get_key", fail)
+    response = call("GET", "/v1/keys/0000000000000000")
+    assert refused(response) == (503, "dependency_unavailable")
+    assert int(response["Retry-After"]) >= 1
+
+
+def test_fault_of_ours_tells_nothing_about_itself(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(key_id: str) -> None:
+        raise RuntimeError("the secret is hunter2")
+
+    monkeypatch.setattr("keyvault.api.views.keys.get_key", fail)
+    response = call("GET", "/v1/keys/0000000000000000")
+    assert refused(response) == (500, "internal_error")
+    assert b"hunter2" not in response.content
+
+
+def test_host_that_is_not_ours_is_refused(client: Client) -> None:
+    assert refused(client.get("/healthz", headers={"Host": "evil.example"})) == (400, "request_invalid")
+
+
+def test_health_lives_without_a_database_and_readiness_names_what_is_missing(
+    client: Client, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.get("/healthz").json() == {"status": "ok"}
+    ready = client.get("/readyz")
+    assert ready.status_code == 200
+    assert set(ready.json()["checks"]) == {"database", "peppers_sandbox", "peppers_production", "peppers_service"}
+
+    def fail(connection: object) -> set[str]:
+        raise OperationalError("gone")
+
+    monkeypatch.setattr("keyvault.api.views.health.list_triggers", fail)
+    assert client.get("/healthz").status_code == 200
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["checks"]["database"]) == (503, "failing")
