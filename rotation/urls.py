@@ -2,9 +2,10 @@
 
 from django.urls import path
 
+from keyvault.api import converters  # noqa: F401  registers the ids used below
 from rotation.api import RotationsView, RotationView
 
 urlpatterns = [
     path("v1/rotations", RotationsView.as_view()),
-    path("v1/rotations/<str:rotation_id>", RotationView.as_view()),
+    path("v1/rotations/<rotation_id:rotation_id>", RotationView.as_view()),
 ]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
-from django.db import InterfaceError, OperationalError
+from django.db import DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpResponse, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
@@ -76,6 +76,8 @@ def _problem(error: Exception, request_id: str) -> Problem | None:
                 request_id,
                 retry_after_seconds=1,
             )
+        case DataError():
+            return problem(ErrorCode.REQUEST_INVALID, "A value cannot be stored or compared.", request_id)
         case RequestDataTooBig():
             return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():

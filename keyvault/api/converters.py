@@ -1,0 +1,16 @@
+"""What ids in paths look like: anything else names nothing, and never reaches the database."""
+
+from django.urls import register_converter
+from django.urls.converters import StringConverter
+
+
+class KeyIdConverter(StringConverter):
+    regex = "[0-9A-Za-z]{16}"
+
+
+class RotationIdConverter(StringConverter):
+    regex = "rot_[0-9A-Za-z]{20}"
+
+
+register_converter(KeyIdConverter, "key_id")
+register_converter(RotationIdConverter, "rotation_id")
