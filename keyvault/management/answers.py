@@ -44,7 +44,9 @@ class AnsweringCommand(BaseCommand):
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
             raise CommandError(f"{error.code}: {error.detail}{faults}") from error
         except KeyvaultError as error:
-            raise CommandError(f"{error.code}: {error.detail}") from error
+            # Whoever has a shell here may know the inside of it too.
+            inside = f" ({error.internal})" if error.internal else ""
+            raise CommandError(f"{error.code}: {error.detail}{inside}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.words(answer))
 
     def operator(self, username: str) -> Operator:

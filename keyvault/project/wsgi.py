@@ -1,4 +1,4 @@
-"""The WSGI application, for Granian or any other server."""
+"""The WSGI application, for Granian or any other server. Loading it fails where serving would go wrong."""
 
 import os
 
@@ -6,3 +6,7 @@ from django.core.wsgi import get_wsgi_application
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 application = get_wsgi_application()
+
+from keyvault.services.start import require_ready  # noqa: E402  models are there once Django is set up
+
+require_ready()

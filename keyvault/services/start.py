@@ -1,0 +1,27 @@
+"""What a process makes sure of before it serves: rather not start than run wrong."""
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection
+
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import KeyvaultError
+from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.services.peppers import load_peppers
+
+
+def require_ready() -> None:
+    """Opens the keystore, loads and checks every pepper, and looks for the database's rules.
+
+    Raises ImproperlyConfigured, saying in words what is wrong and what to do.
+    """
+    try:
+        for pepper_set in PepperSet:
+            load_peppers(pepper_set)
+    except KeyvaultError as error:
+        raise ImproperlyConfigured(f"{error.detail} ({error.internal})") from error
+    missing = expected_triggers() - list_triggers(connection)
+    connection.close()
+    if missing:
+        raise ImproperlyConfigured(
+            f"the database lacks {len(missing)} of its rules, such as {min(missing)}; run: manage.py setup"
+        )

@@ -1,0 +1,86 @@
+"""A process that would run wrong does not start, and says why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SERVER = ["-c", "import keyvault.project.wsgi"]
+WORKER = ["-m", "celery", "-A", "keyvault.project", "worker", "--pool", "solo"]
+
+
+def run(words: list[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KEYVAULT_")}
+    environment |= {"KEYVAULT_DATA_DIR": str(folder), "C_FORCE_ROOT": "1", **settings}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    done = run(["manage.py", "setup"], tmp_path / "data")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("words", [SERVER, WORKER], ids=["server", "worker"])
+def test_start_with_another_master_key_is_refused(folder: Path, words: list[str]) -> None:
+    """A keystore that this master key did not seal is never served from."""
+    done = run(words, folder, KEYVAULT_MASTER_KEY="A" * 43 + "=")
+    assert done.returncode != 0
+    assert "master key is not the one" in done.stderr
+
+
+@pytest.mark.parametrize("words", [SERVER, WORKER], ids=["server", "worker"])
+def test_start_without_the_master_key_is_refused_and_makes_no_new_one(folder: Path, words: list[str]) -> None:
+    (folder / "master.key").unlink()
+    done = run(words, folder)
+    assert done.returncode != 0
+    assert "master.key is missing" in done.stderr
+    assert not (folder / "master.key").exists()
+
+
+@pytest.mark.parametrize("words", [SERVER, WORKER, ["manage.py", "setup"]], ids=["server", "worker", "setup"])
+def test_start_with_a_lost_keystore_is_refused(folder: Path, words: list[str]) -> None:
+    """Digests without their peppers verify nothing: a fresh keystore must not quietly take the old one's place."""
+    for name in ("keystore.sqlite3", "keystore.sqlite3-wal", "keystore.sqlite3-shm", "master.key"):
+        (folder / name).unlink(missing_ok=True)
+    done = run(words, folder)
+    assert done.returncode != 0
+    assert "restore the keystore" in done.stderr
+
+
+def test_start_before_setup_says_what_to_run(tmp_path: Path) -> None:
+    done = run(SERVER, tmp_path / "data")
+    assert done.returncode != 0
+    assert "manage.py setup" in done.stderr or "no such table" in done.stderr
+
+
+def test_start_after_setup_works(folder: Path) -> None:
+    done = run(SERVER, folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"KEYVAULT_ORIGIN": "http://keys.example.com"}, "https"),
+        ({"KEYVAULT_PRODUCTION_APPROVALS": "0"}, "1 or more"),
+        ({"KEYVAULT_DATABSE_URL": "x"}, "no such setting"),
+        ({"KEYVAULT_KEY_BRAND": "Bad_Brand"}, "a-z"),
+        ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
+        ({"KEYVAULT_BACKEND": "vault"}, "one of local"),
+    ],
+)
+def test_start_with_a_setting_that_cannot_be_meant_is_refused(
+    tmp_path: Path, settings: dict[str, str], complaint: str
+) -> None:
+    """No switch turns safety off, and a misspelt one is not silently without effect."""
+    done = run(["manage.py", "setup"], tmp_path / "data", **settings)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert "short" not in done.stderr
