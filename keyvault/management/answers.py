@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import OperationalError, ProgrammingError
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Operator
@@ -47,6 +48,8 @@ class AnsweringCommand(BaseCommand):
             # Whoever has a shell here may know the inside of it too.
             inside = f" ({error.internal})" if error.internal else ""
             raise CommandError(f"{error.code}: {error.detail}{inside}") from error
+        except (OperationalError, ProgrammingError) as error:
+            raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.words(answer))
 
     def operator(self, username: str) -> Operator:

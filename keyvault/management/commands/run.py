@@ -5,11 +5,9 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from io import StringIO
 from typing import Any
 
 from django.conf import settings
-from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
@@ -19,6 +17,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
+from keyvault.management.calls import call
 from keyvault.management.service import (
     ServiceError,
     local_url,
@@ -61,8 +60,8 @@ class Command(BaseCommand):
     def _serve(self, port: int) -> None:
         refuse_taken_port(port)
         self._tell("Setting up: database, keystore, demo data …")
-        call_command("setup", stdout=StringIO())
-        seeded = _answer("seed_demo")
+        call("setup")
+        seeded = call("seed_demo")
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
         try:
             curl = _curl(port, _new_token(), _new_key())
@@ -81,8 +80,8 @@ class Command(BaseCommand):
     def _introduce(self, port: int, seeded: Mapping[str, Any], passwords: Mapping[str, Plaintext], curl: str) -> None:
         merchants = ", ".join(f"{merchant['merchant_id']} ({merchant['name']})" for merchant in seeded["merchants"])
         operators = [
-            f"  {operator['username']:<10} {passwords[operator['username']].reveal():<18} {', '.join(operator['roles'])}"
-            for operator in seeded["operators"]
+            f"  {row['username']:<10} {passwords[row['username']].reveal():<18} {', '.join(row['roles'])}"
+            for row in seeded["operators"]
         ]
         origin = origin_for(port)
         self._tell(
@@ -113,14 +112,6 @@ def _port(text: str) -> int:
     if not 1 <= port <= 65535:
         raise ValueError
     return port
-
-
-def _answer(command: str, *arguments: str) -> dict[str, Any]:
-    """What another command says, in the very words of its `--json`."""
-    out = StringIO()
-    call_command(command, *arguments, "--json", stdout=out)
-    answer: dict[str, Any] = json.loads(out.getvalue())
-    return answer
 
 
 def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:
@@ -154,7 +145,7 @@ def _new_key() -> Plaintext:
     Keys of earlier runs are left alone: somebody may be rotating one. Raises CommandError where the host's
     policy wants more than one approver.
     """
-    issued = _answer(
+    issued = call(
         "issue_key",
         *("--merchant", "acme", "--environment", Environment.SANDBOX, "--kind", KeyKind.PRIVATE),
         *("--requested-by", "tam", "--approved-by", "approver", "--label", DEMO_NAME),

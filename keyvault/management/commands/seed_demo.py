@@ -1,8 +1,11 @@
-"""Demo merchants and operators; repeatable."""
+"""Demo merchants and operators, after whatever set-up is missing; repeatable."""
 
 import secrets
 from collections.abc import Mapping
+from io import StringIO
 from typing import Any
+
+from django.core.management import call_command
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
@@ -14,7 +17,6 @@ from keyvault.services.authorization import authorize
 from keyvault.services.lookup import BASE_URLS
 from keyvault.services.merchants import create_merchant
 from keyvault.services.operators import create_operator
-from keyvault.services.peppers import ensure_peppers
 
 MERCHANTS = {"acme": "Acme Stores", "globex": "Globex Travel"}
 OPERATORS = {
@@ -30,7 +32,7 @@ class Command(AnsweringCommand):
     help = "Makes the demo's merchants and operators where they are missing. `manage.py run` gives them passwords."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        ensure_peppers(self.now)
+        call_command("setup", stdout=StringIO())
         for merchant_id, name in MERCHANTS.items():
             if not Merchant.objects.filter(merchant_id=merchant_id).exists():
                 grant = authorize(HOST, Permission.MERCHANTS_WRITE, now=self.now)
