@@ -8,6 +8,7 @@ digest of a key that nobody ever held, which the next one burns and makes anew.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from keyvault.access.decision import Grant
@@ -23,7 +24,7 @@ from keyvault.services import leases
 from keyvault.services.authorization import authorize
 from keyvault.services.keys import activate_key, burn_key, note_stored, resume_key, revoke_key, stage_key, suspend_key
 from keyvault.services.leases import Lease
-from keyvault.services.material import ForeignWriterError, destroy_string, find_stored, store_string
+from keyvault.services.material import ForeignWriterError, destroy_string, find_stored, newest_version, store_string
 from keyvault.services.recording import recorded
 from keyvault.services.usage import utc_now
 from rotation.models import EvidenceKind, LedgerEntry, LedgerState, Rotation
@@ -86,13 +87,22 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A replacement's string between its making and its delivery; it goes `after` that version of the backend."""
+
+    key_id: str
+    text: Plaintext
+    after: int
+
+
 class _Run:
     """One worker's turn on one rotation: its lease, its clock, and the string it may hold for a moment."""
 
     def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
         self.lease = lease
         self.clock = clock
-        self.held: tuple[str, Plaintext] | None = None
+        self.held: _Held | None = None
 
     def to_the_next_wait(self, rotation_id: str) -> Wait:
         for _ in range(_MOST_STEPS):
@@ -123,6 +133,7 @@ class _Run:
 
     def _stage(self, grant: Grant, rotation: Rotation) -> None:
         """Makes a replacement, and burns the one before it, if any, that was never delivered."""
+        newest = newest_version(rotation.credential)
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=_account(rotation), **_about(rotation)):
             leases.hold(self.lease)
             if rotation.replacement is not None:
@@ -131,15 +142,15 @@ class _Run:
             # Good before anybody can hold it: the merchant may use it the moment it is delivered.
             activate_key(grant, key)
             rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
-        self.held = (key.key_id, text)
+        self.held = _Held(key.key_id, text, newest)
 
     def _publish(self, grant: Grant, rotation: Rotation) -> None:
         """Delivers the replacement; one whose string died with its maker is replaced by a new one."""
         key = _replacement(rotation)
         entry = self._begin(rotation, key, grant.at)
         try:
-            if self.held is not None and self.held[0] == key.key_id:
-                version = store_string(key, self.held[1], purpose=rotation.rotation_id)
+            if self.held is not None and self.held.key_id == key.key_id:
+                version = store_string(key, self.held.text, purpose=rotation.rotation_id, after=self.held.after)
             else:
                 stored = find_stored(rotation.credential)
                 if stored is None or stored.labels.get("key_id") != key.key_id:
