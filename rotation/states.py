@@ -36,7 +36,7 @@ class RotationState(StrEnum):
 S = RotationState
 
 TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
-    S.REQUESTED: frozenset({S.AWAITING_APPROVAL, S.SCHEDULED}),
+    S.REQUESTED: frozenset({S.AWAITING_APPROVAL, S.SCHEDULED, S.REJECTED, S.EXPIRED, S.CANCELLED}),
     S.AWAITING_APPROVAL: frozenset({S.SCHEDULED, S.REJECTED, S.EXPIRED, S.CANCELLED}),
     S.SCHEDULED: frozenset({S.STAGED, S.CANCELLED, S.STALLED}),
     S.STAGED: frozenset({S.STAGED, S.PUBLISHING, S.CANCELLED, S.STALLED}),

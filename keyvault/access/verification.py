@@ -25,17 +25,22 @@ from keyvault.domain.keystring import (
 INVALID = Denial(Code.CREDENTIAL_INVALID, "The API key is not valid.")
 """One answer for every string that proves nothing, so that nothing can be told from it."""
 
+_MOST_ESCAPES = 4
+"""A path that went through several proxies may have been escaped as often."""
+
 _API_KEYS = frozenset({StringKind.PUBLIC, StringKind.PRIVATE})
 
 
 def find_exposed(url: str) -> Denial | None:
     """Denies a path and query that carry something shaped like a key string, escaped or not."""
-    if SHAPED.search(url) or SHAPED.search(unquote(url)):
-        return Denial(
-            Code.CREDENTIAL_IN_URL,
-            "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, "
-            "and have this one rotated.",
-        )
+    for _ in range(_MOST_ESCAPES):
+        if SHAPED.search(url):
+            return Denial(
+                Code.CREDENTIAL_IN_URL,
+                "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, "
+                "and have this one rotated.",
+            )
+        url = unquote(url)
     return None
 
 
@@ -89,7 +94,9 @@ def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial 
         return None
     if record.state in {KeyState.PRE_ACTIVATION, KeyState.SUSPENDED}:
         code, detail = Code.KEY_NOT_ACTIVE, "The key is not active: not yet, or suspended by an operator."
-    elif record.state is KeyState.ACTIVE or record.retirement is Retirement.EXPIRED:
+    elif record.state is KeyState.ACTIVE or (
+        record.state is KeyState.DEACTIVATED and record.retirement is Retirement.EXPIRED
+    ):
         code, detail = Code.KEY_EXPIRED, "The key has expired. Use its replacement."
     else:
         code, detail = Code.KEY_REVOKED, "The key was revoked. Use its replacement."

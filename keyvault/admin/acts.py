@@ -1,21 +1,26 @@
 """What can be done in the console, as data: each act with its permission, its form and the service it calls.
 
-The pages for all of them are built in one place, see `enforcement`, so that none can forget to ask.
+The pages for all of them are built in one place, see `noun`, so that none can forget to ask.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django import forms
-from django.db.models import Model
+from django.db.models import Model, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account
+
+if TYPE_CHECKING:
+    _ModelChoiceField = forms.ModelChoiceField[Any]
+else:
+    _ModelChoiceField = forms.ModelChoiceField
 
 Cleaned = dict[str, Any]
 
@@ -66,6 +71,17 @@ class SeenForm(ActForm):
         return {"version": row.version}
 
 
+class RowChoice(_ModelChoiceField):
+    """A choice among rows, each called as `words` says."""
+
+    def __init__(self, queryset: QuerySet[Any], *, words: Callable[[Any], str], **options: Any) -> None:
+        super().__init__(queryset, empty_label="Choose one", **options)
+        self.words = words
+
+    def label_from_instance(self, obj: Model) -> str:
+        return self.words(obj)
+
+
 class WhyForm(ActForm):
     why = forms.CharField(
         label="Why", max_length=300, widget=forms.Textarea(attrs={"rows": 3}), help_text="Kept in the audit log."
@@ -88,7 +104,8 @@ def _silent(row: Any) -> str:
 class Act:
     """One thing to be done to one row, on a page of its own: shown by GET, done by POST.
 
-    `fits` says whether the row's state lets it happen: it shows or hides the button, the service decides.
+    `fits` says whether the row's state lets it happen, `for_requester` that it is for whoever asked for the row:
+    both show or hide the button, the service decides.
     `explain` tells what will happen, `warn` what speaks against it.
     """
 
@@ -101,6 +118,7 @@ class Act:
     fits: Callable[[Any], bool] = _always
     warn: Callable[[Any], str] = _silent
     tone: Tone = Tone.PLAIN
+    for_requester: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.timezone import now as django_now
 from django.utils.timesince import timesince, timeuntil
+from django.utils.timezone import now as django_now
 
-NOTHING = "–"
+NOTHING = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ class Detail:
     steps: Sequence[Step] = ()
     refresh_seconds: int | None = None
 
+    @property
+    def state_text(self) -> str:
+        return self.state.replace("_", " ")
+
 
 @dataclass(frozen=True, slots=True)
 class Extras:
@@ -95,9 +99,9 @@ def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
     return format_html(
-        '<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time> <span class="quiet">{}</span>',
+        '<time datetime="{}">{} UTC</time> <span class="quiet">{}</span>',
         at.isoformat(),
-        at,
+        f"{at:%Y-%m-%d %H:%M:%S}",
         _distance(at),
     )
 
@@ -106,9 +110,8 @@ def short_moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
     """The same for a column: to the minute, with the distance in its title."""
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
-    return format_html(
-        '<time datetime="{}" title="{}">{:%Y-%m-%d %H:%M}</time>', at.isoformat(), _distance(at), at
-    )
+    text = f"{at:%Y-%m-%d %H:%M}"
+    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), _distance(at), text)
 
 
 def link(url: str, label: object) -> SafeString:

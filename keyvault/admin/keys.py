@@ -15,8 +15,8 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
-from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Table, badge, link, mono, moment, short_moment
-from keyvault.admin.enforcement import GuardedAdmin
+from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.noun import NounAdmin
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Credential, Key, KeyUse, UseBucket
@@ -72,11 +72,11 @@ def _is_last(key: Key) -> str:
     return "This is the credential's only active key. Whoever uses it is refused from this moment on."
 
 
-class CredentialAdmin(GuardedAdmin):
+class CredentialAdmin(NounAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
 
-    list_display = ("credential_id", "account", "kind", "label", "delivery_text", "key_states", "created")
+    list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
     list_filter = ("account__environment", "kind", "delivery")
     search_fields = ("=credential_id", "=keys__key_id", "account__merchant__merchant_id", "label")
     search_help_text = "By credential id, key id, merchant or label. Never paste a whole key."
@@ -84,10 +84,6 @@ class CredentialAdmin(GuardedAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant").prefetch_related("keys")
-
-    @admin.display(description="delivery", ordering="delivery")
-    def delivery_text(self, credential: Credential) -> str:
-        return credential.get_delivery_display()
 
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString | str:
@@ -143,7 +139,7 @@ class CredentialAdmin(GuardedAdmin):
         return Extras(sections=[table])
 
 
-class KeyAdmin(GuardedAdmin):
+class KeyAdmin(NounAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
     looks = (
@@ -202,7 +198,7 @@ class KeyAdmin(GuardedAdmin):
         ),
     )
 
-    list_display = ("key_id", "account", "kind", "state_badge", "first_used", "last_used", "expires")
+    list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
     list_filter = ("state", "credential__account__environment", "credential__kind")
     search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
     search_help_text = "By key id (the 16 characters after the third underscore), credential id or merchant."
@@ -217,7 +213,7 @@ class KeyAdmin(GuardedAdmin):
 
     @admin.display(ordering="credential__kind")
     def kind(self, key: Key) -> str:
-        return key.credential.kind
+        return str(key.credential.kind)
 
     @admin.display(description="state", ordering="state")
     def state_badge(self, key: Key) -> SafeString:
@@ -263,7 +259,10 @@ class KeyAdmin(GuardedAdmin):
                     "Key",
                     [
                         ("Key id", mono(row)),
-                        ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), credential)),
+                        (
+                            "Credential",
+                            link(reverse("admin:keyvault_credential_change", args=[credential]), credential),
+                        ),
                         ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
                         ("Kind", f"{credential.kind} API key"),
                         ("Label", credential.label),
@@ -305,6 +304,10 @@ def credential_facts(credential: Credential) -> Facts:
             ("Created", moment(credential.created_at)),
         ],
     )
+
+
+def credential_link(credential: Credential) -> SafeString:
+    return link(reverse("admin:keyvault_credential_change", args=[credential.pk]), mono(credential))
 
 
 def key_link(key: Key) -> SafeString:

@@ -1,7 +1,6 @@
 """Merchants and their accounts in the console."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from django import forms
@@ -14,8 +13,8 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
-from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Link, Table, badge, link, mono, moment, short_moment
-from keyvault.admin.enforcement import GuardedAdmin, may
+from keyvault.admin.cells import Detail, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.noun import NounAdmin
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, Merchant, MerchantStatus
 from keyvault.services.lookup import BASE_URLS
@@ -61,14 +60,14 @@ def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
 
 
 def _is_active(row: Merchant | Account) -> bool:
-    return row.status == MerchantStatus.ACTIVE
+    return MerchantStatus(row.status) is MerchantStatus.ACTIVE
 
 
 def _is_suspended(row: Merchant | Account) -> bool:
-    return row.status == MerchantStatus.SUSPENDED
+    return MerchantStatus(row.status) is MerchantStatus.SUSPENDED
 
 
-class MerchantAdmin(GuardedAdmin):
+class MerchantAdmin(NounAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
     acts = (
@@ -144,7 +143,7 @@ class MerchantAdmin(GuardedAdmin):
         )
 
 
-class AccountAdmin(GuardedAdmin):
+class AccountAdmin(NounAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
     acts = (

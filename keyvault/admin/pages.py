@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from keyvault.admin.acts import ActForm
-from keyvault.admin.cells import Link
+from keyvault.admin.cells import Facts, Link
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -59,11 +59,20 @@ def secret_page(
     title: str,
     note: str,
     once: bool,
+    summary: Facts | None,
     crumbs: Sequence[Link],
     back: Link,
 ) -> HttpResponse:
     """The one page that shows a secret: in the answer's body only, so that no reload and no cache has it again."""
-    context = {"title": title, "secret": secret.reveal(), "note": note, "once": once, "crumbs": crumbs, "back": back}
+    context = {
+        "title": title,
+        "secret": secret.reveal(),
+        "note": note,
+        "once": once,
+        "summary": summary,
+        "crumbs": crumbs,
+        "back": back,
+    }
     response = page(site, request, "secret", context)
     response["Referrer-Policy"] = "no-referrer"
     return response

@@ -1,10 +1,215 @@
-"""The console's admin site."""
+"""The console's admin site: who gets in, which nouns it has, and how it answers what cannot be done."""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from django.contrib.admin import AdminSite
+from django.contrib.admin.forms import AdminAuthenticationForm
+from django.contrib.admin.models import LogEntry
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied, SuspiciousOperation, ValidationError
+from django.db import IntegrityError
+from django.db.models import Model, QuerySet
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
+from django.urls import URLPattern, URLResolver, include, path, re_path
+
+from keyvault.access.verification import find_exposed
+from keyvault.admin.audit import AuditEntryAdmin
+from keyvault.admin.break_glass import BreakGlassAdmin
+from keyvault.admin.enforcement import operator_of
+from keyvault.admin.issuance import IssuanceRequestAdmin
+from keyvault.admin.keys import CredentialAdmin, KeyAdmin
+from keyvault.admin.merchants import AccountAdmin, MerchantAdmin
+from keyvault.admin.noun import NounAdmin
+from keyvault.admin.pages import page, problem_page
+from keyvault.admin.tokens import ServiceTokenAdmin
+from keyvault.domain.errors import ErrorCode, KeyvaultError
+from keyvault.models import (
+    Account,
+    AuditEntry,
+    BreakGlass,
+    Credential,
+    IssuanceRequest,
+    Key,
+    Merchant,
+    Operator,
+    ServiceToken,
+)
+
+NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
+    (IssuanceRequest, IssuanceRequestAdmin),
+    (Credential, CredentialAdmin),
+    (Key, KeyAdmin),
+    (Merchant, MerchantAdmin),
+    (Account, AccountAdmin),
+    (ServiceToken, ServiceTokenAdmin),
+    (AuditEntry, AuditEntryAdmin),
+    (BreakGlass, BreakGlassAdmin),
+)
+"""Keyvault's own; rotation registers its noun itself."""
+
+SECTIONS = ("Keys", "Merchants", "Access", "Oversight")
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    )
+)
+
+_log = logging.getLogger(__name__)
+
+Response = TypeVar("Response", bound=HttpResponseBase)
+View = TypeVar("View", bound=Callable[..., HttpResponseBase])
+
+
+class LogInForm(AdminAuthenticationForm):
+    """A log-in without a role is no operator: it is refused at the door, in the same words as a wrong password."""
+
+    def confirm_login_allowed(self, user: Operator) -> None:
+        super().confirm_login_allowed(user)
+        if not user.roles:
+            raise ValidationError(
+                self.error_messages["invalid_login"],
+                code="invalid_login",
+                params={"username": self.username_field.verbose_name},
+            )
 
 
 class ConsoleSite(AdminSite):
+    """Opens to active operators with a role. Whatever is behind it asks the decision function for itself."""
+
     site_header = "Keyvault"
     site_title = "Keyvault"
-    index_title = "Console"
+    index_title = "What waits"
+    site_url = None
     enable_nav_sidebar = True
+    login_form = LogInForm
+    login_template = "console/login.html"
+    logout_template = "console/logged_out.html"
+
+    def __init__(self, name: str = "admin") -> None:
+        super().__init__(name)
+        for model, noun in NOUNS:
+            self.register(model, noun)
+
+    def register(
+        self,
+        model_or_iterable: Any,
+        admin_class: type[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Takes nouns that ask only. Django's own groups are left out: what a role may do stands in code."""
+        if admin_class is not None and admin_class.__module__ == "django.contrib.auth.admin":
+            return
+        if admin_class is None or not issubclass(admin_class, NounAdmin):
+            raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
+        super().register(model_or_iterable, admin_class, **options)
+
+    # --- who gets in --------------------------------------------------------------------------------------
+
+    def has_permission(self, request: HttpRequest) -> bool:
+        user = request.user
+        return isinstance(user, Operator) and user.is_active and user.is_staff and bool(operator_of(request).roles)
+
+    def admin_view(self, view: View, cacheable: bool = False) -> View:
+        return super().admin_view(self._answered(view), cacheable)
+
+    def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        return _protected(super().login(request, extra_context))
+
+    def _answered(self, view: View) -> View:
+        """What cannot be done becomes a page that says so; what is not foreseen stays a fault, for the log."""
+
+        @wraps(view)
+        def answered(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+            response: HttpResponseBase
+            try:
+                if "%00" in request.get_full_path():
+                    raise SuspiciousOperation("a NUL in the address, which PostgreSQL cannot look for")
+                if find_exposed(request.get_full_path()) is not None:
+                    detail = "A whole key stands in the address, where logs keep it. Search by its key id instead."
+                    response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
+                else:
+                    response = view(request, *args, **kwargs)
+            except KeyvaultError as error:
+                _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
+                response = problem_page(self, request, error.code, error.detail)
+            except IntegrityError:
+                # A constraint or a trigger said no to what a rule should have refused: two did it at once.
+                _log.warning("refused by the database", exc_info=True, extra={"path": request.path})
+                detail = "Somebody else changed this meanwhile. Look at it again."
+                response = problem_page(self, request, ErrorCode.STATE_CONFLICT, detail)
+            except Http404:
+                response = problem_page(self, request, ErrorCode.NOT_FOUND, "There is no such page.")
+            except PermissionDenied:
+                response = problem_page(self, request, ErrorCode.PERMISSION_MISSING, "This is not permitted.")
+            except SuspiciousOperation:
+                response = problem_page(self, request, ErrorCode.REQUEST_INVALID, "This address cannot be meant.")
+            return _protected(response)
+
+        return cast(View, answered)
+
+    # --- routes -------------------------------------------------------------------------------------------
+
+    def get_urls(self) -> list[URLPattern | URLResolver]:
+        """The front page, log-in and log-out, and the nouns. Nothing else that Django's admin would route."""
+        return [
+            path("", self.admin_view(self.front_page), name="index"),
+            path("login/", self.login, name="login"),
+            path("logout/", self.admin_view(self.logout), name="logout"),
+            *(
+                path(f"{model._meta.app_label}/{model._meta.model_name}/", include(noun.urls))
+                for model, noun in self._registry.items()
+            ),
+            re_path(r"(?P<url>.*)$", self.admin_view(self.catch_all_view)),
+        ]
+
+    # --- the front page and the frame ---------------------------------------------------------------------
+
+    def front_page(self, request: HttpRequest) -> HttpResponse:
+        nouns = [noun for noun in self._nouns() if noun.has_view_permission(request)]
+        waiting = [item for noun in nouns for item in noun.waiting(request)]
+        context = {
+            "title": self.index_title,
+            "waiting": [item for item in waiting if item.count],
+            "quiet": [item for item in waiting if not item.count],
+            "asks": [link for noun in self._nouns() for link in noun.ask_links(request)],
+            "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
+        }
+        return page(self, request, "index", context)
+
+    def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
+        """The side bar: the nouns the operator may see, by section."""
+        if not self.has_permission(request):
+            return []
+        sections = []
+        for section in SECTIONS:
+            nouns = [
+                {"name": noun.plural, "url": noun.list_url()}
+                for noun in self._nouns()
+                if noun.section == section and noun.has_module_permission(request)
+            ]
+            if nouns:
+                sections.append({"name": section, "nouns": nouns})
+        return sections
+
+    def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
+        """Django's own log of changes stays empty: the audit chains are the log."""
+        return LogEntry.objects.none()
+
+    def _nouns(self) -> list[NounAdmin]:
+        return [noun for noun in self._registry.values() if isinstance(noun, NounAdmin)]
+
+
+def _protected(response: Response) -> Response:
+    response["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+    return response

@@ -10,6 +10,7 @@ import binascii
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,10 @@ from keyvault.domain.plaintext import Plaintext
 
 _NONCE_BYTES: Final = 12
 _CHECK: Final = b"keyvault/keystore-check/v1"
+_BUSY_SECONDS: Final = 20
+_ALTERED: Final = (InvalidTag, ValueError, TypeError)
+"""What a nonce or a ciphertext leads to that is not as it was written, a wrong length or type included."""
+
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS master_key_check (
     only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -77,7 +82,7 @@ class LocalKeystore:
             # Before SQLite makes it with the process's own umask.
             os.close(os.open(self._file, os.O_CREAT | os.O_RDWR, 0o600))
         with self._connection() as connection:
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_write_ahead_log(connection)
             connection.executescript(_SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
@@ -122,7 +127,7 @@ class LocalKeystore:
             raise BackendMissingError("No readable secret is stored there.", internal=f"{mount}/{path}@{chosen}")
         try:
             body = json.loads(self._cipher.decrypt(row[0], row[1], _place(mount, path, chosen)))
-        except InvalidTag:
+        except _ALTERED:
             raise BackendInvalidError(
                 "A stored secret does not belong where it stands, or was altered.",
                 internal=f"{mount}/{path}@{chosen} does not open under the master key",
@@ -145,8 +150,13 @@ class LocalKeystore:
                 (mount, path, version),
             )
         with self._connection() as connection:
-            # The write-ahead log still holds the page as it was.
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            # The write-ahead log still holds the page as it was, until no reader needs it.
+            is_blocked = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if is_blocked:
+            raise BackendUnavailableError(
+                "The local keystore is too busy to erase the secret for certain. Try again.",
+                internal=f"{mount}/{path}@{version}: readers hold the write-ahead log of {self._file}",
+            )
 
     def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
         with self._connection() as connection:
@@ -178,7 +188,7 @@ class LocalKeystore:
                 check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
         try:
             self._cipher.decrypt(check[0], check[1], _CHECK)
-        except InvalidTag:
+        except _ALTERED:
             raise ImproperlyConfigured(
                 f"the master key is not the one that {self._file} was made with; restore the right one "
                 "(KEYVAULT_MASTER_KEY, or master.key beside it)"
@@ -195,7 +205,7 @@ class LocalKeystore:
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection for one call: none outlives a fork, none is shared among threads."""
         try:
-            connection = sqlite3.connect(self._file, timeout=20, isolation_level=None)
+            connection = sqlite3.connect(self._file, timeout=_BUSY_SECONDS, isolation_level=None)
             try:
                 # Overwrites destroyed material with zeros instead of merely freeing its page.
                 connection.execute("PRAGMA secure_delete=ON")
@@ -218,6 +228,20 @@ class LocalKeystore:
                 connection.execute("ROLLBACK")
                 raise
             connection.execute("COMMIT")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Waits its turn by itself: for this, unlike for all else, SQLite does not, and two first runs may meet."""
+    until = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _newest_version(connection: sqlite3.Connection, mount: Mount, path: str) -> int:

@@ -70,10 +70,15 @@ class Break:
 
 
 def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int, head_hash: bytes) -> Break | None:
-    """The first broken entry, or None. Finds edits, gaps, reordering, and a tail cut off behind the head."""
+    """The first broken entry, or None.
+
+    Finds edits, gaps, reordering, another chain's entries, and a tail that the head does not bear out.
+    """
     previous, sequence = GENESIS, 0
     for entry in entries:
         sequence += 1
+        if entry.chain != chain:
+            return Break(chain, sequence, f"belongs to {entry.chain}")
         if entry.sequence != sequence:
             return Break(chain, sequence, f"entry {sequence} is missing; {entry.sequence} follows")
         if entry.previous != previous:
@@ -83,6 +88,8 @@ def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int
         if not entry.columns_agree:
             return Break(chain, sequence, "its columns differ from its bytes")
         previous = entry.hash
-    if sequence != head_sequence or previous != head_hash:
+    if sequence != head_sequence:
         return Break(chain, sequence + 1, f"the chain ends at {sequence}, its head says {head_sequence}")
+    if previous != head_hash:
+        return Break(chain, sequence, "its head has another hash: what leads up to it was written anew")
     return None

@@ -50,11 +50,11 @@ _SHAPE = re.compile(
 )
 
 
-SHAPED = re.compile(
-    r"(?P<head>[a-z][a-z0-9]{0,15}_(?:pub|prv|cat|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{16})[0-9A-Za-z]{1,512}"
-)
-"""Whatever looks like a key string, of any brand, right checksum or not, longer or shorter than it should be
-(a line cut by a logger, a digit typed twice). The `head` is public, the rest must not be shown."""
+SHAPED_HEAD = r"(?:_|%5[Ff])(?:pub|prv|cat|svc)(?:_|%5[Ff])(?:sbx|prd|all)(?:_|%5[Ff])[0-9A-Za-z]{16}"
+SHAPED = re.compile(rf"(?P<head>{SHAPED_HEAD})[0-9A-Za-z]{{1,512}}")
+"""Whatever looks like a key string but for its brand: of any or cut off, right checksum or not, longer or
+shorter than it should be (a line cut by a logger, a digit typed twice), its underscores escaped for a URL or
+not. The head is public, the rest must not be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,13 @@ def checksum(head: str) -> str:
 def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
     """A new key string with a fresh key id and at least 256 random bits of secret.
 
-    Raises ValueError on a brand that is not 1 to 16 of a-z and 0-9 beginning with a letter.
+    Raises ValueError on a brand that is not 1 to 16 of a-z and 0-9 beginning with a letter, and on the scope
+    `all` for anything but a service token.
     """
     if BRAND.fullmatch(brand) is None:
         raise ValueError(f"{brand!r} is no brand: 1 to 16 of a-z and 0-9, beginning with a letter")
+    if not _has_scope(kind, scope):
+        raise ValueError(f"a {kind} string serves one environment")
     key_id = mint_key_id(random_bytes)
     head = f"{brand}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
     return KeyString(kind, scope, key_id, Plaintext(head + checksum(head)))
@@ -91,8 +94,12 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
     if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None or match["brand"] != brand:
         return None
     kind, scope = StringKind(match["kind"]), StringScope(match["scope"])
-    if scope is StringScope.ALL and kind is not StringKind.SERVICE_TOKEN:
+    if not _has_scope(kind, scope):
         return None
     if checksum(text[:-CHECKSUM_DIGITS]) != match["checksum"]:
         return None
     return KeyString(kind, scope, match["key_id"], Plaintext(text))
+
+
+def _has_scope(kind: StringKind, scope: StringScope) -> bool:
+    return scope is not StringScope.ALL or kind is StringKind.SERVICE_TOKEN

@@ -24,7 +24,7 @@ ADDRESS = "127.0.0.1"
 CHECKOUT = Path(keyvault.__file__).resolve().parent.parent
 READY_SECONDS = 60.0
 
-_SERVER, _WORKER, _BEAT = "server", "worker", "beat"
+SERVER, WORKER, BEAT = "server", "worker", "beat"
 
 
 class ServiceError(Exception):
@@ -82,16 +82,16 @@ def wait_until_ready(service: Supervisor, port: int) -> None:
     """Raises ServiceError, with the end of the server's log, when the server ends or stays unready."""
     deadline = time.monotonic() + READY_SECONDS
     seen = "it does not answer"
-    while service.is_running(_SERVER) and time.monotonic() < deadline:
+    while service.is_running(SERVER) and time.monotonic() < deadline:
         answer = _ask_readyz(port)
         if answer is not None:
             status, seen = answer
             if status == http.HTTPStatus.OK:
                 return
         service.wait(0.1)
-    if not service.is_running(_SERVER):
+    if not service.is_running(SERVER):
         seen = "it has ended"
-    raise ServiceError(f"The server did not become ready: {seen}.\n{service.log_tail(_SERVER)}")
+    raise ServiceError(f"The server did not become ready: {seen}.\n{service.log_tail(SERVER)}")
 
 
 def _ask_readyz(port: int) -> tuple[int, str] | None:
@@ -117,7 +117,7 @@ def _programs(port: int) -> tuple[Program, ...]:
     )
     return (
         Program(
-            _SERVER,
+            SERVER,
             (
                 *(sys.executable, "-m", "granian", "keyvault.project.wsgi:application", "--interface", "wsgi"),
                 *("--host", ADDRESS, "--port", str(port), "--http", "1"),
@@ -131,11 +131,11 @@ def _programs(port: int) -> tuple[Program, ...]:
             orphan_signal=signal.SIGTERM,
         ),
         Program(
-            _WORKER,
+            WORKER,
             (
                 *(*celery, "worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO"),
                 *("--without-gossip", "--without-mingle", "--without-heartbeat"),
             ),
         ),
-        Program(_BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", "")),
+        Program(BEAT, (*celery, "beat", "--loglevel", "INFO", "--pidfile", "")),
     )

@@ -26,7 +26,7 @@ STOP_SECONDS = 15.0
 """All programs together; what has not ended by then is killed."""
 
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 5.0
 STEADY_SECONDS = 30.0
 """A program that lived this long is not in a loop of crashes: its next pause is the first again."""
 
@@ -107,6 +107,11 @@ class _Child:
         return status
 
 
+def _require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("programs are started by the main thread: they die with the thread that starts them")
+
+
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
@@ -129,6 +134,7 @@ class Supervisor:
     _children: list[_Child] = field(default_factory=list)
 
     def __enter__(self) -> Self:
+        _require_main_thread()
         ensure_private_directory(self.logs)
         self._children = [_Child(program, self.logs / f"{program.name}.log") for program in self.programs]
         try:
@@ -166,6 +172,7 @@ class Supervisor:
 
     def tend(self) -> None:
         """Notices what has died, says so, and starts it again after its pause. Returns at once."""
+        _require_main_thread()
         for child in self._children:
             if child.process is not None and child.has_ended():
                 now = time.monotonic()
@@ -198,8 +205,6 @@ class Supervisor:
                 child.reap()
 
     def _start(self, child: _Child) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("programs are started by the main thread: they die with the thread that starts them")
         log = os.open(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             child.process = start_leashed(

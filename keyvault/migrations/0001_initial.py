@@ -399,7 +399,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), models.Q(('reason__isnull', True), ('retirement', 'expired')), models.Q(('reason__in', ['unspecified', 'key_compromise', 'affiliation_changed', 'superseded', 'cessation_of_operation', 'privilege_withdrawn']), ('retirement', 'revoked')), _connector='OR'), name='key_retirement'),
+            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), models.Q(('reason__isnull', True), ('retirement', 'expired'), ('retirement__isnull', False)), models.Q(('reason__in', ['unspecified', 'key_compromise', 'affiliation_changed', 'superseded', 'cessation_of_operation', 'privilege_withdrawn']), ('reason__isnull', False), ('retirement', 'revoked'), ('retirement__isnull', False)), _connector='OR'), name='key_retirement'),
         ),
         migrations.AddConstraint(
             model_name='key',
@@ -419,7 +419,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='account',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__range', (1, 1000000)), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='account_limit_whole'),
+            constraint=models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__isnull', False), ('limit_count__range', (1, 1000000)), ('limit_seconds__isnull', False), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='account_limit_whole'),
         ),
         migrations.AddConstraint(
             model_name='providerconnection',

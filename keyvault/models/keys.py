@@ -109,8 +109,13 @@ class Key(RecordedModel):
             models.CheckConstraint(
                 name="key_retirement",
                 condition=~Q(state=KeyState.DEACTIVATED.value)
-                | Q(retirement=Retirement.EXPIRED.value, reason__isnull=True)
-                | Q(retirement=Retirement.REVOKED.value, reason__in=[r.value for r in RevocationReason]),
+                | Q(retirement__isnull=False, retirement=Retirement.EXPIRED.value, reason__isnull=True)
+                | Q(
+                    retirement__isnull=False,
+                    retirement=Retirement.REVOKED.value,
+                    reason__isnull=False,
+                    reason__in=[r.value for r in RevocationReason],
+                ),
             ),
             models.CheckConstraint(
                 name="key_backend_version",

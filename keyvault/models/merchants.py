@@ -48,7 +48,12 @@ class Account(RecordedModel):
             models.CheckConstraint(
                 name="account_limit_whole",
                 condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
-                | Q(limit_count__range=(1, 1_000_000), limit_seconds__range=(1, 86_400)),
+                | Q(
+                    limit_count__isnull=False,
+                    limit_count__range=(1, 1_000_000),
+                    limit_seconds__isnull=False,
+                    limit_seconds__range=(1, 86_400),
+                ),
             ),
         ]
 

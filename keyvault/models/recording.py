@@ -72,6 +72,8 @@ class RecordedModel(models.Model):
 
     class Meta:
         abstract = True
+        # Django's own writes, such as a related manager's `add`, go by this one; subclasses inherit it.
+        base_manager_name = "objects"
 
     def alters(self) -> Subject | None:
         """The subject whose verdicts this row can change, or None for a row that no verdict reads."""

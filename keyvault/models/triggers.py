@@ -19,6 +19,19 @@ _APPEND_ONLY = (
 )
 """Tables whose rows are written once and never again."""
 
+_KEPT = {
+    "keyvault_account": "id",
+    "keyvault_credential": "credential_id",
+    "keyvault_key": "key_id",
+    "keyvault_issuancerequest": "request_id",
+    "keyvault_breakglass": "act_id",
+    "rotation_rotation": "rotation_id",
+}
+"""Tables whose rows stay, each with its key: to take one away and put another in its place is refused like the
+update that it would be."""
+
+_UNTRUNCATED = (*_APPEND_ONLY, "keyvault_auditchain", *_KEPT)
+
 _DEAD = "('deactivated', 'compromised', 'destroyed')"
 _APPROVED = "('approved', 'issued', 'collected')"
 
@@ -55,6 +68,36 @@ def _conditions() -> Iterator[Refusal]:
         "EXISTS (SELECT 1 FROM keyvault_change c WHERE c.sequence = NEW.sequence)",
         "change is append-only",
     )
+    for approval, request in (
+        ("keyvault_issuanceapproval", "request_id"),
+        ("rotation_rotationapproval", "rotation_id"),
+    ):
+        short = approval.split("_", 1)[1]
+        yield Refusal(
+            f"{short}_no_replace",
+            approval,
+            "INSERT",
+            f"EXISTS (SELECT 1 FROM {approval} v WHERE v.id = NEW.id "  # noqa: S608  our own names only
+            f"OR (v.{request} = NEW.{request} AND v.person = NEW.person))",
+            f"{short} is append-only",
+        )
+    yield Refusal(
+        "evidence_no_replace",
+        "rotation_evidence",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM rotation_evidence e WHERE e.evidence_id = NEW.evidence_id)",
+        "evidence is append-only",
+    )
+    for table, key in _KEPT.items():
+        short = table.split("_", 1)[1]
+        yield Refusal(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} rows are never deleted")
+        yield Refusal(
+            f"{short}_no_replace",
+            table,
+            "INSERT",
+            f"EXISTS (SELECT 1 FROM {table} t WHERE t.{key} = NEW.{key})",  # noqa: S608  our own names only
+            f"{short} rows are never replaced",
+        )
     yield Refusal("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted")
     yield Refusal(
         "auditchain_no_replace",
@@ -90,6 +133,13 @@ def _conditions() -> Iterator[Refusal]:
         "UPDATE",
         "NEW.environment <> OLD.environment OR NEW.merchant_id <> OLD.merchant_id",
         "an account never changes its merchant or environment",
+    )
+    yield Refusal(
+        "operator_stays",
+        "keyvault_operator",
+        "UPDATE",
+        "NEW.person <> OLD.person",
+        "a log-in never passes to another person",
     )
     yield Refusal(
         "credential_stays",
@@ -136,7 +186,7 @@ def _conditions() -> Iterator[Refusal]:
         foreign_key="request_id",
         approved=f"NEW.state IN {_APPROVED}",
         environment="(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id)",
-        frozen=("account_id", "kind", "label", "delivery"),
+        frozen=("account_id", "kind", "label", "delivery", "expires_in_days"),
     )
     yield from _four_eyes(
         request="rotation_rotation",
@@ -146,12 +196,12 @@ def _conditions() -> Iterator[Refusal]:
         approved="NEW.state NOT IN ('requested', 'awaiting_approval', 'rejected', 'expired', 'cancelled')",
         environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
         "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
-        frozen=("credential_id", "predecessor_id"),
+        frozen=("credential_id", "predecessor_id", "plan"),
     )
 
 
 _WRONG_MODE = (
-    "(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id) || ':' || NEW.mode "
+    "coalesce((SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id), '') || ':' || NEW.mode "
     "NOT IN ('sandbox:test', 'production:live')"
 )
 
@@ -183,6 +233,23 @@ def _four_eyes(
         f"NOT EXISTS ({asked} AND r.plan_digest = NEW.plan_digest)",
         "an approval is bound to exactly what was asked",
     )
+    yield Refusal(
+        f"{short}_approver_is_person",
+        approval,
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_operator o WHERE o.id = NEW.approver_id AND o.person = NEW.person)",
+        "an approval is in the name of its approver",
+    )
+    yield Refusal(
+        f"{short}_requester_is_person",
+        request,
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+        "WHERE o.id = NEW.requester_id AND o.person = NEW.requester_person) "
+        "AND NOT EXISTS (SELECT 1 FROM keyvault_servicetoken t "
+        "WHERE t.token_id = NEW.requested_via_id AND t.creator_person = NEW.requester_person)",
+        "whoever asks is the person who answers for it",
+    )
     counted = (
         f"{approved} AND NEW.approvals_needed > (SELECT count(*) FROM {approval} v "  # noqa: S608  our own names only
         f"WHERE v.{foreign_key} = NEW.{key} AND v.plan_digest = NEW.plan_digest AND v.person <> NEW.requester_person)"
@@ -193,11 +260,12 @@ def _four_eyes(
         f"{short}_production_policy",
         request,
         "INSERT",
-        f"NEW.approvals_needed < 1 AND {environment} <> 'sandbox'",
+        f"NEW.approvals_needed < 1 AND coalesce({environment}, '') <> 'sandbox'",
         "production takes a second person",
     )
     changed = " OR ".join(
-        f"NEW.{column} <> OLD.{column}" for column in ("plan_digest", "approvals_needed", "requester_person", *frozen)
+        f"coalesce(CAST(NEW.{column} AS TEXT), '') <> coalesce(CAST(OLD.{column} AS TEXT), '')"
+        for column in ("plan_digest", "approvals_needed", "requester_person", *frozen)
     )
     yield Refusal(f"{short}_stays", request, "UPDATE", changed, "what was asked is not changed afterwards")
 
@@ -220,9 +288,9 @@ def _create_triggers(connection: BaseDatabaseWrapper) -> None:
                 for statement in _create(refusal, connection.vendor):
                     cursor.execute(statement)
         if connection.vendor == "postgresql":
-            for table in sorted(set(_APPEND_ONLY) & tables | {"keyvault_auditchain"} & tables):
+            for table in sorted(tables.intersection(_UNTRUNCATED)):
                 cursor.execute(
-                    f"CREATE TRIGGER {_prefixed(table + '_no_truncate')} BEFORE TRUNCATE ON {table} "
+                    f"CREATE TRIGGER {_prefixed(_no_truncate(table))} BEFORE TRUNCATE ON {table} "
                     f"EXECUTE FUNCTION {_prefixed('refuse_truncate')}()"
                 )
 
@@ -261,8 +329,14 @@ def list_triggers(connection: BaseDatabaseWrapper) -> set[str]:
         return {name.removeprefix(_prefixed("")) for (name,) in cursor.fetchall()}
 
 
-def expected_triggers() -> set[str]:
-    return {refusal.name for refusal in _CONDITIONS}
+def expected_triggers(vendor: str = "") -> set[str]:
+    """The rules of every database; of a named vendor, those that it alone takes too."""
+    names = {refusal.name for refusal in _CONDITIONS}
+    return names | {_no_truncate(table) for table in _UNTRUNCATED} if vendor == "postgresql" else names
+
+
+def _no_truncate(table: str) -> str:
+    return f"{table}_no_truncate"
 
 
 def _prefixed(name: str) -> str:

@@ -29,7 +29,7 @@ from keyvault.services.break_glass import note_break_glass
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
 from keyvault.services.leases import Lease, hold
-from keyvault.services.material import find_stored, read_string, store_string
+from keyvault.services.material import find_stored, newest_version, read_string, store_string
 from keyvault.services.operators import operator_row
 from keyvault.services.recording import recorded
 
@@ -102,6 +102,8 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request was altered.", internal=f"{request.request_id} fails its digest")
     operator = approving_operator(grant, request.approvals, shown_digest=plan_digest, stored_digest=request.plan_digest)
+    if operator.person == request.requester_person:
+        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
     with recorded(
         grant,
         P.ISSUANCE_APPROVE,
@@ -158,8 +160,9 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:
+        before = 0 if request.credential is None else newest_version(request.credential)
         key, text = _stage(grant, request, lease)
-        version = store_string(key, text, purpose=request.request_id)
+        version = store_string(key, text, purpose=request.request_id, after=before)
     else:
         stored = find_stored(key.credential)
         if stored is None:
@@ -179,6 +182,20 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         activate_key(grant, key)
         request.compare_and_swap(state=IssuanceState.ISSUED, key=key, issued_at=grant.at)
     return key
+
+
+def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
+    """Ends what a worker had begun when the request was withdrawn: the staged key, and its string if it was stored."""
+    if request.state != IssuanceState.WITHDRAWN or request.credential is None:
+        return
+    grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
+    stored = find_stored(request.credential)
+    for key in request.credential.keys.filter(state=KeyState.PRE_ACTIVATION):
+        with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.abandoned", account=request.account, **_about(request)):
+            hold(lease)
+            if stored is not None and stored.labels.get("key_id") == key.key_id:
+                note_stored(grant, key, stored.version)
+            burn_key(grant, key)
 
 
 def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
@@ -223,6 +240,12 @@ def list_approved(now: datetime) -> list[IssuanceRequest]:
 
 def list_overdue(now: datetime) -> list[IssuanceRequest]:
     return list(_requests().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:100])
+
+
+def list_withdrawn() -> list[IssuanceRequest]:
+    """Withdrawn requests for which a key stands staged."""
+    withdrawn = _requests().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
+    return list(withdrawn.distinct()[:100])
 
 
 def get_request(request_id: str) -> IssuanceRequest | None:

@@ -1,15 +1,18 @@
 """The life of a key: staged, activated, suspended, resumed, retired. The only writer of key rows."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import System
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import StateConflictError
@@ -100,8 +103,13 @@ def revoke_key(
     A key that is dead already stays as it is, and the answer is the same (repeatable); only a report of
     compromise still marks one that was merely deactivated.
     """
+    with _as_it_is(grant, key):
+        return _revoke(grant, key, reason, evidence)
+
+
+def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence[str]) -> Record:
     if reason is RevocationReason.KEY_COMPROMISE:
-        return report_compromise(grant, key)
+        return _report_compromise(grant, key)
     permissions = frozenset({P.KEYS_REVOKE, *_ENGINE})
     if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(
@@ -127,6 +135,23 @@ def revoke_key(
 
 def report_compromise(grant: Grant, key: Key) -> Record:
     """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone."""
+    with _as_it_is(grant, key):
+        return _report_compromise(grant, key)
+
+
+@contextmanager
+def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
+    """Whoever ends a key by hand ends it as it is now, whatever was written since they looked.
+
+    Our own engine ends what it saw, or nothing.
+    """
+    with transaction.atomic():
+        if not isinstance(grant.principal, System):
+            key.refresh_from_db(from_queryset=_keys().select_for_update(of=("self",)))
+        yield
+
+
+def _report_compromise(grant: Grant, key: Key) -> Record:
     permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE})
     if key.state in {KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(
@@ -142,6 +167,7 @@ def report_compromise(grant: Grant, key: Key) -> Record:
         "key.compromised",
         details={"reason": RevocationReason.KEY_COMPROMISE.value, "was": key.state},
         compromised_at=grant.at,
+        retirement=None,  # Were it to stay `expired`, so would the verdict.
         reason=RevocationReason.KEY_COMPROMISE,
         material=_to_destroy(key),
     )
@@ -249,5 +275,15 @@ def _move(
     with recorded(
         grant, permissions, event, account=key.credential.account, **_about(key), **(details or {})
     ) as record:
+        if state is KeyState.ACTIVE:
+            _require_room(key)
         key.compare_and_swap(state=state, **stamps)
     return record
+
+
+def _require_room(key: Key) -> None:
+    """Inside the transaction. The credential's row is locked, so that two activations are counted one by one."""
+    Credential.objects.select_for_update(no_key=True).get(pk=key.credential_id)
+    verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
+    if verifying.count() >= MAX_VERIFYING:
+        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")

@@ -8,6 +8,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.backends.base import BackendConflictError, BackendMissingError, BackendUnavailableError, StoredSecret
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Credential, Key, Material
 from keyvault.services.recording import recorded
@@ -24,11 +25,20 @@ class ForeignWriterError(StateConflictError):
         )
 
 
-def store_string(key: Key, text: Plaintext, *, purpose: str) -> int:
+def newest_version(credential: Credential) -> int:
+    """The number of the newest version of a credential's string, readable or not; 0: there was none."""
+    versions = secret_backend().versions(MOUNT[credential.environment], credential.backend_path)
+    return max((version.version for version in versions), default=0)
+
+
+def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None = None) -> int:
     """Writes the key's string as the newest version of its credential, and returns the version's number.
 
+    `after`: the newest version when the key was staged. A worker that was overtaken since then writes nothing,
+    instead of putting a burned key over the good one; None knows no such moment.
+
     Safe after any ambiguous answer: what is stored is read back and decided by key id. Raises
-    BackendUnavailableError (nothing is known: try again), ForeignWriterError.
+    BackendUnavailableError (nothing is known: try again), BackendConflictError, ForeignWriterError.
     """
     credential = key.credential
     mount, path = MOUNT[credential.environment], credential.backend_path
@@ -41,7 +51,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str) -> int:
     newest = find_stored(credential)
     if newest is not None and newest.labels.get("key_id") == key.key_id:
         return newest.version
-    known = max((version.version for version in secret_backend().versions(mount, path)), default=0)
+    known = newest_version(credential) if after is None else after
     try:
         return secret_backend().put(mount, path, text, labels, expected_version=known)
     except (BackendConflictError, BackendUnavailableError):
@@ -72,6 +82,13 @@ def read_string(key: Key) -> Plaintext:
     if stored.labels.get("key_id") != key.key_id:
         raise ForeignWriterError(credential.backend_path, stored.version)
     return stored.secret
+
+
+def read_public_string(key: Key) -> Plaintext:
+    """A public key's string, which may be shown again. Raises StateConflictError for a private one, which may not."""
+    if key.credential.kind != KeyKind.PUBLIC:
+        raise StateConflictError("Only a public key is shown again.", internal=f"{key.key_id} is private")
+    return read_string(key)
 
 
 def destroy_string(grant: Grant, key: Key) -> None:

@@ -14,11 +14,15 @@ from keyvault.services.recording import recorded
 def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
     """A merchant with an account, and an audit chain, in each environment.
 
-    Raises RequestInvalidError on a merchant id that is no slug, StateConflictError on one that is taken.
+    Raises RequestInvalidError, listing what does not fit, StateConflictError on a merchant id that is taken.
     """
+    faults = []
     if not is_merchant_id(merchant_id):
-        fault = Fault("/merchant_id", "1 to 64 of a-z, 0-9 and inner hyphens")
-        raise RequestInvalidError("That is no merchant id.", [fault])
+        faults.append(Fault("/merchant_id", "1 to 64 of a-z, 0-9 and inner hyphens"))
+    if not 1 <= len(name) <= 200 or not name.isprintable():
+        faults.append(Fault("/name", "1 to 200 printable characters"))
+    if faults:
+        raise RequestInvalidError("The merchant cannot be made like that.", faults)
     if Merchant.objects.filter(merchant_id=merchant_id).exists():
         raise StateConflictError(f"There is a merchant {merchant_id} already.")
     with recorded(grant, Permission.MERCHANTS_WRITE, "merchant.created", merchant_id=merchant_id, name=name):

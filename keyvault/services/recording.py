@@ -69,9 +69,9 @@ def recorded(
     record = Record(chain, event, grant, details)
     unit = _open_unit.get()
     if unit is not None:
-        # The entry of what caused this one comes first, so the place is taken before the block runs.
-        unit.records.append(record)
-        with transaction.atomic():
+        with _undone_together(unit), transaction.atomic():
+            # The entry of what caused this one comes first, so the place is taken before the block runs.
+            unit.records.append(record)
             yield record
         return
     unit = _Unit([record])
@@ -83,6 +83,20 @@ def recorded(
             _commit(unit, subjects, grant.at)
     finally:
         _open_unit.reset(token)
+
+
+@contextmanager
+def _undone_together(unit: _Unit) -> Iterator[None]:
+    """A nested block whose rows are rolled back leaves no entry and no change row of theirs either."""
+    with collect_subjects() as subjects:
+        entries, altered = len(unit.records), dict(subjects)
+        try:
+            yield
+        except BaseException:
+            del unit.records[entries:]
+            subjects.clear()
+            subjects.update(altered)
+            raise
 
 
 def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:

@@ -38,13 +38,15 @@ def create_service_token(
     wanted = sorted(set(permissions))
     chosen = None if merchants is None else sorted(set(merchants))
     faults = [Fault("/permission", f"a service token cannot hold {p}") for p in wanted if p not in SERVICE_PERMISSIONS]
+    if not 1 <= len(name) <= 100 or not name.isprintable():
+        faults.append(Fault("/name", "1 to 100 printable characters"))
     if not wanted:
         faults.append(Fault("/permission", "at least one permission"))
     if not 1 <= lifetime_days <= LONGEST_DAYS:
         faults.append(Fault("/lifetime_days", f"1 to {LONGEST_DAYS}"))
     if chosen is not None:
         known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
-        faults += [Fault("/merchant", f"there is no merchant {name}") for name in chosen if name not in known]
+        faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
     if faults:
         raise RequestInvalidError("The token cannot be made like that.", faults)
     minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)

@@ -58,11 +58,22 @@ def expire_due() -> None:
 
 
 def destroy_due() -> None:
-    """Destroys the secret backend's copies of keys that are dead or were to be shown only once."""
+    """Destroys the secret backend's copies of keys that are dead, were to be shown only once, or given to nobody."""
     now = datetime.now(UTC)
+    _burn_withdrawn(now)
     for key in material.list_to_destroy():
         with _one_by_one():
             material.destroy_string(_grant(key.credential.account, now), key)
+
+
+def _burn_withdrawn(now: datetime) -> None:
+    """Under the lease of its issuance, so that no worker is in the middle of it."""
+    for request in issuance.list_withdrawn():
+        lease = leases.claim(f"issuance:{request.request_id}", now)
+        if lease is not None:
+            with _one_by_one():
+                issuance.burn_withdrawn(request, lease, now)
+            leases.release(lease)
 
 
 def _grant(account: Account, now: datetime) -> Grant:

@@ -5,15 +5,15 @@ as its counts up to when it has reported. A reporter that goes without a farewel
 perhaps some uses; whoever waits for silence starts again from that moment.
 """
 
-import atexit
 import logging
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
+from multiprocessing.util import Finalize
 
 from django.db import close_old_connections, connections, transaction
 from django.db.models import F, Max, Min
@@ -64,6 +64,7 @@ class UsageLog:
     )
     _counts: dict[Use, _Count] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _flushing: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -96,7 +97,8 @@ class UsageLog:
             UsageReporter.objects.create(reporter_id=self.reporter_id, started_at=now, flushed_through_at=now)
             self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
             self._thread.start()
-        atexit.register(self.stop)
+        # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+        Finalize(None, self.stop, exitpriority=0)
 
     def stop(self) -> None:
         """The farewell: writes what is left and says that nothing more will come."""
@@ -107,14 +109,20 @@ class UsageLog:
             self.flush(farewell=True)
 
     def flush(self, *, farewell: bool = False) -> None:
-        """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next."""
+        """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next.
+
+        One at a time: a second one's watermark would vouch for counts that the first may yet fail to write.
+        """
+        with self._flushing:
+            self._flush(farewell)
+
+    def _flush(self, farewell: bool) -> None:
         with self._lock:
             through = self.now()
             counts, self._counts = self._counts, {}
         try:
             with transaction.atomic():
-                for use, count in sorted(counts.items(), key=lambda item: (item[0].key_id, item[0].minute)):
-                    _write(use, count)
+                _write(counts)
                 UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
                     flushed_through_at=through, stopped_at=through if farewell else None, lost_at=None
                 )
@@ -142,27 +150,29 @@ def _merged(one: _Count, other: _Count) -> _Count:
     return _Count(one.count + other.count, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
 
 
-def _write(use: Use, count: _Count) -> None:
-    """Adds to what stands there; order-independent, so that late and early reporters agree."""
-    times = {
+def _write(counts: dict[Use, _Count]) -> None:
+    """Adds to what stands there; order-independent, so that late and early reporters agree.
+
+    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring.
+    """
+    keys: dict[str, _Count] = {}
+    for use, count in sorted(counts.items(), key=lambda item: astuple(item[0])):
+        place = asdict(use)
+        UseBucket.objects.update_or_create(**place, defaults=_added(count), create_defaults=place | asdict(count))
+        if use.outcome is Outcome.ALLOWED:
+            known = keys.get(use.key_id)
+            keys[use.key_id] = count if known is None else _merged(known, count)
+    for key_id, count in sorted(keys.items()):
+        fresh = {"key_id": key_id, **asdict(count)}
+        KeyUse.objects.update_or_create(key_id=key_id, defaults=_added(count), create_defaults=fresh)
+
+
+def _added(count: _Count) -> dict[str, object]:
+    return {
         "count": F("count") + count.count,
         "first_at": Least(F("first_at"), count.first_at),
         "last_at": Greatest(F("last_at"), count.last_at),
     }
-    fresh = {"count": count.count, "first_at": count.first_at, "last_at": count.last_at}
-    place = {
-        "key_id": use.key_id,
-        "minute": use.minute,
-        "source": use.source,
-        "user_agent": use.user_agent,
-        "endpoint": use.endpoint,
-        "outcome": use.outcome,
-    }
-    UseBucket.objects.update_or_create(**place, defaults=times, create_defaults={**place, **fresh})
-    if use.outcome is Outcome.ALLOWED:
-        KeyUse.objects.update_or_create(
-            key_id=use.key_id, defaults=times, create_defaults={"key_id": use.key_id, **fresh}
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,8 @@ def problem(
         headers["WWW-Authenticate"] = kind.challenge
     if code is Code.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(allowed_methods)
+    if retry_after_seconds is None and code is Code.DEPENDENCY_UNAVAILABLE:
+        retry_after_seconds = 1
     if retry_after_seconds is not None:
         headers["Retry-After"] = str(max(1, retry_after_seconds))
     return Problem(kind.status, headers, body)

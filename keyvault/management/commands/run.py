@@ -45,7 +45,7 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--port", type=_port, default=8000, help="8000 unless told")
+        parser.add_argument("--port", type=port_number, default=8000, help="8000 unless told")
 
     def handle(self, *args: Any, **options: Any) -> None:
         port: int = options["port"]
@@ -107,7 +107,7 @@ class Command(BaseCommand):
         self.stdout.flush()
 
 
-def _port(text: str) -> int:
+def port_number(text: str) -> int:
     port = int(text)
     if not 1 <= port <= 65535:
         raise ValueError

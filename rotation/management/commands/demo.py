@@ -1,0 +1,88 @@
+"""The whole story of a key in a minute, told live: what `make demo` runs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+
+from keyvault.management.service import CHECKOUT, ServiceError, find_free_port, local_url
+from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_leashed, stopping_on_signals
+from rotation.management.demo.report import Report
+from rotation.management.demo.stage import StoryError
+from rotation.management.demo.story import tell
+
+TIDY_SECONDS = STOP_SECONDS + 5
+
+
+class Command(BaseCommand):
+    help = (
+        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts. In a data folder "
+        "and on a port of its own, both gone afterwards; exit 0 only when everything held."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--inside", type=int, metavar="PORT", help="the telling itself, on a stage that is set")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        sys.exit(_perform() if options["inside"] is None else _tell(options["inside"]))
+
+
+def _perform() -> int:
+    """Sets a stage, has the story told there by a process of its own, and clears the stage whatever happened.
+
+    Of its own, since a process has the settings that it started with; and this one lives on to tidy up when
+    that one is killed.
+    """
+    port = find_free_port()
+    folder = tempfile.mkdtemp(prefix="kv-demo-")
+    ours = {name: text for name, text in os.environ.items() if not name.startswith(("KEYVAULT_", "VAULT_"))}
+    environ = ours | {
+        "KEYVAULT_DATA_DIR": folder,
+        "KEYVAULT_ORIGIN": local_url(port),
+        "KEYVAULT_SANDBOX_APPROVALS": "1",
+    }
+    try:
+        with stopping_on_signals():
+            command = [sys.executable, str(CHECKOUT / "manage.py"), "demo", "--inside", str(port)]
+            telling = start_leashed(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
+            try:
+                status = telling.wait()
+            except StopRequestedError as stop:
+                _end(telling)
+                return 128 + stop.number
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if status < 0:
+        sys.stderr.write(f"The telling was killed by {signal.Signals(-status).name}.\n")
+        return 1
+    return status
+
+
+def _end(telling: "subprocess.Popen[bytes]") -> None:
+    telling.terminate()
+    try:
+        telling.wait(TIDY_SECONDS)
+    except subprocess.TimeoutExpired:
+        telling.kill()
+        telling.wait()
+
+
+def _tell(port: int) -> int:
+    report = Report()
+    report.title("Keyvault: the story of one key")
+    try:
+        with stopping_on_signals():
+            tell(report, port)
+    except StopRequestedError as stop:
+        report.failure(f"Stopped by {stop}. Everything that was started has ended.")
+        return 128 + stop.number
+    except (StoryError, ServiceError) as error:
+        report.failure(f"It did not hold.\n{error}")
+        return 1
+    report.success(f"All of it held, in {report.elapsed:.0f} s.")
+    return 0

@@ -1,0 +1,88 @@
+"""A key is asked for, approved by a second person, made by the worker, and handed over once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keyvault.domain.issuance import IssuanceState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.calls import call
+from keyvault.models import Credential, IssuanceRequest
+from keyvault.services.issuance import get_request
+from rotation.management.demo import people
+from rotation.management.demo.people import MERCHANT, refusal_of
+from rotation.management.demo.stage import Stage, StoryError
+
+ISSUE_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A key in somebody's hands."""
+
+    credential: Credential
+    key_id: str
+    text: Plaintext
+
+
+def issue_under_four_eyes(stage: Stage) -> Issued:
+    report = stage.report
+    report.chapter("Two people, one key")
+    request = people.ask_for_key("tam")
+    report.step(f"tam asks for a private sandbox key of {MERCHANT}: {request.request_id} is {request.state}")
+    _must_be_refused(stage, "tam approves it himself", lambda: people.approve("tam", request))
+    own = people.ask_for_key("admin")
+    _must_be_refused(stage, "admin, who may approve, approves her own wish", lambda: people.approve("admin", own))
+    people.withdraw("admin", own)
+    people.approve("approver", request)
+    report.step(f"approver approves exactly what was asked (digest {request.plan_digest[:12]}…), without seeing a key")
+    issued = stage.until("the worker to issue the key", lambda: _issued(request.request_id), seconds=ISSUE_SECONDS)
+    if issued.key is None:
+        raise StoryError(f"{issued.request_id} is issued and names no key.")
+    report.step(f"the worker issues it: key {issued.key.key_id} of credential {issued.key.credential_id}")
+    text = people.collect("tam", issued)
+    stage.secrets.append(text)
+    report.step(f"tam collects it, once: {text.reveal()}")
+    _must_be_refused(stage, "tam collects it again", lambda: people.collect("tam", _again(issued)))
+    return Issued(issued.key.credential, issued.key.key_id, text)
+
+
+def verify_as_a_backend(stage: Stage, issued: Issued) -> None:
+    report = stage.report
+    report.chapter("Is this key good?")
+    made = call(
+        "create_service_token",
+        *("orders-service", "--environment", "sandbox", "--permission", "keys:verify", "--days", "1", "--reveal"),
+    )
+    stage.token = Plaintext(made["token"])
+    stage.secrets.append(stage.token)
+    report.step("orders-service, a backend of the platform, gets a token that may do one thing: keys:verify in sandbox")
+    decision = stage.expect("the key, presented for orders.retrieve", issued.text, None, dry_run=True)
+    report.aside(f"it is {decision['merchant_id']}'s {decision['kind']} key {decision['key_id']}")
+    stage.expect("the same for a public endpoint", issued.text, "method_not_supported", endpoint="client.configuration")
+    stage.expect("the same, said to be globex's", issued.text, "merchant_mismatch", merchant="globex")
+    stage.expect("the same with its last character mistyped", _mistyped(issued.text), "credential_invalid")
+
+
+def _must_be_refused(stage: Stage, what: str, act: Callable[[], object]) -> None:
+    refusal = refusal_of(act)
+    if refusal is None:
+        raise StoryError(f"{what}: that was not refused.")
+    stage.report.step(f"{what}: refused. {refusal}")
+
+
+def _issued(request_id: str) -> IssuanceRequest | None:
+    request = get_request(request_id)
+    return request if request is not None and request.state == IssuanceState.ISSUED else None
+
+
+def _again(request: IssuanceRequest) -> IssuanceRequest:
+    """As it is stored now."""
+    fresh = get_request(request.request_id)
+    if fresh is None:
+        raise StoryError(f"{request.request_id} is gone.")
+    return fresh
+
+
+def _mistyped(text: Plaintext) -> Plaintext:
+    whole = text.reveal()
+    return Plaintext(whole[:-1] + ("0" if whole[-1] != "0" else "1"))

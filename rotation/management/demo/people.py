@@ -1,0 +1,59 @@
+"""The operators of the demo, acting through the same services as everybody else."""
+
+import getpass
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, IssuanceRequest
+from keyvault.services import issuance
+from keyvault.services.authorization import authorize
+from keyvault.services.merchants import find_account
+from keyvault.services.operators import find_operator
+
+MERCHANT = "acme"
+
+
+def ask_for_key(username: str) -> IssuanceRequest:
+    """The merchant's private sandbox key, delivered to the secret backend."""
+    account = find_account(MERCHANT, Environment.SANDBOX)
+    return issuance.request_issuance(
+        _grant(username, Permission.ISSUANCE_REQUEST, account),
+        account,
+        kind=KeyKind.PRIVATE,
+        label="demo",
+        delivery=Delivery.SECRET_BACKEND,
+    )
+
+
+def approve(username: str, request: IssuanceRequest) -> None:
+    grant = _grant(username, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
+    issuance.approve_issuance(grant, request, request.plan_digest)
+
+
+def withdraw(username: str, request: IssuanceRequest) -> None:
+    issuance.withdraw_issuance(_grant(username, Permission.ISSUANCE_WITHDRAW, request.account), request)
+
+
+def collect(username: str, request: IssuanceRequest) -> Plaintext:
+    return issuance.collect_key(_grant(username, Permission.ISSUANCE_COLLECT, request.account), request)
+
+
+def refusal_of(act: Callable[[], object]) -> str | None:
+    """The words in which it was refused; None when it was not."""
+    try:
+        act()
+    except KeyvaultError as error:
+        return error.detail
+    return None
+
+
+def _grant(username: str, permission: Permission, account: Account, requester_person: str | None = None) -> Grant:
+    operator = find_operator(username, host_user=getpass.getuser())
+    return authorize(operator, permission, account, now=datetime.now(UTC), requester_person=requester_person)

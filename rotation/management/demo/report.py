@@ -1,0 +1,72 @@
+"""The story on a terminal: live where there is one, plain lines where the output goes elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from keyvault.domain.redaction import redact
+
+STILL_ALIVE_SECONDS = 5.0
+"""Without a terminal, a wait says this often where it stands."""
+
+
+class Report:
+    """Everything told goes through the redactor first: a demonstration must not leak what it demonstrates."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._began = time.monotonic()
+        self._chapters = 0
+        self._status: Status | None = None
+        self._said_at = 0.0
+
+    def title(self, text: str) -> None:
+        self._print(text, style="bold")
+
+    def chapter(self, text: str) -> None:
+        self._chapters += 1
+        self._print(f"\n{self._chapters}. {text}", style="bold cyan")
+
+    def step(self, text: str) -> None:
+        """Something that was done or seen, and is as it should be."""
+        self._print(f"  {self.elapsed:5.1f} s  {text}")
+
+    def aside(self, text: str) -> None:
+        self._print(f"           {text}", style="dim")
+
+    def figure(self, name: str, value: str) -> None:
+        self._print(f"  {name:<34} {value}")
+
+    def success(self, text: str) -> None:
+        self._print(f"\n{text}", style="bold green")
+
+    def failure(self, text: str) -> None:
+        self._print(f"\n{text}", style="bold red")
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """A line that moves while something is waited for; `now` changes its text."""
+        self._said_at = time.monotonic()
+        with self._console.status(Text(redact(text))) as self._status:
+            try:
+                yield
+            finally:
+                self._status = None
+
+    def now(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(Text(redact(text)))
+        if not self._console.is_terminal and time.monotonic() - self._said_at > STILL_ALIVE_SECONDS:
+            self._said_at = time.monotonic()
+            self.aside(f"… {text}")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(redact(text), style=style, markup=False)

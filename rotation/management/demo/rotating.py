@@ -1,0 +1,142 @@
+"""The key is replaced while the merchant's backends use it, and none of them notices."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from keyvault.domain.audit import account_chain
+from keyvault.domain.environments import Environment
+from keyvault.management.calls import call
+from keyvault.management.service import SERVER, WORKER
+from keyvault.models import AuditEntry
+from keyvault.services.material import find_stored
+from rotation.management.demo.fleet import Backend, Fleet
+from rotation.management.demo.issuing import Issued
+from rotation.management.demo.people import MERCHANT
+from rotation.management.demo.stage import Stage, StoryError
+from rotation.management.demo.tally import failures_while_good
+from rotation.states import CLOSED, RotationState
+
+RATE = 50.0
+BACKENDS = (
+    Backend("storefront", "198.51.100.10", lag_seconds=0.0),
+    Backend("checkout", "198.51.100.11", lag_seconds=1.0),
+    Backend("billing", "198.51.100.20", lag_seconds=4.0),
+)
+PLAN = {"proof-count": 40, "proof-sources": 2, "quiet-seconds": 3, "quarantine-seconds": 2}
+WARM_UP_REQUESTS = 60
+TRAFFIC_SECONDS = 30
+ROTATION_SECONDS = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the rotation in the audit log: what happened, when, and why."""
+
+    event: str
+    at: datetime
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A completed rotation. `entries`: its way, oldest first."""
+
+    rotation_id: str
+    replacement: Issued
+    entries: list[Entry]
+
+
+def merchant_fleet(stage: Stage, issued: Issued) -> Fleet:
+    """Not yet at work: entering it starts it."""
+    return Fleet(BACKENDS, stage.connect, lambda: find_stored(issued.credential), RATE)
+
+
+def watch_traffic(stage: Stage, fleet: Fleet) -> None:
+    report = stage.report
+    report.chapter("The merchant at work")
+    for backend in BACKENDS:
+        when = f"{backend.lag_seconds:.0f} s after it sees it" if backend.lag_seconds else "as soon as it sees it"
+        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it takes a new one into use {when}")
+    stage.until(
+        "the first requests",
+        lambda: len(fleet.requests) if len(fleet.requests) >= WARM_UP_REQUESTS else None,
+        seconds=TRAFFIC_SECONDS,
+        program=SERVER,
+    )
+    failures = failures_while_good(fleet.requests)
+    if failures:
+        raise StoryError(f"The traffic has failures: {failures[0]}", SERVER)
+    report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the story; {_so_far(fleet)}")
+
+
+def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced:
+    report = stage.report
+    report.chapter("Rotation under that traffic")
+    made = call(
+        "rotate_key",
+        *("--credential", issued.credential.credential_id, "--requested-by", "tam", "--approved-by", "approver"),
+        *("--reason", "demo", "--proof", "traffic"),
+        *(text for name, value in PLAN.items() for text in (f"--{name}", str(value))),
+    )
+    rotation_id = made["rotation_id"]
+    report.step(f"tam asks for {rotation_id}, approver approves the plan:")
+    report.aside(
+        f"proof by {PLAN['proof-count']} authentications from {PLAN['proof-sources']} sources, "
+        f"{PLAN['quiet-seconds']} s of silence on the old key, {PLAN['quarantine-seconds']} s of quarantine"
+    )
+    entries = _follow(stage, fleet, issued, rotation_id)
+    shown = call("show_rotation", rotation_id)
+    if shown["state"] != RotationState.COMPLETED:
+        raise StoryError(f"The rotation ended as {shown['state']}: {shown['why']}", WORKER)
+    report.step(f"its evidence: {', '.join(evidence['kind'] for evidence in shown['evidence'])}")
+    published = find_stored(issued.credential)
+    if published is None or published.labels["key_id"] != shown["replacement_key_id"]:
+        raise StoryError("The secret backend does not hold the replacement.", WORKER)
+    stage.secrets.append(published.secret)
+    replacement = Issued(issued.credential, shown["replacement_key_id"], published.secret)
+    stage.expect(f"the old key {issued.key_id}", issued.text, "key_revoked")
+    stage.expect(f"the new key {replacement.key_id}", replacement.text, None)
+    return Replaced(rotation_id, replacement, entries)
+
+
+def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[Entry]:
+    """Tells each step as it is taken, and who still uses the old key, until the rotation is closed."""
+    report, told = stage.report, 0
+    using = fleet.using()
+    entries: list[Entry] = []
+
+    def look() -> list[Entry] | None:
+        nonlocal told, using, entries
+        entries = list(_entries(rotation_id))
+        for entry in entries[told:]:
+            report.step(f"{entry.event:<15} {entry.why}".rstrip())
+            if entry.event == RotationState.QUARANTINE:
+                # A dry run is no attempt: a real one would start the quarantine again, which may be over by now.
+                stage.expect("the old key, tried dry", issued.text, "key_not_active", "key_revoked", dry_run=True)
+        told = len(entries)
+        for name, key_id in fleet.using().items():
+            if using[name] != key_id:
+                report.step(f"{name} now presents the replacement, {key_id}")
+        using = fleet.using()
+        late = [name for name, key_id in using.items() if key_id == issued.key_id]
+        report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'nobody'}")
+        return entries if entries and entries[-1].event in CLOSED | {RotationState.STALLED} else None
+
+    return stage.until("the rotation to be completed", look, seconds=ROTATION_SECONDS)
+
+
+def _entries(rotation_id: str) -> Iterator[Entry]:
+    chain = account_chain(MERCHANT, Environment.SANDBOX)
+    rows = AuditEntry.objects.filter(chain=chain, event__startswith="rotation.").order_by("sequence")
+    for row in rows:
+        details: dict[str, Any] = json.loads(bytes(row.body))["details"]
+        if details["rotation_id"] == rotation_id:
+            yield Entry(row.event.removeprefix("rotation."), row.at, str(details.get("why", "")))
+
+
+def _so_far(fleet: Fleet) -> str:
+    requests = list(fleet.requests)
+    return f"{len(requests)} requests so far, {len(failures_while_good(requests))} failures"

@@ -1,0 +1,69 @@
+"""What every chapter stands on: the running service, the report, and waiting for what must happen."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.service import ADDRESS, SERVER, WORKER
+from keyvault.management.supervisor import Supervisor
+from rotation.management.demo.report import Report
+from rotation.management.demo.verifier import Verifier
+
+LOOK_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class StoryError(Exception):
+    """Something was not as it should be. `program`: whose log may tell why."""
+
+    def __init__(self, text: str, program: str | None = None) -> None:
+        super().__init__(text)
+        self.program = program
+
+
+@dataclass(slots=True)
+class Stage:
+    """`secrets`: everything issued so far that no file may hold."""
+
+    report: Report
+    service: Supervisor
+    port: int
+    secrets: list[Plaintext] = field(default_factory=list)
+    token: Plaintext | None = None
+
+    def until(self, what: str, look: Callable[[], T | None], *, seconds: float, program: str = WORKER) -> T:
+        """What `look` returns as soon as that is something. Raises StoryError when it takes longer than that."""
+        deadline = time.monotonic() + seconds
+        with self.report.waiting(f"waiting for {what} …"):
+            while True:
+                self.service.tend()
+                seen = look()
+                if seen is not None:
+                    return seen
+                if time.monotonic() > deadline:
+                    raise StoryError(f"Waited {seconds:.0f} s in vain for {what}.", program)
+                self.service.wait(LOOK_SECONDS)
+
+    def connect(self) -> Verifier:
+        if self.token is None:
+            raise StoryError("Nobody has a service token yet.")
+        return Verifier(ADDRESS, self.port, self.token)
+
+    def expect(self, said: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
+        """One verification over HTTP whose verdict is known beforehand: one of `codes`, of which None is allowed."""
+        verifier = self.connect()
+        try:
+            decision = verifier.ask(key, **more)
+        except OSError as error:
+            raise StoryError(f"{said}: nobody answered, {error}.", SERVER) from None
+        finally:
+            verifier.close()
+        verdict = "allowed" if decision["allowed"] else f"{decision['status']} {decision['code']}"
+        if decision["code"] not in codes or decision["allowed"] is not (decision["code"] is None):
+            right = " or ".join(code or "allowed" for code in codes)
+            raise StoryError(f"{said}: the verdict was {verdict}, and should have been {right}.", SERVER)
+        self.report.step(f"{said}: {verdict}")
+        return decision

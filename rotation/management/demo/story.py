@@ -1,0 +1,137 @@
+"""The story of one key, told while it happens: issued, approved, used, rotated under traffic, revoked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from django.conf import settings
+from django.core.management.base import CommandError
+from django.db import connection
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
+from keyvault.management.calls import call
+from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
+from keyvault.management.supervisor import Supervisor
+from keyvault.services.audit import AuditReport, verify_audit
+from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
+from rotation.management.demo.report import Report
+from rotation.management.demo.revoking import revoke_at_once
+from rotation.management.demo.rotating import Entry, merchant_fleet, rotate_under_traffic, watch_traffic
+from rotation.management.demo.stage import Stage, StoryError
+from rotation.management.demo.tally import Tally, count
+from rotation.management.demo.traces import find_secrets, find_trouble
+from rotation.states import RotationState as S
+
+HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
+MOST_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is left to be judged when everything has stopped.
+
+    `way`: the rotation's entries in the audit log. `found`: readable secrets.
+    `trouble`: errors in the logs.
+    """
+
+    tally: Tally
+    way: list[Entry]
+    audit: AuditReport
+    found: list[str]
+    trouble: list[str]
+
+
+def tell(report: Report, port: int) -> None:
+    """Returns when all of it held. Raises StoryError or ServiceError, in words, at the first thing that did not.
+
+    Runs in a data folder of its own, under a policy that asks for a second person in the sandbox too.
+    """
+    report.chapter("A service from nothing")
+    _set_up(report)
+    with supervise(port) as service:
+        service.say = report.aside
+        stage = Stage(report, service, port)
+        with report.waiting("waiting for the server to be ready …"):
+            wait_until_ready(service, port)
+        report.step(f"a server, a Celery worker and a beat run; {local_url(port)}/readyz says ready")
+        try:
+            tally, way = _live(stage)
+        except (StoryError, CommandError, KeyvaultError) as error:
+            raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
+    report.chapter("What is left")
+    report.step("server, worker and beat have stopped; the data folder is searched, and goes away after that")
+    audit = verify_audit()
+    connection.close()
+    found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
+    outcome = Outcome(tally, way, audit, found, list(find_trouble(service.logs)))
+    _show(report, outcome, len(stage.secrets))
+    wrong = list(_wrong(outcome))
+    if wrong:
+        more = [f"… and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
+        raise StoryError("\n".join(wrong[:MOST_SHOWN] + more) + _tail(service, SERVER))
+
+
+def _set_up(report: Report) -> None:
+    with report.waiting("setting up the database and the keystore …"):
+        made = call("setup")
+        report.step(f"{made['database']} database and keystore in {settings.DATA_DIR}")
+        seeded = call("seed_demo")
+    merchants = ", ".join(merchant["merchant_id"] for merchant in seeded["merchants"])
+    operators = ", ".join(operator["username"] for operator in seeded["operators"])
+    report.step(f"merchants {merchants}; operators {operators}")
+    needed = settings.APPROVALS_NEEDED[Environment.SANDBOX]
+    report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
+
+
+def _live(stage: Stage) -> tuple[Tally, list[Entry]]:
+    issued = issue_under_four_eyes(stage)
+    verify_as_a_backend(stage, issued)
+    with merchant_fleet(stage, issued) as fleet:
+        watch_traffic(stage, fleet)
+        replaced = rotate_under_traffic(stage, fleet, issued)
+        revocation = revoke_at_once(stage, fleet, replaced.replacement)
+    return count(fleet.requests, revocation), replaced.entries
+
+
+def _show(report: Report, outcome: Outcome, secrets: int) -> None:
+    tally, audit = outcome.tally, outcome.audit
+    report.chapter("The figures")
+    report.figure("requests", f"{tally.requests}, of which {tally.refusals} rightly refused after the revocation")
+    report.figure("failures", f"{len(tally.failures)}")
+    report.figure("from revoke to first refusal", _first_refusal(tally))
+    report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
+    report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")
+    report.figure("errors in the logs", f"{len(outcome.trouble)}")
+    report.figure("states of the rotation", " → ".join(_timed(outcome.way)))
+
+
+def _wrong(outcome: Outcome) -> Iterator[str]:
+    """Everything that did not hold, in words."""
+    tally, audit = outcome.tally, outcome.audit
+    yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
+    if tally.first_refusal_seconds is None:
+        yield "No traffic was refused after the revocation."
+    if audit.first_broken is not None:
+        yield f"The audit log is broken: {audit.first_broken}"
+    yield from (f"A secret stands readable in {place}" for place in outcome.found)
+    yield from (f"An error in a log: {line}" for line in outcome.trouble)
+    passed = tuple(entry.event for entry in outcome.way if entry.event in HAPPY_PATH)
+    if passed != HAPPY_PATH[1:]:
+        yield f"The rotation went another way: {', '.join(passed)}"
+
+
+def _first_refusal(tally: Tally) -> str:
+    if tally.first_refusal_seconds is None:
+        return "never"
+    if tally.first_refusal_seconds < 0:
+        return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the answer to the revocation had arrived"
+    return f"{tally.first_refusal_seconds * 1000:.0f} ms"
+
+
+def _timed(way: list[Entry]) -> Iterator[str]:
+    for entry in way:
+        yield f"{entry.event} {(entry.at - way[0].at).total_seconds():.1f} s"
+
+
+def _tail(service: Supervisor, program: str | None) -> str:
+    return f"\n\nThe end of {program}.log:\n{service.log_tail(program)}" if program else ""

@@ -1,0 +1,68 @@
+"""What the verdicts should have been, and whether they were."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rotation.management.demo.fleet import Request
+
+REVOKED = "key_revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """Between asking and the answer, either verdict is right."""
+
+    key_id: str
+    asked_at: float
+    answered_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """`first_refusal_seconds`: from the answer to the revocation to the first refusal that traffic saw.
+
+    Negative when traffic was refused before the answer had reached whoever asked; None when it never was.
+    `refusals`: how many requests were sent, and refused, after the answer.
+    """
+
+    requests: int
+    failures: tuple[str, ...]
+    first_refusal_seconds: float | None
+    refusals: int
+
+
+def failures_while_good(requests: Sequence[Request]) -> list[str]:
+    """The merchant only ever presents its right key: as long as nobody revoked it, every refusal is wrong."""
+    return [
+        f"{_who(request)}: {request.fault or f'refused with {request.code}'}"
+        for request in requests
+        if request.fault or request.code is not None
+    ]
+
+
+def count(requests: Sequence[Request], revocation: Revocation) -> Tally:
+    """The whole traffic, of which the end comes after the revocation of the key that all of it used by then."""
+    before = [request for request in requests if request.answered_at < revocation.asked_at]
+    after = [request for request in requests if request.answered_at >= revocation.asked_at]
+    refused = [request for request in after if request.code == REVOKED and request.key_id == revocation.key_id]
+    return Tally(
+        len(requests),
+        (*failures_while_good(before), *_failures_after(after, revocation)),
+        min((request.answered_at - revocation.answered_at for request in refused), default=None),
+        sum(request.sent_at >= revocation.answered_at for request in refused),
+    )
+
+
+def _failures_after(requests: Sequence[Request], revocation: Revocation) -> Iterator[str]:
+    for request in requests:
+        late = request.sent_at - revocation.answered_at
+        if request.fault or request.code not in {None, REVOKED}:
+            yield f"{_who(request)}: {request.fault or f'refused with {request.code}'}"
+        elif request.key_id != revocation.key_id:
+            yield f"{_who(request)}: that is not the key which everybody had"
+        elif request.code is None and late >= 0:
+            yield f"{_who(request)}: allowed {late * 1000:.0f} ms after it was revoked"
+
+
+def _who(request: Request) -> str:
+    return f"{request.backend} with key {request.key_id}"

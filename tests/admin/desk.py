@@ -1,0 +1,80 @@
+"""Operators at their browsers: logged in, and where in the console they go."""
+
+import html
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connection
+from django.test import Client
+from django.urls import reverse
+
+from keyvault.access import principals
+from keyvault.access.roles import Role
+from keyvault.models import Account, Operator
+from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_merchant, make_operator
+
+SHAPED = re.compile(r"kv_(?:pub|prv|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{65}")
+"""A whole key or token of this suite."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A merchant in both environments, and one operator of each role."""
+
+    sandbox: Account
+    production: Account
+    tam: principals.Operator
+    approver: principals.Operator
+    admin: principals.Operator
+    auditor: principals.Operator
+    responder: principals.Operator
+
+
+def set_up_desk() -> Desk:
+    have_peppers()
+    make_merchant("acme")
+    return Desk(
+        sandbox=account("acme", SANDBOX),
+        production=account("acme", PRODUCTION),
+        tam=make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER),
+        approver=make_operator("approver", Role.APPROVER),
+        admin=make_operator("admin", Role.KEY_ADMINISTRATOR),
+        auditor=make_operator("auditor", Role.AUDITOR),
+        responder=make_operator("responder", Role.INCIDENT_RESPONDER),
+    )
+
+
+def browser(operator: principals.Operator, **options: Any) -> Client:
+    """Logged in as them. A fault of ours is an answer with status 500, as for everybody else."""
+    client = Client(raise_request_exception=False, **options)
+    client.force_login(Operator.objects.get(username=operator.username))
+    return client
+
+
+def address(page: str, *ids: object) -> str:
+    """Of a page by its name, such as `keyvault_key_revoke` and a key's id."""
+    return reverse(f"admin:{page}", args=[str(each) for each in ids])
+
+
+def hidden(response: Any, name: str) -> str:
+    """What a form carries unseen."""
+    found = re.search(rf'<input type="hidden" name="{name}" value="([^"]*)"', text_of(response))
+    assert found is not None, f"no hidden {name} on the page"
+    return html.unescape(found[1])
+
+
+def text_of(response: Any) -> str:
+    text: str = response.content.decode()
+    return text
+
+
+def dump() -> str:
+    """Everything in the database, as text: to look for what must not be there."""
+    parts = []
+    with connection.cursor() as cursor:
+        for table in connection.introspection.table_names(cursor):
+            cursor.execute(f"SELECT * FROM {connection.ops.quote_name(table)}")  # noqa: S608  our own tables' names
+            for row in cursor.fetchall():
+                parts += [bytes(cell).decode("latin-1") if isinstance(cell, memoryview) else str(cell) for cell in row]
+    return "\n".join(parts)

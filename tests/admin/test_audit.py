@@ -1,0 +1,69 @@
+"""The audit chains in the console: found, read, never written."""
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.models import AuditEntry
+from keyvault.services.audit import verify_audit
+from keyvault.services.keys import suspend_key
+from tests.factories import grant, issue, make_merchant
+
+from .desk import Desk, address, browser, text_of
+
+pytestmark = pytest.mark.database
+
+
+def found(desk: Desk, **query: str) -> str:
+    answer = browser(desk.auditor).get(address("keyvault_auditentry_changelist"), query)
+    assert answer.status_code == 200
+    return text_of(answer)
+
+
+def test_audit_search_by_key_id_finds_what_became_of_the_key(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    issue(desk.sandbox, label="another")
+    suspend_key(grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox), key)
+    text = found(desk, q=key.pk)
+    assert "key.suspended" in text
+    assert "operator:responder" in text
+    assert "5 audit entries" in text  # staged, stored, activated, issued, suspended
+
+
+@pytest.mark.parametrize("term", ["req_", "operator:tam", "per cent %", "'; DROP TABLE", "ä"])
+def test_audit_search_takes_any_text(desk: Desk, term: str) -> None:
+    """A search is for bytes: no letter of it means anything to the database."""
+    issue(desk.sandbox)
+    text = found(desk, q=term)
+    assert ("0 audit entries" in text) == (term not in {"req_", "operator:tam"})
+
+
+def test_audit_list_filters_by_chain_and_event(desk: Desk) -> None:
+    make_merchant("globex")
+    issue(desk.sandbox)
+    text = found(desk, chain="account:acme/sandbox")
+    assert "issuance.requested" in text
+    assert "merchant.created</a>" in text or "merchant.created" in text
+    assert "platform #" not in text
+    assert "1 audit entry" in found(desk, event="key.activated")
+    assert "0 audit entries" in found(desk, chain="account:nobody/sandbox")
+
+
+def test_audit_entry_page_shows_its_details_and_its_place(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    entry = AuditEntry.objects.get(event="key.activated")
+    text = text_of(browser(desk.auditor).get(address("keyvault_auditentry_change", entry.pk)))
+    assert address("keyvault_key_change", key.pk) in text
+    assert bytes(entry.hash).hex() in text
+    assert "system:worker" in text
+
+
+def test_audit_reading_leaves_the_chains_as_they_are(desk: Desk) -> None:
+    """Looking is no entry, and every chain is whole after a day at the console."""
+    issue(desk.production)
+    count = AuditEntry.objects.count()
+    for operator in (desk.admin, desk.auditor, desk.responder):
+        client = browser(operator)
+        for page in ("/admin/", "/admin/keyvault/auditentry/", "/admin/keyvault/key/"):
+            assert client.get(page).status_code == 200
+    assert AuditEntry.objects.count() == count
+    assert verify_audit().first_broken is None

@@ -1,0 +1,153 @@
+"""The way in and out of the console, and how it answers what cannot be done."""
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+from django.db import IntegrityError
+from django.test import Client
+
+from keyvault.access.roles import Role
+from keyvault.admin.keys import KeyAdmin
+from keyvault.models import Operator
+from tests.factories import PASSWORD, issue, make_operator, request_key
+
+from .desk import Desk, address, browser, text_of
+
+
+def log_in(username: str, password: str = PASSWORD) -> Any:
+    client = Client()
+    return client.post("/admin/login/?next=/admin/", {"username": username, "password": password})
+
+
+def test_site_login_with_the_password_leads_in(desk: Desk) -> None:
+    answer = log_in("tam")
+    assert (answer.status_code, answer["Location"]) == (302, "/admin/")
+
+
+def test_site_login_with_a_wrong_password_is_refused(desk: Desk) -> None:
+    answer = log_in("tam", "something else entirely")
+    assert answer.status_code == 200
+    assert "Please enter the correct" in text_of(answer)
+
+
+def test_site_login_without_a_role_is_refused_as_a_wrong_password_is(desk: Desk) -> None:
+    """A log-in without a role does not get a session, and does not learn that its password was right."""
+    make_operator("nobody")
+    answer = log_in("nobody")
+    assert answer.status_code == 200
+    assert not answer.cookies.get("session") or "_auth_user_id" not in answer.wsgi_request.session
+    assert "Please enter the correct" in text_of(answer)
+
+
+def test_site_suspended_operator_is_locked_out_at_once(desk: Desk) -> None:
+    """An operator whose log-in is disabled is out with the next click, and cannot come back."""
+    client = browser(desk.admin)
+    assert client.get("/admin/").status_code == 200
+    Operator.objects.filter(username="admin").update(is_active=False)
+    assert client.get("/admin/").status_code == 302
+    assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 302
+    desk.sandbox.merchant.refresh_from_db()
+    assert desk.sandbox.merchant.status == "active"
+    assert log_in("admin").status_code == 200
+
+
+def test_site_user_who_is_no_staff_is_locked_out(desk: Desk) -> None:
+    """The console is for operators whose log-in says so."""
+    client = browser(desk.admin)
+    Operator.objects.filter(username="admin").update(is_staff=False)
+    assert client.get("/admin/").status_code == 302
+
+
+def test_site_logout_takes_a_post(desk: Desk) -> None:
+    """No link and no image on another page logs an operator out."""
+    client = browser(desk.tam)
+    assert client.get("/admin/logout/").status_code == 405
+    assert client.get("/admin/").status_code == 200
+    assert client.post("/admin/logout/").status_code == 200
+    assert client.get("/admin/").status_code == 302
+
+
+def test_site_post_without_csrf_token_is_refused(desk: Desk) -> None:
+    """No other site can make an operator's browser act."""
+    client = browser(desk.admin, enforce_csrf_checks=True)
+    assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 403
+    desk.sandbox.merchant.refresh_from_db()
+    assert desk.sandbox.merchant.status == "active"
+
+
+@pytest.mark.parametrize("path", ["", "login/", "keyvault/key/", "keyvault/auditentry/", "keyvault/key/nothing/"])
+def test_site_page_brings_its_policy_and_keeps_it(desk: Desk, path: str) -> None:
+    """Only our own files run or are shown: no inline script or style stands in a page, nor one from elsewhere."""
+    issue(desk.sandbox)
+    client = Client() if path == "login/" else browser(desk.admin)
+    answer = client.get(f"/admin/{path}")
+    policy = answer["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    text = text_of(answer)
+    assert not re.search(r"<script(?![^>]*\bsrc=\"/static/)", text)
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", text)
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text)
+
+
+def test_site_page_is_kept_by_no_cache(desk: Desk) -> None:
+    """What operators see stays in no cache, on the way or in the browser."""
+    client = browser(desk.auditor)
+    for path in ("/admin/", "/admin/keyvault/key/", "/admin/keyvault/merchant/acme/"):
+        assert "no-store" in client.get(path)["Cache-Control"]
+
+
+def test_site_key_in_the_address_is_refused_and_not_repeated(desk: Desk) -> None:
+    """A whole key that was pasted into a search box is not looked for and not shown back."""
+    _, text = issue(desk.sandbox)
+    answer = browser(desk.tam).get("/admin/keyvault/key/", {"q": text.reveal()})
+    assert answer.status_code == 400
+    assert text.reveal() not in text_of(answer)
+    assert "Search by its key id" in text_of(answer)
+
+
+def test_site_refusal_says_which_permission_is_missing(desk: Desk) -> None:
+    answer = browser(desk.approver).get(address("keyvault_merchant_create"))
+    assert answer.status_code == 403
+    assert "merchants:write" in text_of(answer)
+
+
+@pytest.mark.parametrize("path", ["no/such/page/", "keyvault/account/nothing/", "keyvault/account/%00/", "auth/"])
+def test_site_unknown_address_is_a_page_and_no_fault(desk: Desk, path: str) -> None:
+    answer = browser(desk.admin).get(f"/admin/{path}")
+    assert answer.status_code in {400, 404}
+    assert "To the front page" in text_of(answer)
+
+
+def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> None:
+    """Where two acts at once meet in a constraint, the slower one reads that it was slower."""
+    with mock.patch.object(KeyAdmin, "fresh", side_effect=IntegrityError("a trigger")):
+        answer = browser(desk.admin).get(address("keyvault_key_change", "x"))
+    assert answer.status_code == 409
+    assert "Look at it again" in text_of(answer)
+
+
+def test_site_front_page_shows_to_each_what_waits_for_them(desk: Desk) -> None:
+    """Whoever asked is not offered to approve; whoever may approve is."""
+    request_key(desk.production, label="live-checkout", by=desk.tam)
+    assert "Keys that you may approve" in text_of(browser(desk.approver).get("/admin/"))
+    tams = text_of(browser(desk.tam).get("/admin/"))
+    assert "Keys that you may approve" not in tams
+    assert "Asked for by you, not approved yet" in tams
+    assert "live-checkout" in tams
+
+
+def test_site_front_page_of_a_person_with_two_log_ins_offers_no_own_request(desk: Desk) -> None:
+    """Persons are compared, not log-ins: the second log-in of whoever asked is not offered to approve."""
+    request_key(desk.production, label="live-checkout", by=desk.tam)
+    twin = make_operator("tam-approves", Role.APPROVER, person=desk.tam.person)
+    assert "live-checkout" not in text_of(browser(twin).get("/admin/"))
+
+
+def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
+    text = text_of(browser(desk.approver).get("/admin/"))
+    assert "Break-glass acts" in text
+    assert "Service tokens" not in text
+    assert "Recent actions" not in text

@@ -1,0 +1,118 @@
+"""`manage.py demo` from beginning to end, and what it does when it is stopped or something does not hold."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPED = re.compile(r"[a-z0-9]+_(?:prv|svc)_(?:sbx|all)_[0-9A-Za-z]{17,}")
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Started, with its temporary folder inside ours."""
+    with subprocess.Popen(
+        [sys.executable, ROOT / "manage.py", "demo"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path), "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Whoever was told to keep its data there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (path / "environ").read_bytes() and path.name != str(os.getpid()):
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+    return found
+
+
+def read_until(process: "subprocess.Popen[str]", words: str) -> str:
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if words in line:
+            return text
+    pytest.fail(f"it ended before it said {words!r}:\n{text}")
+
+
+@pytest.mark.timeout(300)
+def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    """Guarantee: the right key is good at every moment of its rotation, and a revoked one at none after."""
+    text, _ = demo.communicate()
+    assert demo.returncode == 0, text
+    figures = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text.partition("The figures")[2], re.MULTILINE))
+    counts = re.fullmatch(r"(\d+), of which (\d+) rightly refused after the revocation", figures["requests"])
+    assert counts is not None
+    assert int(counts[1]) > 250
+    assert int(counts[2]) >= 50
+    assert figures["failures"] == "0"
+    assert re.match(r"\d+ ms", figures["from revoke to first refusal"])
+    assert figures["audit log"].endswith("entries, intact")
+    assert figures["secrets found in files"] == "0, of 3 issued"
+    assert figures["errors in the logs"] == "0"
+    way = re.findall(r"([a-z_]+) \d+\.\d s", figures["states of the rotation"])
+    assert way == [
+        *("requested", "approved", "staged", "publishing", "delivered"),
+        *("awaiting_proof", "overlap", "quarantine", "revoking", "completed"),
+    ]
+    for refused in (
+        "tam approves it himself",
+        "admin, who may approve, approves her own wish",
+        "tam collects it again",
+    ):
+        assert re.search(rf"{refused}: refused\.", text)
+    assert re.search(r"the old key \w{16}: 401 key_revoked", text)
+    assert SHAPED.search(text) is None
+    assert list(tmp_path.glob("kv-demo-*")) == []
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("when", "number", "status"),
+    [("A service from nothing", signal.SIGTERM, 143), ("Rotation under that traffic", signal.SIGINT, 130)],
+)
+def test_demo_stopped_in_the_middle_leaves_nothing(
+    demo: "subprocess.Popen[str]", tmp_path: Path, when: str, number: signal.Signals, status: int
+) -> None:
+    read_until(demo, when)
+    assert processes_in(tmp_path) != []
+    demo.send_signal(number)
+    rest, _ = demo.communicate()
+    assert demo.returncode == status
+    assert "Everything that was started has ended." in rest
+    assert "Traceback" not in rest
+    assert list(tmp_path.glob("kv-demo-*")) == []
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.timeout(300)
+def test_demo_killed_outright_leaves_no_process(demo: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    read_until(demo, "The merchant at work")
+    demo.kill()
+    demo.communicate()
+    deadline = time.monotonic() + 60
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline, processes_in(tmp_path)
+        time.sleep(0.1)

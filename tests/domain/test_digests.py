@@ -1,0 +1,177 @@
+"""Key material at rest: what a digest is, and that comparing tells nothing but yes or no."""
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from keyvault.domain.digests import (
+    DECOY_DIGEST,
+    DECOY_VERSION,
+    DIGEST_BYTES,
+    PEPPER_BYTES,
+    PEPPER_SET,
+    Peppers,
+    PepperSet,
+)
+from keyvault.domain.environments import Environment
+from keyvault.domain.plaintext import Plaintext
+
+from .minting import ALPHANUMERIC, keystrings, mint
+
+ONE, TWO = b"1" * PEPPER_BYTES, b"2" * PEPPER_BYTES
+SANDBOX = Peppers(PepperSet.SANDBOX, {1: ONE, 2: TWO})
+
+peppers = st.binary(min_size=PEPPER_BYTES, max_size=PEPPER_BYTES)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How many MACs were made, and how many comparisons in constant time."""
+    done: Counter[str] = Counter()
+
+    def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            done[name] += 1
+            return real(*args)
+
+        return call
+
+    monkeypatch.setattr(hmac, "digest", counted("macs", hmac.digest))
+    monkeypatch.setattr(hmac, "compare_digest", counted("comparisons", hmac.compare_digest))
+    return done
+
+
+def test_digest_is_the_contract_s_hmac_sha256_of_the_whole_string() -> None:
+    """HMAC-SHA256(pepper, whole string), as RFC 2104 spells it out, and nothing less of the string."""
+    text = mint()
+    pad = ONE.ljust(64, b"\0")
+    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in pad) + text.encode()).digest()
+    outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in pad) + inner).digest()
+    assert SANDBOX.digest(Plaintext(text), 1) == (outer, 1)
+    assert len(outer) == DIGEST_BYTES
+
+
+def test_digest_unless_told_is_made_with_the_newest_pepper() -> None:
+    text = Plaintext(mint())
+    assert SANDBOX.current_version == 2
+    assert SANDBOX.digest(text) == SANDBOX.digest(text, 2) != SANDBOX.digest(text, 1)
+
+
+@given(keystrings, peppers)
+def test_digest_matches_the_string_it_was_made_of(text: str, pepper: bytes) -> None:
+    own = Peppers(PepperSet.SANDBOX, {1: pepper})
+    assert own.matches(Plaintext(text), *own.digest(Plaintext(text)))
+
+
+@given(keystrings, st.integers(0, 90), st.sampled_from(ALPHANUMERIC))
+def test_digest_does_not_match_a_string_that_differs_anywhere(text: str, at: int, digit: str) -> None:
+    """The digest covers the whole: brand, kind, environment, id, secret and checksum."""
+    at = min(at, len(text) - 1)
+    assume(text[at] != digit)
+    other = text[:at] + digit + text[at + 1 :]
+    assert not SANDBOX.matches(Plaintext(other), *SANDBOX.digest(Plaintext(text)))
+
+
+@given(keystrings, peppers, peppers)
+def test_digest_does_not_match_under_another_pepper(text: str, pepper: bytes, other: bytes) -> None:
+    """A stolen database is useless without the peppers."""
+    assume(pepper != other)
+    digest, version = Peppers(PepperSet.SANDBOX, {1: pepper}).digest(Plaintext(text))
+    assert not Peppers(PepperSet.SANDBOX, {1: other}).matches(Plaintext(text), digest, version)
+
+
+def test_digest_of_one_version_does_not_match_as_another() -> None:
+    """The version that made a digest and no other is tried: nothing is found by going through them all."""
+    text = Plaintext(mint())
+    digest, _ = SANDBOX.digest(text, 1)
+    assert SANDBOX.matches(text, digest, 1)
+    assert not SANDBOX.matches(text, digest, 2)
+
+
+@pytest.mark.parametrize("version", [DECOY_VERSION, -1, 3, 2**40])
+def test_digest_of_an_unknown_version_never_matches(version: int) -> None:
+    """A record that names a pepper we have not got proves nothing, whatever its digest."""
+    text = Plaintext(mint())
+    for digest in (DECOY_DIGEST, SANDBOX.digest(text, 1)[0], SANDBOX.digest(text, 2)[0], b""):
+        assert not SANDBOX.matches(text, digest, version)
+
+
+def test_digest_made_with_the_decoy_pepper_does_not_match_either() -> None:
+    """Whoever reads this source knows the decoy pepper: it opens nothing."""
+    text = mint()
+    decoy_pepper = hashlib.sha256(b"keyvault/decoy-pepper").digest()
+    made = hmac.digest(decoy_pepper, text.encode(), "sha256")
+    assert not SANDBOX.matches(Plaintext(text), made, DECOY_VERSION)
+    assert not SANDBOX.matches(Plaintext(text), made, 1)
+
+
+@pytest.mark.parametrize("digest", [b"", b"\0" * 32, b"x", b"\0" * 64], ids=len)
+def test_digest_of_another_length_is_no_match_and_no_fault(digest: bytes) -> None:
+    assert not SANDBOX.matches(Plaintext(mint()), digest, 1)
+
+
+@pytest.mark.parametrize(
+    ("digest", "version"),
+    [
+        pytest.param(SANDBOX.digest(Plaintext(mint()), 1)[0], 1, id="right"),
+        pytest.param(SANDBOX.digest(Plaintext(mint(seed="other")), 1)[0], 1, id="wrong"),
+        pytest.param(DECOY_DIGEST, DECOY_VERSION, id="decoy"),
+        pytest.param(DECOY_DIGEST, 99, id="unknown version"),
+    ],
+)
+def test_digest_comparison_costs_the_same_whatever_comes_of_it(
+    digest: bytes, version: int, work: Counter[str]
+) -> None:
+    """One MAC and one comparison in constant time on every way, so that a stopwatch learns nothing."""
+    SANDBOX.matches(Plaintext(mint()), digest, version)
+    assert work == {"macs": 1, "comparisons": 1}
+
+
+def test_peppers_decoy_version_is_nobody_s() -> None:
+    assert DECOY_VERSION < 1
+    assert len(DECOY_DIGEST) == DIGEST_BYTES
+
+
+def test_peppers_repr_names_versions_only() -> None:
+    """A pepper set in a log or a traceback gives no pepper away."""
+    shown = f"{SANDBOX} {SANDBOX!r} {[SANDBOX]}"
+    assert "versions=[1, 2]" in shown
+    assert "1111" not in shown
+    assert "2222" not in shown
+
+
+def test_peppers_each_environment_has_a_set_of_its_own() -> None:
+    """Sandbox and production share no pepper set, and service tokens use neither's (D12)."""
+    assert set(PEPPER_SET) == set(Environment)
+    assert len({*PEPPER_SET.values(), PepperSet.SERVICE}) == 3 == len(PepperSet)
+
+
+@given(peppers, st.integers(1, 10))
+def test_check_value_tells_swapped_environments_apart(pepper: bytes, version: int) -> None:
+    """The same pepper in the wrong set, or as the wrong version, fails its check: a swapped keystore is noticed."""
+    values = {
+        (each, number): Peppers(each, {number: pepper}).check_value(number)
+        for each in PepperSet
+        for number in (version, version + 1)
+    }
+    assert len(set(values.values())) == len(values)
+
+
+@given(peppers, peppers)
+def test_check_value_tells_peppers_apart_and_gives_none_away(pepper: bytes, other: bytes) -> None:
+    assume(pepper != other)
+    value = Peppers(PepperSet.SANDBOX, {1: pepper}).check_value(1)
+    assert value != Peppers(PepperSet.SANDBOX, {1: other}).check_value(1)
+    assert value == Peppers(PepperSet.SANDBOX, {1: pepper, 2: other}).check_value(1)
+    assert len(value) == 16
+    assert value not in (pepper[:16], pepper[16:])
+
+
+def test_check_value_is_no_digest_of_any_key_string() -> None:
+    """The label inside the MAC holds characters that no key string has, so that neither passes for the other."""
+    assert set("keyvault/pepper-check/sandbox/1") - set(ALPHANUMERIC + "_")

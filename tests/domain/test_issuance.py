@@ -1,0 +1,96 @@
+"""Asking for a credential: the states of a request, and that an approval is bound to exactly what was asked."""
+
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import (
+    APPROVALS_NEEDED,
+    APPROVED_STATES,
+    TRANSITIONS,
+    Delivery,
+    IssuancePlan,
+    IssuanceState,
+    may_become,
+)
+from keyvault.domain.keys import KeyKind
+
+PLAN = IssuancePlan("acme", Environment.SANDBOX, KeyKind.PRIVATE, "till 1", Delivery.SECRET_BACKEND, None)
+OTHERWISE: dict[str, list[object]] = {
+    "merchant_id": ["globex", "acme-2"],
+    "environment": [Environment.PRODUCTION],
+    "kind": [KeyKind.PUBLIC],
+    "label": ["till 2", "", "till 1 ", "Till 1"],
+    "delivery": [Delivery.SHOW_ONCE],
+    "expires_in_days": [1, 30, 3650],
+}
+
+plans = st.builds(
+    IssuancePlan,
+    merchant_id=st.text(max_size=5),
+    environment=st.sampled_from(Environment),
+    kind=st.sampled_from(KeyKind),
+    label=st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    delivery=st.sampled_from(Delivery),
+    expires_in_days=st.none() | st.integers(1, 3650),
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [pair for pair in product(IssuanceState, IssuanceState)],
+    ids=lambda state: getattr(state, "value", None),
+)
+def test_transitions_cell_by_cell(old: IssuanceState, new: IssuanceState) -> None:
+    ways = {
+        "pending": {"approved", "rejected", "expired", "withdrawn"},
+        "approved": {"issued", "withdrawn"},
+        "issued": {"collected"},
+    }
+    assert may_become(old, new) == (new in ways.get(old, ()))
+
+
+def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
+    """Every way to `issued` and `collected` goes through `approved`, and every way there begins at `pending`."""
+    ways_in = {state: {old for old in IssuanceState if may_become(old, state)} for state in IssuanceState}
+    assert ways_in[IssuanceState.COLLECTED] == {IssuanceState.ISSUED}
+    assert ways_in[IssuanceState.ISSUED] == {IssuanceState.APPROVED}
+    assert ways_in[IssuanceState.APPROVED] == {IssuanceState.PENDING}
+    assert ways_in[IssuanceState.PENDING] == set()
+    assert APPROVED_STATES == {IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED}
+
+
+@pytest.mark.parametrize("state", ["rejected", "expired", "withdrawn", "collected"])
+def test_transitions_a_closed_request_stays_closed(state: str) -> None:
+    """A rejected, expired or withdrawn request is never issued after all; a collected one never again."""
+    assert TRANSITIONS[IssuanceState(state)] == frozenset()
+
+
+def test_approvals_production_takes_a_second_person() -> None:
+    assert APPROVALS_NEEDED == {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
+
+
+def test_plan_every_field_is_tried() -> None:
+    assert list(OTHERWISE) == [field.name for field in fields(IssuancePlan)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in OTHERWISE.items() for value in values], ids=repr
+)
+def test_plan_digest_changes_with_every_field(name: str, value: object) -> None:
+    """An approval holds for exactly what was asked: no field can be changed under it."""
+    assert replace(PLAN, **{name: value}).digest() != PLAN.digest()  # type: ignore[arg-type]  # of the field's own type
+
+
+@given(plans, plans)
+def test_plan_digests_are_equal_for_equal_plans_only(plan: IssuancePlan, other: IssuancePlan) -> None:
+    assert (plan.digest() == other.digest()) == (plan == other)
+
+
+def test_plan_digest_is_stable_for_ever() -> None:
+    """Stored approvals go on meaning what they meant: `sha256sum` of the canonical text, made elsewhere."""
+    assert PLAN.digest() == "4294c3cf30dcd119ed4b162c57799f127d59ab7ddb6f93e0ad3dffda430b15a5"

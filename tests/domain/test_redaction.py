@@ -1,0 +1,410 @@
+"""What must never leave: secrets in every rendering that logs and support attachments have them in."""
+
+import io
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pprint import pformat
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from keyvault.domain.keystring import checksum
+from keyvault.domain.plaintext import MASK
+from keyvault.domain.redaction import redact, redact_stream
+
+from .minting import ALPHANUMERIC, SORTS, keystrings, mint
+
+KEY = mint(seed="a key")
+HANDLE = KEY[:27]
+SECRET = KEY[27:]
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
+OPAQUE = "hunter2-hunter2"
+"""A secret that nothing but the header's name tells."""
+
+NAMES = ["Authorization", "authorization", "X-Api-Key", "x-api-key", "X_API_KEY", "X-Service-Token"]
+
+RENDERINGS: dict[str, Callable[[str, str], str]] = {
+    "dump of the wire": lambda name, value: f"GET / HTTP/1.1\r\nHost: a\r\n{name}: {value}\r\nAccept: */*\r\n\r\n",
+    "curl -v": lambda name, value: f"> GET / HTTP/1.1\n> {name}: {value}\n> Accept: */*\n",
+    "no blank": lambda name, value: f"{name}:{value}\n",
+    "many blanks": lambda name, value: f"{name} : \t  {value}  \n",
+    "curl, single quotes": lambda name, value: f"curl -H '{name}: {value}' -H 'Accept: */*' http://a/",
+    "curl, double quotes": lambda name, value: f'curl --header "{name}: {value}" http://a/',
+    "JSON": lambda name, value: json.dumps({"a": 1, name: value, "b": "c"}),
+    "compact JSON": lambda name, value: json.dumps({"a": 1, name: value, "b": "c"}, separators=(",", ":")),
+    "indented JSON": lambda name, value: json.dumps({"a": 1, name: value, "b": "c"}, indent=2),
+    "JSON with lists": lambda name, value: json.dumps({"headers": {name: [value]}, "b": "c"}),
+    "JSON pairs": lambda name, value: json.dumps([["a", "b"], [name, value], ["c", "d"]]),
+    "JSON in JSON": lambda name, value: json.dumps({"body": json.dumps({name: value, "b": "c"}), "d": "e"}),
+    "JSON thrice": lambda name, value: json.dumps(json.dumps(json.dumps({name: value, "b": "c"}))),
+    "wire in JSON": lambda name, value: json.dumps({"sent": f"GET /\r\n{name}: {value}\r\nAccept: x", "b": "c"}),
+    "wire in a repr": lambda name, value: repr(f"GET /\r\n{name}: {value}\r\nAccept: x".encode("latin-1", "replace")),
+    "curl in JSON": lambda name, value: json.dumps({"ran": f"curl -H '{name}: {value}' http://a/", "b": "c"}),
+    "WSGI environ": lambda name, value: repr({"HTTP_" + name.upper().replace("-", "_"): value, "wsgi.x": (1, 0)}),
+    "pprint of an environ": lambda name, value: pformat({"HTTP_" + name.upper().replace("-", "_"): value, "x": "y"}, 200),
+    "Python repr": lambda name, value: repr({name: value, "b": "c"}),
+    "pairs of a repr": lambda name, value: repr([("a", "b"), (name, value), ("c", "d")]),
+    "pairs of bytes": lambda name, value: repr([(b"a", b"b"), (name.encode(), value.encode("latin-1", "replace"))]),
+    "call": lambda name, value: f"request.headers.set({name!r}, {value!r})",
+    "assignment": lambda name, value: f"request.headers[{name!r}] = {value!r}",
+    "keyword": lambda name, value: f"{name}={value}",
+    "Ruby hash": lambda name, value: f'{{"{name}" => "{value}", "b" => "c"}}',
+    "YAML": lambda name, value: f'{name}: "{value}"\nb: c\n',
+    "Go map": lambda name, value: f"map[Accept:[*/*] {name}:[{value}]]",
+    "in prose": lambda name, value: f"we sent {name}: {value}\nand got 401",
+}
+
+# What a header's value may be made of: here without quotes, commas and backslashes at the beginning, since
+# no credential has them there.
+OPENING = ALPHANUMERIC + "-._~+/="
+opaque = st.builds(str.__add__, st.sampled_from(OPENING), st.text(OPENING + "@#$&!*", min_size=7, max_size=40)).filter(
+    lambda value: value.lower() not in {"null", "none", "true", "false"}
+)
+
+
+def leaks(value: str, text: str) -> bool:
+    """Whether any five characters of it in a row are there to be read."""
+    return any(value[at : at + 5] in text for at in range(len(value) - 4))
+
+
+# --- key strings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sort", SORTS, ids="_".join)
+@pytest.mark.parametrize("brand", ["kv", "a", "acme2", "a123456789abcdef"])
+@pytest.mark.parametrize("is_checksum_right", [True, False], ids=["right checksum", "wrong checksum"])
+def test_redact_key_string_of_any_sort_shows_its_handle_only(
+    sort: tuple[str, str], brand: str, is_checksum_right: bool
+) -> None:
+    """All four kinds of any brand, right checksum or not: what is left is public, and enough for support."""
+    text = mint(*sort, brand=brand)  # type: ignore[arg-type]  # of its two types
+    if not is_checksum_right:
+        text = text[:-1] + ("A" if text[-1] != "A" else "B")
+        assert checksum(text[:-6]) != text[-6:]
+    handle = text[: text.rindex("_") + 17]
+    assert redact(f"key={text};") == f"key={handle}{MASK};"
+
+
+@given(keystrings, st.integers(1, 48))
+def test_redact_key_string_cut_short_shows_no_digit_of_its_secret(text: str, cut: int) -> None:
+    """A line that a logger cut in the middle of a secret shows none of the half that is left."""
+    handle = text[: text.rindex("_") + 17]
+    assert redact(text[:-cut]) == handle + MASK
+
+
+@given(keystrings, st.text(ALPHANUMERIC, min_size=1, max_size=2000))
+def test_redact_key_string_glued_to_more_digits_shows_none_of_them(text: str, more: str) -> None:
+    handle = text[: text.rindex("_") + 17]
+    assert redact(f"{text}{more} end") == f"{handle}{MASK} end"
+
+
+@given(st.text(max_size=40), keystrings, st.text(max_size=40))
+@example("%", mint(), "%")
+@example("Bearer ", mint(), "")
+@example("kv_prv_sbx_", mint(), "")
+@example(mint() + "_", mint(), mint())
+def test_redact_key_string_in_any_text_leaks_nothing(before: str, text: str, after: str) -> None:
+    """Whatever stands around it."""
+    secret = text[text.rindex("_") + 17 :]
+    assert secret[:8] not in redact(before + text + after)
+
+
+@pytest.mark.parametrize("escape", ["%5F", "%5f"])
+def test_redact_key_string_escaped_in_a_url_is_masked(escape: str) -> None:
+    assert redact(f"GET /a?key={KEY.replace('_', escape)} 200") == f"GET /a?key={HANDLE.replace('_', escape)}*** 200"
+
+
+def test_redact_key_id_alone_stays() -> None:
+    """The handle is public: support finds the key by it."""
+    line = f"POST /v1/keys/{HANDLE[-16:]}/revoke 202 {HANDLE}"
+    assert redact(line) == line
+
+
+# --- headers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rendering", RENDERINGS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [KEY, f"Bearer {KEY}", OPAQUE, f"Basic {OPAQUE}", f"Bearer {JWT}", "dXNlcjpwYXNz=="])
+def test_redact_header_in_any_rendering_is_masked(rendering: str, name: str, value: str) -> None:
+    """A credential header's value leaves in none of the forms that logs and attachments show headers in."""
+    text = RENDERINGS[rendering](name, value)
+    clean = redact(text)
+    secret = value.rpartition(" ")[2].removeprefix(HANDLE)
+    assert not leaks(secret, clean)
+    assert MASK in clean
+    assert redact(clean) == clean
+
+
+@given(st.sampled_from(sorted(RENDERINGS)), st.sampled_from(NAMES), st.sampled_from(["", "Bearer ", "Basic "]), opaque)
+@example("JSON", "Authorization", "Basic ", "Bearer-bearer")
+def test_redact_header_of_any_value_is_masked(rendering: str, name: str, scheme: str, value: str) -> None:
+    """Nothing about the value itself has to look like a secret: the header's name is enough."""
+    clean = redact(RENDERINGS[rendering](name, scheme + value))
+    frame = RENDERINGS[rendering](name, scheme)
+    assert not any(value[at : at + 5] in clean and value[at : at + 5] not in frame for at in range(len(value) - 4))
+
+
+@pytest.mark.parametrize("rendering", ["JSON", "compact JSON", "indented JSON", "JSON with lists", "JSON pairs"])
+@pytest.mark.parametrize("value", ['a"secret', "a\\secret", "a\nsecret", "cafésecret", 'a\\"secret', "'secret'", "secret\\"])
+def test_redact_header_with_escapes_in_json_is_masked_to_its_end(rendering: str, value: str) -> None:
+    """A quote or a backslash inside a value does not end it; and what is left is still JSON."""
+    clean = redact(RENDERINGS[rendering]("X-Api-Key", value))
+    if rendering != "JSON pairs" or not set(value) & set("\"\\\n'é"):
+        assert "secret" not in clean
+    json.loads(clean)
+
+
+def test_redact_header_with_parameters_is_masked_to_the_end_of_its_line() -> None:
+    line = 'Authorization: Digest username="bob", realm="a", response="6629fae49393a05397450978507c4ef1"\r\nHost: a'
+    assert redact(line) == "Authorization: Digest ***\r\nHost: a"
+
+
+def test_redact_header_keeps_what_support_needs() -> None:
+    """Which key it was, in which environment, and how it was sent."""
+    assert redact(f"Authorization: Bearer {KEY}\n") == f"Authorization: Bearer {HANDLE}***\n"
+    assert redact(f"X-Api-Key: {KEY}\r\n") == f"X-Api-Key: {HANDLE}***\r\n"
+    assert redact(f"x-api-key={KEY} status=401") == f"x-api-key={HANDLE}***"
+    assert redact(f'{{"X-Api-Key": "{KEY}", "status": 401}}') == f'{{"X-Api-Key": "{HANDLE}***", "status": 401}}'
+    assert redact(f"curl -H 'X-Api-Key: {KEY}' http://a/") == f"curl -H 'X-Api-Key: {HANDLE}***' http://a/"
+
+
+def test_redact_header_on_the_next_line_is_not_touched() -> None:
+    text = "Authorization: Bearer abc\r\nX-Request-Id: R1\r\nHost: pay.example\r\n"
+    assert redact(text) == "Authorization: Bearer ***\r\nX-Request-Id: R1\r\nHost: pay.example\r\n"
+
+
+# --- other secrets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (f"token Bearer {JWT}.", "token Bearer ***"),
+        (f"bearer {KEY}", f"bearer {HANDLE}***"),
+        ("basic dXNlcjpwYXNzd29yZA==", "basic ***"),
+        ("got sealed.AbC0123456789_-xyz in the answer", "got sealed.*** in the answer"),
+        ("got sealed.AbC0123456789_-xyz.def0123456789XYZ;", "got sealed.***;"),
+        ("VAULT_TOKEN=hvs.CAESIJ0123456789abcdefghij_-klm", "VAULT_TOKEN=hvs.***"),
+        ("hvb.AAAAAQJnVzc0123456789abcdefghij", "hvb.***"),
+        ("hvr.0123456789abcdefghijklmn", "hvr.***"),
+        ("token s.Y2fQn6uqkjmVCfWkGu1tYqVR ok", "token s.*** ok"),
+        ("token b.AAAAAQKr0123456789abcdefghijkl ok", "token b.*** ok"),
+        ("postgres://kv:hunter2@db.example/kv", "postgres://kv:***@db.example/kv"),
+        ("redis://:hunter2@db.example:6379/0", "redis://:***@db.example:6379/0"),
+        ("amqp://kv:hun@ter@2@mq.example//", "amqp://kv:***@mq.example//"),
+        ("postgres+psycopg://kv:p%40ss@[::1]:5432/kv?x=y@z", "postgres+psycopg://kv:***@[::1]:5432/kv?x=y@z"),
+        (f"redis://kv:{KEY}@h/0", "redis://kv:***@h/0"),
+    ],
+)
+def test_redact_secret_of_another_sort_is_masked(text: str, clean: str) -> None:
+    """Sealed secrets, Vault and OpenBao tokens, passwords in URLs, and tokens that stand by themselves."""
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+# --- what is not touched ----------------------------------------------------------------------------------
+
+PROSE = [
+    "Basic responsibilities of a bearer: understanding authentication.",
+    "basic well-documented/self-explanatory things",
+    "The bearer misunderstood the Authorization header, and so did x-api-key users.",
+    "authorization failed; x-api-key was not sent",
+    "Vary: Origin, Authorization",
+    "Access-Control-Allow-Headers: authorization, x-api-key",
+    "s.find_everything_in_the_whole_house() or b.some_rather_long_attribute",
+    "see https://example.com:8443/a/b?c=d@e and http://h/x:y@z",
+    "mail bob@example.com at 10:30, or ssh://git@example.com/repo",
+    "sealed.segments_of_the_tube were opened",
+    "kv_prv_sbx_ is how a private sandbox key begins",
+    "2026-11-21T12:00:00Z INFO key_id=AAAAAAAAAAAAAAAA state=active",
+    '{"code": "credential_missing", "detail": "no authorization", "check": 1}',
+    '{"missing": ["authorization"], "status": 401}',
+    '{"message": "bad authorization:"}',
+    '{"authorization": null, "x-api-key": "", "b": "c"}',
+    "naïve café 日本語 \U0001f511 \ud800",
+]
+
+
+@pytest.mark.parametrize("text", PROSE, ids=lambda text: text[:30].encode("ascii", "replace").decode())
+def test_redact_plain_prose_stays_as_it_is(text: str) -> None:
+    """A redactor that eats its surroundings is one that people switch off."""
+    assert redact(text) == text
+
+
+def test_redact_json_stays_json() -> None:
+    """The lines of a JSON log are still that afterwards, and say the same but for the secret."""
+    line = {"message": f"sent X-Api-Key: {KEY}", "authorization": f"Bearer {OPAQUE}", "status": 401, "who": "acme"}
+    clean = json.loads(redact(json.dumps(line)))
+    assert clean == {**line, "message": f"sent X-Api-Key: {HANDLE}***", "authorization": "Bearer ***"}
+
+
+# Fragments that meet in unfortunate ways: names, quotes, escapes, separators, ends of strings.
+FRAGMENTS = [
+    *NAMES,
+    *('"', "'", "\\", '\\"', "b'", ": ", "=", " => ", "[", "]", "(", ")", "{", "}", ", ", "\n", "\r\n", "\\n", " "),
+    *("Bearer ", "Basic ", MASK, "***", HANDLE, KEY, JWT, OPAQUE, "://a:", "@", "/", "sealed.", "hvs.", "s.", "é"),
+    *("\ud800", "null", ">", "kv_", "_prv_", "sbx_", "%5F", "A" * 40, "0a0a0a0a0a0a0a0a0a0a0a0a"),
+]
+tangles = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+
+
+@given(tangles)
+@example(f"Authorization: Bearer {KEY}")
+@example(f"Bearer {KEY}")
+@example(f"x-api-key={HANDLE}*** {OPAQUE}")
+@example("Authorization: ***" + "A" * 70_000)
+@example("bearer 0" + "A" * 70_000)
+def test_redact_twice_is_redact_once(text: str) -> None:
+    """Masked text stays as it is, so that logs can be redacted again on their way to support."""
+    once = redact(text)
+    assert redact(once) == once
+
+
+@given(tangles)
+def test_redact_tangled_text_leaks_no_key(text: str) -> None:
+    assert SECRET not in redact(text)
+
+
+@given(st.dictionaries(tangles, tangles | st.lists(tangles, max_size=3), max_size=4), st.sampled_from([None, 2]))
+def test_redact_tangled_json_stays_json(value: dict[str, object], indent: int | None) -> None:
+    """No text that somebody sends us can break a line of the JSON log open."""
+    clean = redact(json.dumps(value, indent=indent))
+    assert isinstance(json.loads(clean), dict)
+    assert SECRET not in clean
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+def chunks_of(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+
+
+@given(st.lists(tangles | st.text(max_size=20), max_size=6).map("".join), st.lists(st.integers(0, 10_000), max_size=12))
+def test_redact_stream_cut_anywhere_is_redact_of_the_whole(text: str, cuts: list[int]) -> None:
+    """Where a file happens to be cut into reads never shows: not in a secret's head, body or escape."""
+    assert "".join(redact_stream(chunks_of(text, cuts))) == redact(text)
+
+
+@given(tangles)
+def test_redact_stream_of_single_characters_is_redact_of_the_whole(text: str) -> None:
+    assert "".join(redact_stream(text)) == redact(text)
+
+
+@given(
+    st.lists(tangles | st.sampled_from(["x" * 3000, "y " * 2500, "A" * 5000, "\\" * 4097]), max_size=8),
+    st.lists(st.integers(0, 100_000), max_size=20),
+)
+def test_redact_stream_of_a_long_line_cut_anywhere_is_redact_of_the_whole(parts: list[str], cuts: list[int]) -> None:
+    """The same for lines longer than what is looked at in one go."""
+    text = "".join(parts).replace("\n", " ").replace("\r", " ")
+    clean = "".join(redact_stream(chunks_of(text, cuts)))
+    assert clean == redact(text)
+    assert SECRET not in clean
+
+
+@given(keystrings, st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 700))
+def test_redact_stream_key_string_across_chunks_leaks_nothing(text: str, before: int, after: int, size: int) -> None:
+    """No secret slips through the joint between two reads, wherever the joint is."""
+    whole = "-" * before + text + "-" * after
+    clean = "".join(redact_stream(whole[at : at + size] for at in range(0, len(whole), size)))
+    assert clean == "-" * before + text[: text.rindex("_") + 17] + MASK + "-" * after
+
+
+def test_redact_stream_lets_whole_lines_go_as_they_come() -> None:
+    """`tail -f … | manage.py redact` shows each line when it is there."""
+    clean = redact_stream(iter(["first\n", f"second {KEY}\nthi", "rd\n"]))
+    assert next(clean) == "first\n"
+    assert next(clean) == f"second {HANDLE}***\n"
+    assert next(clean) == "third\n"
+    assert list(clean) == []
+
+
+@pytest.mark.parametrize("chunks", [[], [""], ["", "", ""]])
+def test_redact_stream_of_nothing_is_nothing(chunks: list[str]) -> None:
+    assert list(redact_stream(chunks)) == []
+
+
+def lines(megabytes: int) -> Iterator[str]:
+    """A log, in reads of 64 KiB that pay no heed to its lines."""
+    filler = "2026-11-21T12:00:00Z INFO GET /merchants/orders/abc123 status=200 request_id=0123456789abcdef\n" * 40
+    block = (f"{filler}X-Api-Key: {KEY}\n" * 40)[: 1 << 17]
+    for _ in range(megabytes * 8):
+        yield block[: 1 << 16]
+        yield block[1 << 16 :]
+
+
+def giant_line(megabytes: int) -> Iterator[str]:
+    """One line of a dump, with a secret every few thousand characters."""
+    block = (("lorem ipsum dolor sit amet " * 150 + f"'X-Api-Key': '{KEY}' ") * 40)[: 1 << 16]
+    return (block for _ in range(megabytes * 16))
+
+
+def giant_header(megabytes: int) -> Iterator[str]:
+    """One secret without an end."""
+    yield "Authorization: Bearer "
+    yield from islice(iter(lambda: "A" * (1 << 16), ""), megabytes * 16)
+
+
+@pytest.mark.parametrize("source", [lines, giant_line, giant_header])
+def test_redact_stream_of_any_size_keeps_to_its_memory(source: Callable[[int], Iterator[str]]) -> None:
+    """An attachment of hundreds of megabytes, or of one endless line, takes no more memory than a small one."""
+    for _ in redact_stream(source(1)):
+        pass  # What is cached for good is cached now.
+    tracemalloc.start()
+    try:
+        for clean in redact_stream(source(6)):
+            assert SECRET not in clean
+            assert len(clean) < 1 << 18
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 21
+
+
+def test_redact_stream_of_an_endless_secret_lets_nothing_of_it_out() -> None:
+    assert "".join(redact_stream(giant_header(1))) == "Authorization: Bearer ***"
+
+
+HOSTILE = {
+    "names": "authorization",
+    "quotes": '"authorization": "',
+    "brackets": "([('x-api-key",
+    "blanks": "bearer" + " " * 70,
+    "urls": "://a:b@",
+    "colons": "://a:b:c",
+    "almost keys": "kv_prv_sbx_",
+    "letters": "a",
+    "backslashes": "\\",
+    "vault": "s.hvs.b.",
+    "digits": "A1",
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_redact_hostile_text_takes_time_by_its_length(name: str) -> None:
+    """Nobody stops the log by sending text that a pattern chokes on: a quarter megabyte of it is soon done."""
+    redact(HOSTILE[name] * ((1 << 18) // len(HOSTILE[name])))
+
+
+def test_redact_shuffled_log_leaks_nothing() -> None:
+    """Every rendering of many secrets, mixed into one attachment and read in odd pieces."""
+    chance = random.Random(20261121)  # noqa: S311  the same mixture each time
+    parts, secrets = [], []
+    for seed in range(300):
+        key = mint(*SORTS[seed % len(SORTS)], brand=("kv", "acme")[seed % 2], seed=seed)
+        secrets.append(key[key.rindex("_") + 17 :])
+        rendering = chance.choice(sorted(RENDERINGS))
+        parts.append(RENDERINGS[rendering](chance.choice(NAMES), chance.choice(["", "Bearer "]) + key))
+    text = "\n".join(parts)
+    source = io.StringIO(text)
+    clean = "".join(redact_stream(iter(lambda: source.read(chance.randint(1, 200)), "")))
+    assert clean == redact(text)
+    assert not [secret for secret in secrets if secret[:6] in clean]

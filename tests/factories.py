@@ -1,0 +1,215 @@
+"""Merchants, operators, keys and tokens for everybody's tests, each made through the real services.
+
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    make_merchant("acme")
+    key, text = issue(account("acme", Environment.SANDBOX))
+    revoke_key(grant(tam, Permission.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)
+
+Nothing here needs a fixture of its own: a builder that makes digests sees to the peppers itself. Their rows go
+with each test's rollback or flush while the keystore of `data_dir` stays for the whole run, and
+`ensure_peppers` adopts what it finds there, so that rows, keystore and the process's cache always agree. A
+test that asks for peppers and builds nothing calls `have_peppers()`; one that harms a keystore does so inside
+`own_keystore(tmp_path)`.
+
+Everything happens at `now()` unless a builder is told `at=`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from unittest import mock
+
+from django.contrib.auth.hashers import PBKDF2PasswordHasher
+from django.test import override_settings
+
+from keyvault.access import principals
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST, Channel, Principal
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery, IssuanceState
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, ServiceToken
+from keyvault.services import issuance, leases
+from keyvault.services.authorization import authorize, operator_principal
+from keyvault.services.material import read_string
+from keyvault.services.merchants import create_merchant, find_account
+from keyvault.services.operators import create_operator
+from keyvault.services.peppers import ensure_peppers, load_peppers
+from keyvault.services.secret_backends import secret_backend
+from keyvault.services.tokens import DEFAULT_DAYS, create_service_token
+
+PASSWORD = "correct horse battery staple"
+"""Of every operator made here."""
+
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def have_peppers() -> None:
+    """The peppers' rows, and the peppers in this process's memory. Every builder that needs them calls it."""
+    ensure_peppers(now())
+
+
+@contextmanager
+def own_keystore(folder: Path) -> Iterator[None]:
+    """A keystore and peppers of this test's own, in a folder that it may harm; call `have_peppers` inside."""
+    with override_settings(DATA_DIR=folder, MASTER_KEY=""):
+        forget_keystore()
+        try:
+            yield
+        finally:
+            forget_keystore()
+
+
+def forget_keystore() -> None:
+    """What a new process would not know: the open backend and the loaded peppers."""
+    secret_backend.cache_clear()
+    load_peppers.cache_clear()
+
+
+def grant(
+    principal: Principal,
+    permission: Permission,
+    account: Account | None = None,
+    requester_person: str | None = None,
+    *,
+    at: datetime | None = None,
+) -> Grant:
+    """What `authorize` answers; raises what it raises."""
+    return authorize(principal, permission, account, now=at or now(), requester_person=requester_person)
+
+
+# ------------------------------------------------------------------------------------------------- who and what
+
+
+def make_operator(
+    username: str,
+    *roles: Role,
+    person: str | None = None,
+    channel: Channel = Channel.CONSOLE,
+    host_user: str | None = None,
+) -> principals.Operator:
+    """A new log-in with PASSWORD, as the principal that the console makes of it; `person` of an earlier one."""
+    with mock.patch.object(PBKDF2PasswordHasher, "iterations", 1):
+        row = create_operator(
+            grant(HOST, Permission.OPERATORS_WRITE),
+            username=username,
+            roles=roles,
+            password=Plaintext(PASSWORD),
+            person=person,
+        )
+    return operator_principal(row, channel, host_user)
+
+
+def the_operator(username: str, *roles: Role) -> principals.Operator:
+    """The operator of that name, made with these roles at the first call."""
+    row = Operator.objects.filter(username=username).first()
+    return make_operator(username, *roles) if row is None else operator_principal(row)
+
+
+def make_merchant(merchant_id: str = "acme", name: str = "") -> Merchant:
+    """A merchant with its two accounts."""
+    return create_merchant(
+        grant(HOST, Permission.MERCHANTS_WRITE), merchant_id=merchant_id, name=name or merchant_id.title()
+    )
+
+
+def account(merchant_id: str = "acme", environment: Environment = SANDBOX) -> Account:
+    return find_account(merchant_id, environment)
+
+
+# --------------------------------------------------------------------------------------------------------- keys
+
+
+def request_key(
+    account: Account,
+    *,
+    kind: KeyKind = KeyKind.PRIVATE,
+    label: str = "checkout",
+    delivery: Delivery = Delivery.SECRET_BACKEND,
+    expires_in_days: int | None = None,
+    by: principals.Operator | None = None,
+    at: datetime | None = None,
+) -> IssuanceRequest:
+    """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
+    asking = by or the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    return issuance.request_issuance(
+        grant(asking, Permission.ISSUANCE_REQUEST, account, at=at),
+        account,
+        kind=kind,
+        label=label,
+        delivery=delivery,
+        expires_in_days=expires_in_days,
+    )
+
+
+def approve(
+    request: IssuanceRequest, *, by: principals.Operator | None = None, at: datetime | None = None
+) -> IssuanceRequest:
+    """One yes to it, of the operator `approver` unless given."""
+    approving = by or the_operator("approver", Role.APPROVER)
+    allowed = grant(approving, Permission.ISSUANCE_APPROVE, request.account, request.requester_person, at=at)
+    return issuance.approve_issuance(allowed, request, request.plan_digest)
+
+
+def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Key:
+    """The worker's part of an approved request; `request` is as fresh as the database afterwards."""
+    have_peppers()
+    moment = at or now()
+    lease = leases.claim(f"issuance:{request.request_id}", moment)
+    assert lease is not None, "somebody else is at work on it"
+    key = issuance.issue_approved(request, lease, moment)
+    leases.release(lease)
+    return key
+
+
+def issue(
+    account: Account,
+    *,
+    kind: KeyKind = KeyKind.PRIVATE,
+    label: str = "checkout",
+    delivery: Delivery = Delivery.SECRET_BACKEND,
+    expires_in_days: int | None = None,
+    at: datetime | None = None,
+) -> tuple[Key, Plaintext]:
+    """An active key of a new credential, asked for by `tam` and, in production, approved by `approver`.
+
+    Its string is read from the secret backend, as the merchant would; the request stays `issued`.
+    """
+    request = request_key(account, kind=kind, label=label, delivery=delivery, expires_in_days=expires_in_days, at=at)
+    if request.state == IssuanceState.PENDING:
+        approve(request, at=at)
+    key = issue_request(request, at=at)
+    return key, read_string(key)
+
+
+# ------------------------------------------------------------------------------------------------------- tokens
+
+
+def make_token(
+    *permissions: Permission,
+    name: str = "gateway",
+    scope: StringScope = StringScope.ALL,
+    merchants: Iterable[str] | None = None,
+    lifetime_days: int = DEFAULT_DAYS,
+    by: Principal = HOST,
+    at: datetime | None = None,
+) -> tuple[ServiceToken, Plaintext]:
+    """A service token with these permissions; `keys:verify` and `keys:read` when none is named."""
+    have_peppers()
+    return create_service_token(
+        grant(by, Permission.TOKENS_WRITE, at=at),
+        name=name,
+        scope=scope,
+        permissions=permissions or (Permission.KEYS_VERIFY, Permission.KEYS_READ),
+        merchants=merchants,
+        lifetime_days=lifetime_days,
+    )

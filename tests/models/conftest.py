@@ -1,0 +1,121 @@
+"""One of everything, in the places where the rules of the database matter most."""
+
+import secrets
+from dataclasses import dataclass
+
+import pytest
+
+from keyvault.access import principals
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
+from keyvault.domain.ids import mint_id
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, IssuanceRequest, Key, ProviderConnection, ServiceToken, WebhookEndpoint
+from keyvault.models.usage import Outcome
+from keyvault.services.break_glass import note_break_glass
+from keyvault.services.keys import revoke_key
+from keyvault.services.recording import recorded
+from keyvault.services.usage import UsageLog
+from rotation.models import EvidenceKind, Rotation
+from rotation.services.facts import note_evidence
+from rotation.services.requests import Wish, approve_rotation, request_rotation
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    account,
+    grant,
+    issue,
+    make_merchant,
+    make_operator,
+    make_token,
+    now,
+    request_key,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """In production: `pending` waits for its approval and `issued` had one; `waiting` and `scheduled` likewise.
+
+    `tam` asks for everything and has a second log-in, `tam_too`; `approver` approves.
+    """
+
+    tam: principals.Operator
+    tam_too: principals.Operator
+    approver: principals.Operator
+    sandbox: Account
+    production: Account
+    key: Key
+    other_key: Key
+    dead_key: Key
+    pending: IssuanceRequest
+    issued: IssuanceRequest
+    token: ServiceToken
+    waiting: Rotation
+    scheduled: Rotation
+
+
+@pytest.fixture
+def world(db: None) -> World:
+    """A merchant in both environments, with keys, requests, rotations, a token, uses and an act under break-glass."""
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    tam_too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=tam.person)
+    approver = make_operator("approver", Role.APPROVER)
+    admin = make_operator("admin", Role.KEY_ADMINISTRATOR)
+    make_merchant("acme")
+    production = account("acme", PRODUCTION)
+    key, _ = issue(production, expires_in_days=90)
+    other_key, _ = issue(production)
+    dead_key, _ = issue(production)
+    revoke_key(grant(admin, Permission.KEYS_REVOKE, production), dead_key, RevocationReason.SUPERSEDED)
+    token, _ = make_token()
+    waiting = _rotation(tam, key)
+    scheduled = _rotation(tam, other_key)
+    allowed = grant(approver, Permission.ROTATIONS_APPROVE, production, scheduled.requester_person)
+    approve_rotation(allowed, scheduled, scheduled.plan_digest)
+    for environment, mode in ((SANDBOX, "test"), (PRODUCTION, "live")):
+        _connect(account("acme", environment), mode)
+    with recorded(
+        grant(approver, Permission.ROTATIONS_APPROVE, production),
+        Permission.ROTATIONS_APPROVE,
+        "test.noted",
+        account=production,
+    ):
+        note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
+        note_break_glass(grant(approver, Permission.ROTATIONS_APPROVE, production), event="x", subject="y", why="z")
+    log = UsageLog()
+    log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=Outcome.ALLOWED)
+    log.flush()
+    issued = IssuanceRequest.objects.get(key=key)
+    return World(
+        tam=tam,
+        tam_too=tam_too,
+        approver=approver,
+        sandbox=account("acme", SANDBOX),
+        production=production,
+        key=key,
+        other_key=other_key,
+        dead_key=dead_key,
+        pending=request_key(production, by=tam),
+        issued=issued,
+        token=token,
+        waiting=waiting,
+        scheduled=scheduled,
+    )
+
+
+def _rotation(tam: principals.Operator, key: Key) -> Rotation:
+    allowed = grant(tam, Permission.ROTATIONS_WRITE, key.credential.account)
+    return request_rotation(allowed, key.credential, Wish(predecessor_may_expire=True))
+
+
+def _connect(place: Account, mode: str) -> None:
+    allowed = grant(HOST, Permission.MERCHANTS_WRITE, place)
+    with recorded(allowed, Permission.MERCHANTS_WRITE, "test.connected", account=place):
+        ProviderConnection(account=place, provider="stripe", mode=mode, created_at=now()).save()
+        WebhookEndpoint(account=place, url="https://acme.example/hooks", created_at=now()).save()
+
+
+def fresh_id() -> str:
+    return mint_id("req", secrets.token_bytes)

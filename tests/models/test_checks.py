@@ -1,0 +1,155 @@
+"""Every CHECK and every uniqueness rule of keyvault's tables, by SQL that goes past the models.
+
+The triggers are lifted here, so that each constraint is seen to hold by itself.
+"""
+
+import re
+
+import pytest
+from django.apps import apps
+from django.db import IntegrityError, connection, transaction
+from django.db.models import CheckConstraint, UniqueConstraint
+
+from keyvault.models.triggers import drop_triggers
+
+from .attacks import Row, insert_copy, read_row, settle_foreign_keys, update
+from .conftest import World
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+LONG_AGO = "2001-01-01 00:00:00+00:00"
+
+FORBIDDEN: list[tuple[str, str, Row]] = [
+    ("operator_no_superuser", "keyvault_operator", {"is_superuser": True}),
+    ("merchant_status", "keyvault_merchant", {"status": "other"}),
+    ("account_status", "keyvault_account", {"status": "other"}),
+    ("account_environment", "keyvault_account", {"environment": "staging"}),
+    ("account_limit_whole", "keyvault_account", {"limit_count": 5}),
+    ("account_limit_whole", "keyvault_account", {"limit_seconds": 5}),
+    ("account_limit_whole", "keyvault_account", {"limit_count": 0, "limit_seconds": 1}),
+    ("account_limit_whole", "keyvault_account", {"limit_count": 1_000_001, "limit_seconds": 1}),
+    ("account_limit_whole", "keyvault_account", {"limit_count": 1, "limit_seconds": 86_401}),
+    ("connection_mode", "keyvault_providerconnection", {"mode": "other"}),
+    ("credential_kind", "keyvault_credential", {"kind": "other"}),
+    ("credential_delivery", "keyvault_credential", {"delivery": "other"}),
+    ("credential_origin_header", "keyvault_credential", {"origin_header": "other"}),
+    ("key_state", "keyvault_key", {"state": "other"}),
+    ("key_material", "keyvault_key", {"material": "other"}),
+    ("key_digest_bytes", "keyvault_key", {"digest": bytes(31)}),
+    ("key_digest_bytes", "keyvault_key", {"digest": b""}),
+    ("key_pepper_version", "keyvault_key", {"pepper_version": 0}),
+    ("key_activated_at", "keyvault_key", {"state": "active", "activated_at": None}),
+    ("key_suspended_at", "keyvault_key", {"state": "suspended", "suspended_at": None}),
+    ("key_deactivated_at", "keyvault_key", {"state": "deactivated", "retirement": "expired"}),
+    ("key_compromised_at", "keyvault_key", {"state": "compromised"}),
+    ("key_destroyed_at", "keyvault_key", {"state": "destroyed"}),
+    ("key_expires_later", "keyvault_key", {"expires_at": LONG_AGO}),
+    ("key_retirement", "keyvault_key", {"state": "deactivated", "deactivated_at": LONG_AGO}),
+    (
+        "key_retirement",
+        "keyvault_key",
+        {"state": "deactivated", "deactivated_at": LONG_AGO, "retirement": "revoked"},
+    ),
+    (
+        "key_retirement",
+        "keyvault_key",
+        {"state": "deactivated", "deactivated_at": LONG_AGO, "retirement": "revoked", "reason": "other"},
+    ),
+    (
+        "key_retirement",
+        "keyvault_key",
+        {"state": "deactivated", "deactivated_at": LONG_AGO, "retirement": "expired", "reason": "superseded"},
+    ),
+    ("key_backend_version", "keyvault_key", {"material": "held", "backend_version": None}),
+    ("token_scope", "keyvault_servicetoken", {"scope": "other"}),
+    ("token_digest_bytes", "keyvault_servicetoken", {"digest": bytes(33)}),
+    ("token_expires_later", "keyvault_servicetoken", {"expires_at": LONG_AGO}),
+    ("pepper_set", "keyvault_pepperversion", {"pepper_set": "other"}),
+    ("request_kind", "keyvault_issuancerequest", {"kind": "other"}),
+    ("request_state", "keyvault_issuancerequest", {"state": "other"}),
+    ("request_delivery", "keyvault_issuancerequest", {"delivery": "other"}),
+    ("request_expires_later", "keyvault_issuancerequest", {"expires_at": LONG_AGO}),
+    ("request_expires_in_days", "keyvault_issuancerequest", {"expires_in_days": 0}),
+    ("request_expires_in_days", "keyvault_issuancerequest", {"expires_in_days": 3651}),
+    ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "key_id": None}),
+    ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "credential_id": None}),
+    ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "issued_at": None}),
+    ("request_collected_at", "keyvault_issuancerequest", {"state": "collected", "collected_at": None}),
+    ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
+    ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_x"}),
+    ("use_outcome", "keyvault_usebucket", {"outcome": "other"}),
+]
+"""A constraint, a table, and what no row of it may say. The first row is one that says it otherwise."""
+
+ROWS: dict[str, Row] = {"keyvault_issuancerequest": {"state": "issued"}, "keyvault_key": {"state": "active"}}
+"""Which row is attacked, where the first one would not do."""
+
+ONCE: dict[str, str] = {
+    "account_unique": "keyvault_account",
+    "connection_unique": "keyvault_providerconnection",
+    "webhook_endpoint_unique": "keyvault_webhookendpoint",
+    "pepper_version_unique": "keyvault_pepperversion",
+    "audit_entry_unique": "keyvault_auditentry",
+    "issuance_approval_once": "keyvault_issuanceapproval",
+    "use_bucket_unique": "keyvault_usebucket",
+}
+"""A uniqueness rule, and the table of which no row may stand twice."""
+
+
+@pytest.fixture
+def bare_world(world: World) -> World:
+    """The same without triggers."""
+    settle_foreign_keys()
+    drop_triggers(connection)
+    return world
+
+
+def test_checks_every_constraint_of_keyvault_is_attacked_here() -> None:
+    """A constraint that nobody ever saw refuse something may be one that NULL slips through."""
+    checks, uniques = set(), set()
+    for model in apps.get_app_config("keyvault").get_models():
+        for constraint in model._meta.constraints:
+            if isinstance(constraint, CheckConstraint):
+                checks.add(constraint.name)
+            elif isinstance(constraint, UniqueConstraint):
+                uniques.add(constraint.name)
+    assert checks == {name for name, _, _ in FORBIDDEN} | {"break_glass_second_person"}
+    assert uniques == set(ONCE)
+
+
+def test_checks_forbidden_value_is_refused_by_its_constraint(bare_world: World, subtests: pytest.Subtests) -> None:
+    """The database itself holds every value and every stamp to the rules, whoever writes."""
+    for name, table, changes in FORBIDDEN:
+        row = read_row(table, **ROWS.get(table, {}))
+        key = next(iter(row))
+        with (
+            subtests.test(name, **changes),
+            pytest.raises(IntegrityError, match=rf"\b{name}\b"),
+            transaction.atomic(),
+        ):
+            update(table, changes, **{key: row[key]})
+
+
+def test_checks_break_glass_reviewed_by_its_own_person_is_refused(bare_world: World) -> None:
+    """Nobody reviews what they did under break-glass themselves, under whichever log-in."""
+    act = read_row("keyvault_breakglass")
+    with pytest.raises(IntegrityError, match="break_glass_second_person"), transaction.atomic():
+        update("keyvault_breakglass", {"reviewed_at": act["created_at"], "reviewer_person": act["person"]})
+
+
+def test_checks_second_row_of_the_same_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:
+    """What can be there once is there once: an account per environment, an approval per person, an entry per number."""
+    for name, table in ONCE.items():
+        said = name if connection.vendor == "postgresql" else rf"UNIQUE constraint failed: {table}\.{_columns(name)}"
+        with subtests.test(name), pytest.raises(IntegrityError, match=said), transaction.atomic():
+            insert_copy(table, {"id": None})
+
+
+def _columns(name: str) -> str:
+    """The columns of a uniqueness rule, as SQLite names the rule."""
+    for model in apps.get_app_config("keyvault").get_models():
+        for constraint in model._meta.constraints:
+            if constraint.name == name and isinstance(constraint, UniqueConstraint):
+                names = [model._meta.get_field(field).column for field in constraint.fields]
+                return ", .*".join(map(re.escape, names))
+    raise AssertionError(name)

@@ -1,0 +1,186 @@
+"""Rows that only a recorded transaction may write, and what such a write says of itself."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.db import IntegrityError, connection, models, transaction
+from django.test.utils import CaptureQueriesContext
+
+from keyvault.access.catalog import find_endpoint
+from keyvault.domain.errors import StateConflictError
+from keyvault.models import IssuanceRequest, Key, Merchant, Operator
+from keyvault.models.recording import RecordedModel, UnrecordedWriteError, collect_subjects
+from keyvault.services.lookup import prove_service_token
+from keyvault.services.material import read_string
+from keyvault.services.verification import Presented, judge_presented
+from tests.factories import PRODUCTION, make_token, now
+
+from .conftest import World
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def recorded_models() -> Iterator[type[RecordedModel]]:
+    """Every table of ours that only a recorded transaction writes."""
+    for model in apps.get_models():
+        if issubclass(model, RecordedModel):
+            yield model
+
+
+def fresh_merchant() -> Merchant:
+    return Merchant(merchant_id="initech", name="Initech", created_at=now())
+
+
+WRITES: dict[str, Callable[[World], object]] = {
+    "save of a new row": lambda _: fresh_merchant().save(),
+    "save of an old row": lambda world: world.key.save(),
+    "create": lambda _: Merchant.objects.create(merchant_id="initech", name="Initech", created_at=now()),
+    "get_or_create": lambda _: Merchant.objects.get_or_create(merchant_id="x", defaults={"created_at": now()}),
+    "update_or_create": lambda world: Merchant.objects.update_or_create(merchant_id="acme", defaults={"name": "x"}),
+    "compare_and_swap": lambda world: world.key.compare_and_swap(state="suspended"),
+    "delete": lambda world: world.key.delete(),
+    "queryset.update": lambda _: Key.objects.update(state="suspended"),
+    "queryset.delete": lambda _: Key.objects.all().delete(),
+    "bulk_create": lambda _: Merchant.objects.bulk_create([fresh_merchant()]),
+    "bulk_update": lambda world: Key.objects.bulk_update([world.key], ["state"]),
+    "related.update": lambda world: world.key.credential.keys.update(state="suspended"),
+    "related.create": lambda world: world.production.credentials.create(credential_id="crd_x", created_at=now()),
+    "related.add": lambda world: world.sandbox.issuance_requests.add(world.pending),
+    "related.clear": lambda world: world.key.requests.clear(),
+    "base manager": lambda _: Key._base_manager.update(state="suspended"),
+}
+
+ALWAYS_REFUSED = {
+    name for name in WRITES if name.startswith(("queryset", "bulk", "related.update", "related.add", "related.clear"))
+} | {"delete", "base manager"}
+"""Refused inside a recorded transaction as well: they name no subject."""
+
+
+def test_recorded_model_written_outside_a_recorded_block_raises(world: World, subtests: pytest.Subtests) -> None:
+    """No service can forget its audit entry: without `recorded` there is no way to write."""
+    for name, write in WRITES.items():
+        with subtests.test(name), pytest.raises(UnrecordedWriteError):
+            write(world)
+
+
+def test_recorded_model_written_as_a_set_inside_a_recorded_block_raises(
+    world: World, subtests: pytest.Subtests
+) -> None:
+    """A write of a whole set could not say whose verdicts it alters, so there is none."""
+    for name in ALWAYS_REFUSED:
+        with subtests.test(name), collect_subjects(), pytest.raises(UnrecordedWriteError):
+            WRITES[name](world)
+
+
+def test_recorded_model_every_table_says_what_it_alters() -> None:
+    """Whoever adds a table decides, in that table, whether a write to it alters a verdict."""
+    silent = [model.__name__ for model in recorded_models() if "alters" not in vars(model)]
+    assert silent == []
+
+
+def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: World) -> None:
+    """A row that a verdict depends on cannot be written without a change row, or caches would go stale."""
+    _, token_text = make_token()
+    presented = Presented(read_string(world.key).reveal(), PRODUCTION, find_endpoint("orders.create"))
+    with CaptureQueriesContext(connection) as queries:
+        assert judge_presented(presented, now()).holder is not None
+        assert prove_service_token(token_text.reveal(), now()) is not None
+    read = {name for query in queries for name in re.findall(r'(?:FROM|JOIN) "(\w+)"', query["sql"])}
+    altering = {
+        model._meta.db_table
+        for model in recorded_models()
+        if (row := model._base_manager.first()) is not None and row.alters() is not None
+    }
+    assert read == {
+        "keyvault_key",
+        "keyvault_credential",
+        "keyvault_account",
+        "keyvault_merchant",
+        "keyvault_servicetoken",
+    }
+    assert read <= altering
+
+
+def test_recorded_model_written_inside_a_block_notes_its_subject(world: World) -> None:
+    """A change row comes by construction: the write itself notes its subject, and only tables without one do not."""
+    for model in recorded_models():
+        row = model._base_manager.first()
+        assert row is not None, f"the world lacks a {model.__name__}"
+        if type(row).__name__ in {"IssuanceApproval", "RotationApproval", "Evidence"}:
+            continue  # Append-only: there is nothing to swap.
+        with transaction.atomic(), collect_subjects() as subjects:
+            row.compare_and_swap()
+        assert list(subjects) == ([] if row.alters() is None else [row.alters()]), model.__name__
+
+
+def test_recorded_model_new_row_notes_its_subject() -> None:
+    with transaction.atomic(), collect_subjects() as subjects:
+        fresh_merchant().save()
+    assert list(subjects) == [("merchant", "initech")]
+
+
+def test_recorded_model_stale_row_swapped_raises_and_writes_nothing(world: World) -> None:
+    """Whoever decided on what they saw does not write over what they did not see."""
+    stale = IssuanceRequest.objects.get(pk=world.pending.pk)
+    with collect_subjects():
+        world.pending.compare_and_swap(state="withdrawn")
+    with collect_subjects() as subjects, pytest.raises(StateConflictError):
+        stale.compare_and_swap(state="rejected")
+    assert subjects == {}
+    fresh = IssuanceRequest.objects.get(pk=world.pending.pk)
+    assert (fresh.state, fresh.version) == ("withdrawn", world.pending.version)
+
+
+def test_recorded_model_existing_row_saved_blindly_is_refused(world: World) -> None:
+    """`save` only inserts: an update goes by the version that was read, or not at all."""
+    world.key.material = "destroyed"
+    with collect_subjects(), pytest.raises(IntegrityError), transaction.atomic():
+        world.key.save()
+    assert Key.objects.get(pk=world.key.pk).material == "held"
+
+
+def test_recorded_model_block_left_closes_the_door(world: World) -> None:
+    with collect_subjects(), collect_subjects():
+        pass
+    with pytest.raises(UnrecordedWriteError):
+        fresh_merchant().save()
+
+
+def test_operator_made_superuser_is_refused() -> None:
+    """There are no superusers, not even by Django's own way to make one."""
+    with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
+        Operator.objects.create_superuser("root", password="correct horse battery staple")
+    row = Operator.objects.create_user("tam")
+    with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
+        Operator.objects.filter(pk=row.pk).update(is_superuser=True)
+
+
+def test_operator_log_ins_are_of_different_persons_unless_told() -> None:
+    """Four eyes compare persons: two log-ins share one only when whoever made them said so."""
+    first, second = Operator.objects.create_user("one"), Operator.objects.create_user("two")
+    assert first.person != second.person
+
+
+def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
+    """A new table is under the guard, or somebody wrote down here why it need not be."""
+    beside = {
+        "AuditChain": "the log itself",
+        "AuditEntry": "the log itself",
+        "Change": "the feed itself",
+        "KeyUse": "counts, no part of a verdict",
+        "UseBucket": "counts",
+        "UsageReporter": "who counts",
+        "WorkLease": "bookkeeping beside the rows that matter",
+        "LedgerEntry": "bookkeeping of tries",
+        "Operator": "Django's own user; its permissions are its groups",
+    }
+    unguarded = {model.__name__ for model in _ours() if not issubclass(model, RecordedModel)}
+    assert unguarded == set(beside)
+
+
+def _ours() -> list[type[models.Model]]:
+    found: list[Any] = [model for name in ("keyvault", "rotation") for model in apps.get_app_config(name).get_models()]
+    return found

@@ -1,0 +1,498 @@
+"""Every rule that only a trigger can hold, attacked by SQL that goes past the models.
+
+One attack at least for each rule of `keyvault.models.triggers`, by the rule's name: with that one trigger gone
+the attack no longer meets its reason, so that each is seen to work by itself.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, models
+
+from keyvault.models import IssuanceApproval, Key, Operator
+from keyvault.models.triggers import _UNTRUNCATED, drop_triggers, ensure_triggers, expected_triggers, list_triggers
+from tests.factories import make_operator
+
+from .attacks import (
+    Row,
+    defer_foreign_keys,
+    delete,
+    execute,
+    expect_refusal,
+    insert,
+    insert_copy,
+    read_row,
+    refused,
+    settle_foreign_keys,
+    update,
+)
+from .conftest import World, fresh_id
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+REPLACE = "INSERT OR REPLACE"
+
+
+def _replace(table: str, changes: Row | None = None, **where: object) -> None:
+    """SQLite puts the new row over the old one without asking a DELETE trigger; PostgreSQL only knows INSERT."""
+    insert_copy(table, changes or {}, verb=REPLACE if connection.vendor == "sqlite" else "INSERT", **where)
+
+
+def _row_of(username: str) -> Operator:
+    return Operator.objects.get(username=username)
+
+
+def _approval(request_table: str, world: World, **changes: object) -> Row:
+    """A good approval of what is pending, with changes: what `insert` puts in."""
+    is_request = request_table == "keyvault_issuancerequest"
+    subject: Any = world.pending if is_request else world.waiting
+    return {
+        "version": 1,
+        "request_id" if is_request else "rotation_id": subject.pk,
+        "approver_id": _row_of("approver").pk,
+        "person": world.approver.person,
+        "plan_digest": subject.plan_digest,
+        "created_at": subject.created_at,
+        **changes,
+    }
+
+
+def _approve(table: str, world: World, **changes: object) -> None:
+    request = "keyvault_issuancerequest" if table == "keyvault_issuanceapproval" else "rotation_rotation"
+    insert(table, _approval(request, world, **changes))
+
+
+def _by_tam(world: World) -> Row:
+    return {"approver_id": _row_of("tam").pk, "person": world.tam.person}
+
+
+def _third_active(write: Callable[[World], None]) -> Callable[[World], None]:
+    """Two keys of a credential verify; then somebody tries for a third."""
+
+    def attack(world: World) -> None:
+        _copy_key(world, "second000000key0", state="active")
+        write(world)
+
+    return attack
+
+
+def _copy_key(world: World, key_id: str, **changes: object) -> None:
+    insert_copy("keyvault_key", {"key_id": key_id, **changes}, key_id=world.key.key_id)
+
+
+def _activate_third(world: World) -> None:
+    _copy_key(world, "third0000000key0", state="pre_activation")
+    update("keyvault_key", {"state": "active"}, key_id="third0000000key0")
+
+
+ATTACKS: dict[str, Callable[[World], object]] = {
+    # Append-only: what was written once stays.
+    "auditentry_no_update": lambda _: update("keyvault_auditentry", {"actor": "operator:nobody"}),
+    "auditentry_no_delete": lambda _: delete("keyvault_auditentry", sequence=2),
+    "auditentry_no_replace": lambda _: _replace("keyvault_auditentry", {"actor": "operator:nobody"}),
+    "change_no_update": lambda _: update("keyvault_change", {"subject_id": "another"}),
+    "change_no_delete": lambda _: delete("keyvault_change"),
+    "change_no_replace": lambda _: _replace("keyvault_change", {"subject_id": "another"}),
+    "issuanceapproval_no_update": lambda _: update("keyvault_issuanceapproval", {"person": "per_other"}),
+    "issuanceapproval_no_delete": lambda _: delete("keyvault_issuanceapproval"),
+    "issuanceapproval_no_replace": lambda _: _replace("keyvault_issuanceapproval", {"id": None}),
+    "rotationapproval_no_update": lambda _: update("rotation_rotationapproval", {"person": "per_other"}),
+    "rotationapproval_no_delete": lambda _: delete("rotation_rotationapproval"),
+    "rotationapproval_no_replace": lambda _: _replace("rotation_rotationapproval", {"id": None}),
+    "evidence_no_update": lambda _: update("rotation_evidence", {"kind": "silent"}),
+    "evidence_no_delete": lambda _: delete("rotation_evidence"),
+    "evidence_no_replace": lambda _: _replace("rotation_evidence", {"kind": "silent"}),
+    # The head of a chain moves one entry at a time.
+    "auditchain_no_delete": lambda _: delete("keyvault_auditchain", name="account:acme/sandbox"),
+    "auditchain_no_replace": lambda _: _replace("keyvault_auditchain", {"sequence": 0}, name="platform"),
+    "auditchain_forward": lambda _: update("keyvault_auditchain", {"sequence": 0}, name="platform"),
+    # The two environments stay apart.
+    "connection_mode_insert": lambda world: insert_copy(
+        "keyvault_providerconnection", {"id": None, "provider": "other", "account_id": world.sandbox.pk}, mode="live"
+    ),
+    "connection_mode_update": lambda world: update(
+        "keyvault_providerconnection", {"mode": "live"}, account_id=world.sandbox.pk
+    ),
+    "account_stays": lambda world: update("keyvault_account", {"environment": "sandbox"}, id=world.production.pk),
+    "account_no_delete": lambda world: delete("keyvault_account", id=world.sandbox.pk),
+    "account_no_replace": lambda world: _replace("keyvault_account", {"environment": "x"}, id=world.production.pk),
+    # Keys: no way back from the dead, at most two alive.
+    "credential_stays": lambda world: update(
+        "keyvault_credential", {"account_id": world.sandbox.pk}, credential_id=world.key.credential_id
+    ),
+    "credential_no_delete": lambda world: delete("keyvault_credential", credential_id=world.key.credential_id),
+    "credential_no_replace": lambda world: _replace(
+        "keyvault_credential", {"kind": "public"}, credential_id=world.key.credential_id
+    ),
+    "key_no_revival": lambda world: update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
+    "key_never_pre_active_again": lambda world: update(
+        "keyvault_key", {"state": "pre_activation"}, key_id=world.key.key_id
+    ),
+    "key_stays": lambda world: update(
+        "keyvault_key", {"credential_id": world.other_key.credential_id}, key_id=world.key.key_id
+    ),
+    "key_two_active_insert": _third_active(lambda world: _copy_key(world, "third0000000key0", state="active")),
+    "key_two_active_update": _third_active(_activate_third),
+    "key_no_delete": lambda world: delete("keyvault_key", key_id=world.dead_key.key_id),
+    "key_no_replace": lambda world: _replace("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
+    # Four eyes.
+    "operator_stays": lambda world: update("keyvault_operator", {"person": world.approver.person}, username="tam"),
+    "issuancerequest_second_person": lambda world: _approve("keyvault_issuanceapproval", world, **_by_tam(world)),
+    "issuancerequest_approver_is_person": lambda world: _approve(
+        "keyvault_issuanceapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
+    "issuancerequest_requester_is_person": lambda world: insert_copy(
+        "keyvault_issuancerequest",
+        {"request_id": fresh_id(), "requester_person": "per_nobody"},
+        request_id=world.pending.pk,
+    ),
+    "issuancerequest_same_digest": lambda world: _approve("keyvault_issuanceapproval", world, plan_digest="0" * 64),
+    "issuancerequest_enough_insert": lambda world: insert_copy(
+        "keyvault_issuancerequest", {"request_id": fresh_id(), "state": "approved"}, request_id=world.pending.pk
+    ),
+    "issuancerequest_enough_update": lambda world: update(
+        "keyvault_issuancerequest", {"state": "approved"}, request_id=world.pending.pk
+    ),
+    "issuancerequest_production_policy": lambda world: insert_copy(
+        "keyvault_issuancerequest", {"request_id": fresh_id(), "approvals_needed": 0}, request_id=world.pending.pk
+    ),
+    "issuancerequest_stays": lambda world: update(
+        "keyvault_issuancerequest", {"approvals_needed": 0}, request_id=world.pending.pk
+    ),
+    "issuancerequest_no_delete": lambda world: delete("keyvault_issuancerequest", request_id=world.pending.pk),
+    "issuancerequest_no_replace": lambda world: _replace(
+        "keyvault_issuancerequest", {"label": "another"}, request_id=world.pending.pk
+    ),
+    "rotation_second_person": lambda world: _approve("rotation_rotationapproval", world, **_by_tam(world)),
+    "rotation_approver_is_person": lambda world: _approve(
+        "rotation_rotationapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
+    "rotation_requester_is_person": lambda world: insert_copy(
+        "rotation_rotation",
+        {"rotation_id": fresh_id(), "requester_person": "per_nobody"},
+        rotation_id=world.waiting.pk,
+    ),
+    "rotation_same_digest": lambda world: _approve("rotation_rotationapproval", world, plan_digest="0" * 64),
+    "rotation_enough_insert": lambda world: insert_copy(
+        "rotation_rotation", {"rotation_id": fresh_id(), "state": "scheduled"}, rotation_id=world.waiting.pk
+    ),
+    "rotation_enough_update": lambda world: update(
+        "rotation_rotation", {"state": "scheduled"}, rotation_id=world.waiting.pk
+    ),
+    "rotation_production_policy": lambda world: insert_copy(
+        "rotation_rotation",
+        {"rotation_id": fresh_id(), "state": "cancelled", "approvals_needed": 0},
+        rotation_id=world.waiting.pk,
+    ),
+    "rotation_stays": lambda world: update(
+        "rotation_rotation", {"predecessor_id": world.dead_key.key_id}, rotation_id=world.waiting.pk
+    ),
+    "rotation_no_delete": lambda world: delete("rotation_rotation", rotation_id=world.waiting.pk),
+    "rotation_no_replace": lambda world: _replace("rotation_rotation", {"why": "x"}, rotation_id=world.waiting.pk),
+    # An act under break-glass stays in sight.
+    "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
+    "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
+}
+
+
+def test_triggers_every_rule_is_attacked_here() -> None:
+    """A rule that nobody ever saw refuse something may be misspelt."""
+    assert set(ATTACKS) == expected_triggers()
+
+
+def test_triggers_attack_on_a_rule_is_refused_by_that_rule(world: World, subtests: pytest.Subtests) -> None:
+    """Each rule of the database holds for raw SQL, and holds by itself."""
+    for name, attack in ATTACKS.items():
+        with subtests.test(name):
+            expect_refusal(name, partial(attack, world))
+
+
+# ------------------------------------------------------------------------------------------------- append-only
+
+
+@pytest.mark.postgres
+def test_triggers_truncate_of_a_kept_table_is_refused(world: World, subtests: pytest.Subtests) -> None:
+    """TRUNCATE asks no row trigger; every table whose rows stay refuses it as a whole."""
+    settle_foreign_keys()
+    for table in _UNTRUNCATED:
+        with subtests.test(table), refused("is never truncated"):
+            execute(f"TRUNCATE {table} CASCADE")
+
+
+@pytest.mark.parametrize("table", ["keyvault_auditentry", "keyvault_change", "keyvault_issuanceapproval"])
+def test_triggers_upsert_on_an_append_only_row_is_refused(world: World, table: str) -> None:
+    """`INSERT … ON CONFLICT DO UPDATE` is an update by another name."""
+    key = "sequence" if table == "keyvault_change" else "id"
+    with refused("is append-only"):
+        insert_copy(table, {}, tail=f"ON CONFLICT ({key}) DO UPDATE SET {key} = excluded.{key}")
+
+
+def test_triggers_upsert_on_a_dead_key_does_not_revive_it(world: World) -> None:
+    """A dead key never verifies again, also not as the update half of an upsert."""
+    with refused("key rows are never replaced"):
+        insert_copy(
+            "keyvault_key",
+            {},
+            tail="ON CONFLICT (key_id) DO UPDATE SET state = 'active'",
+            key_id=world.dead_key.key_id,
+        )
+
+
+def test_triggers_dead_key_deleted_and_inserted_anew_is_refused(world: World) -> None:
+    """A dead key never verifies again, also not by way of its deletion, for which foreign keys would wait."""
+    defer_foreign_keys()
+    with refused("key rows are never deleted"):
+        delete("keyvault_key", key_id=world.dead_key.key_id)
+
+
+@pytest.mark.parametrize("step", [-1, 0, 2, 10])
+def test_triggers_chain_head_moves_by_any_other_step_is_refused(world: World, step: int) -> None:
+    """The head of a chain moves with an entry and by one: it is neither set back nor run ahead."""
+    head = read_row("keyvault_auditchain", name="platform")
+    with refused("a chain moves one entry at a time"):
+        update("keyvault_auditchain", {"sequence": head["sequence"] + step}, name="platform")
+
+
+def test_triggers_chain_renamed_is_refused(world: World) -> None:
+    """A chain keeps its name, so that none can take another's place."""
+    head = read_row("keyvault_auditchain", name="platform")
+    changes = {"name": "elsewhere", "sequence": head["sequence"] + 1}
+    with refused("a chain moves one entry at a time"):
+        update("keyvault_auditchain", changes, name="platform")
+
+
+# ------------------------------------------------------------------------------------------- environments, keys
+
+
+def test_triggers_account_moved_to_the_other_environment_is_refused(world: World) -> None:
+    """What was made for sandbox never turns into production, with its keys and connections."""
+    with refused("an account never changes its merchant or environment"):
+        update("keyvault_account", {"environment": "production"}, id=world.sandbox.pk)
+
+
+def test_triggers_connection_moved_to_the_other_environment_is_refused(world: World) -> None:
+    """A connection in test mode does not come to stand in production by changing its account."""
+    with refused("test mode is for sandbox, live mode for production"):
+        update(
+            "keyvault_providerconnection",
+            {"account_id": world.production.pk, "provider": "moved"},
+            account_id=world.sandbox.pk,
+        )
+
+
+def test_triggers_connection_of_an_account_that_is_yet_to_come_is_refused(world: World) -> None:
+    """PostgreSQL lets a foreign key wait for the end of the transaction; the rule about modes does not wait."""
+    defer_foreign_keys()
+    with refused("test mode is for sandbox, live mode for production"):
+        insert_copy("keyvault_providerconnection", {"id": None, "account_id": 999_999}, mode="live")
+
+
+@pytest.mark.parametrize("state", ["active", "suspended"])
+@pytest.mark.parametrize("dead", ["deactivated", "compromised", "destroyed"])
+def test_triggers_dead_key_to_any_living_state_is_refused(world: World, dead: str, state: str) -> None:
+    """A key that was revoked, compromised or destroyed never verifies again, whoever writes."""
+    stamps = {"compromised_at": world.key.created_at, "destroyed_at": world.key.created_at}
+    update("keyvault_key", {"state": dead, **stamps}, key_id=world.dead_key.key_id)
+    with refused("a dead key never verifies again"):
+        update("keyvault_key", {"state": state, "suspended_at": world.key.created_at}, key_id=world.dead_key.key_id)
+
+
+@pytest.mark.parametrize("days", [-1, 1, None])
+def test_triggers_expiry_of_a_key_changed_is_refused(world: World, days: int | None) -> None:
+    """A key's expiry is set when it is issued and known to everyone: neither sooner, nor later, nor never."""
+    assert world.key.expires_at is not None
+    expires_at = None if days is None else world.key.expires_at + timedelta(days=days)
+    with refused("a key keeps its credential and its expiry"):
+        update("keyvault_key", {"expires_at": expires_at}, key_id=world.key.key_id)
+
+
+def test_triggers_expiry_given_to_a_key_without_one_is_refused(world: World) -> None:
+    """A key that was issued for good is not ended by an expiry that comes later."""
+    assert world.other_key.expires_at is None
+    with refused("a key keeps its credential and its expiry"):
+        update("keyvault_key", {"expires_at": "2099-01-01 00:00:00+00:00"}, key_id=world.other_key.key_id)
+
+
+def test_triggers_two_active_keys_of_a_credential_are_accepted(world: World) -> None:
+    """The rule about a third key must not forbid the overlap of a rotation."""
+    _copy_key(world, "second000000key0", state="active")
+    assert Key.objects.filter(credential=world.key.credential, state="active").count() == 2
+
+
+# ---------------------------------------------------------------------------------------------------- four eyes
+
+
+def test_triggers_second_log_in_of_the_requester_approving_is_refused(world: World) -> None:
+    """Persons are compared, not log-ins: a second account of whoever asked is the same person."""
+    with refused("whoever asked cannot approve"):
+        _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam-too").pk, person=world.tam_too.person)
+
+
+def test_triggers_second_approval_of_one_person_is_refused(world: World) -> None:
+    """One person counts once, also under a second log-in."""
+    again = make_operator("approver-too", person=world.approver.person)
+    _approve("keyvault_issuanceapproval", world)
+    with refused("issuanceapproval is append-only"):
+        _approve("keyvault_issuanceapproval", world, approver_id=_row_of(again.username).pk)
+
+
+def test_triggers_approval_in_the_name_of_another_is_refused(world: World) -> None:
+    """Whoever asked cannot write an approval under the name of a person who never gave it."""
+    with refused("an approval is in the name of its approver"):
+        _approve("keyvault_issuanceapproval", world, approver_id=_row_of("tam").pk, person=world.approver.person)
+
+
+def test_triggers_log_in_passed_to_another_person_is_refused(world: World) -> None:
+    """The comparison of persons rests on each log-in staying its person's."""
+    with refused("a log-in never passes to another person"):
+        update("keyvault_operator", {"person": "per_somebody"}, username="tam-too")
+
+
+@pytest.mark.parametrize("state", ["approved", "issued", "collected"])
+def test_triggers_approved_state_without_approvals_is_refused(world: World, state: str) -> None:
+    """No state that only approvals lead to can be written without them."""
+    row = read_row("keyvault_issuancerequest", request_id=world.issued.pk)
+    filled = {name: row[name] for name in ("key_id", "credential_id", "issued_at")}
+    changes = {"state": state, "collected_at": row["issued_at"], **filled}
+    with refused("not enough persons have approved"):
+        update("keyvault_issuancerequest", changes, request_id=world.pending.pk)
+
+
+def test_triggers_approved_state_with_its_approval_is_accepted(world: World) -> None:
+    """The rule about approvals must not forbid what was approved."""
+    _approve("keyvault_issuanceapproval", world)
+    update("keyvault_issuancerequest", {"state": "approved"}, request_id=world.pending.pk)
+
+
+def test_triggers_one_approval_where_two_are_needed_is_refused(world: World) -> None:
+    """Enough is as many as were needed when it was asked."""
+    request_id = fresh_id()
+    insert_copy(
+        "keyvault_issuancerequest", {"request_id": request_id, "approvals_needed": 2}, request_id=world.pending.pk
+    )
+    _approve("keyvault_issuanceapproval", world, request_id=request_id)
+    with refused("not enough persons have approved"):
+        update("keyvault_issuancerequest", {"state": "approved"}, request_id=request_id)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"approvals_needed": 0},
+        {"requester_person": "per_nobody"},
+        {"plan_digest": "0" * 64},
+        {"label": "another"},
+        {"kind": "public"},
+        {"delivery": "show_once"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_triggers_request_changed_after_it_was_asked_is_refused(world: World, changes: Row) -> None:
+    """What was approved is what was asked: no part of it, nor who asked, nor how many must agree, is changed."""
+    with refused("what was asked is not changed afterwards"):
+        update("keyvault_issuancerequest", changes, request_id=world.pending.pk)
+
+
+def test_triggers_expiry_asked_for_changed_afterwards_is_refused(world: World) -> None:
+    """The lifetime of the key is part of what was approved, be it none."""
+    with refused("what was asked is not changed afterwards"):
+        update("keyvault_issuancerequest", {"expires_in_days": 3650}, request_id=world.pending.pk)
+    with refused("what was asked is not changed afterwards"):
+        update("keyvault_issuancerequest", {"expires_in_days": None}, request_id=world.issued.pk)
+
+
+def test_triggers_plan_of_a_rotation_changed_afterwards_is_refused(world: World) -> None:
+    """The engine goes by the plan that was approved, whose periods nobody shortens in the table."""
+    with refused("what was asked is not changed afterwards"):
+        update("rotation_rotation", {"plan": '{"quiet_seconds": 0}'}, rotation_id=world.scheduled.pk)
+
+
+def test_triggers_request_in_production_without_approvals_needed_is_refused(world: World) -> None:
+    """In production the least is one second person; in sandbox none is a policy that may be chosen."""
+    changes = {"request_id": fresh_id(), "approvals_needed": 0}
+    with refused("production takes a second person"):
+        insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
+    insert_copy("keyvault_issuancerequest", changes | {"account_id": world.sandbox.pk}, request_id=world.pending.pk)
+
+
+def test_triggers_request_for_an_account_that_is_yet_to_come_takes_a_second_person(world: World) -> None:
+    """An account that does not exist yet is no sandbox: the rule does not wait for the foreign key."""
+    defer_foreign_keys()
+    changes = {"request_id": fresh_id(), "approvals_needed": 0, "account_id": 999_999}
+    with refused("production takes a second person"):
+        insert_copy("keyvault_issuancerequest", changes, request_id=world.pending.pk)
+
+
+def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None:
+    """The rule holds for Django's own writes too, when somebody goes round `RecordedModel`."""
+    approval = IssuanceApproval(
+        request=world.pending,
+        approver=_row_of("tam"),
+        person=world.tam.person,
+        plan_digest=world.pending.plan_digest,
+        created_at=world.pending.created_at,
+    )
+    with refused("whoever asked cannot approve"):
+        approval.save_base(force_insert=True)
+
+
+# ---------------------------------------------------------------------------------- the rules stay where they are
+
+
+def test_triggers_after_migrate_all_are_in_force() -> None:
+    """The rules in force are exactly those written down: none is missing, none is left from an older day."""
+    assert list_triggers(connection) == expected_triggers(connection.vendor)
+
+
+def test_triggers_of_the_database_lifted_one_by_one_are_missed() -> None:
+    """Whoever compares the two lists, such as /readyz, sees each rule that somebody took away."""
+    execute("DROP TRIGGER kv_key_no_revival" + (" ON keyvault_key" if connection.vendor == "postgresql" else ""))
+    assert expected_triggers(connection.vendor) - list_triggers(connection) == {"key_no_revival"}
+
+
+@pytest.mark.postgres
+def test_triggers_disabled_rule_is_missed() -> None:
+    """A trigger that is there but switched off does not count as in force."""
+    execute("ALTER TABLE keyvault_key DISABLE TRIGGER kv_key_no_revival")
+    assert expected_triggers("postgresql") - list_triggers(connection) == {"key_no_revival"}
+
+
+def test_triggers_put_in_place_twice_are_the_same() -> None:
+    """Every `migrate` puts them in place anew."""
+    ensure_triggers(connection)
+    ensure_triggers(connection)
+    assert list_triggers(connection) == expected_triggers(connection.vendor)
+
+
+def test_triggers_lifted_and_put_back_hold_again(world: World) -> None:
+    settle_foreign_keys()
+    drop_triggers(connection)
+    assert list_triggers(connection) == set()
+    ensure_triggers(connection)
+    with refused("a dead key never verifies again"):
+        update("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_triggers_table_rebuilt_by_a_migration_has_them_after_migrate() -> None:
+    """SQLite rebuilds a table when a column changes and loses its triggers; the end of `migrate` restores them."""
+    before = expected_triggers(connection.vendor)
+    field = Key._meta.get_field("pepper_version")
+    wider: models.Field[Any, Any] = models.PositiveBigIntegerField()
+    wider.set_attributes_from_name("pepper_version")
+    wider.model = Key
+    try:
+        with connection.schema_editor() as editor:
+            editor.alter_field(Key, field, wider)
+        if connection.vendor == "sqlite":
+            assert not any(name.startswith("key_") for name in list_triggers(connection)), "no rebuild, no proof"
+        call_command("migrate", interactive=False, verbosity=0)
+        assert list_triggers(connection) == before
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_field(Key, wider, field)
+        ensure_triggers(connection)

@@ -1,0 +1,41 @@
+"""A merchant in both environments, and who works with it."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from keyvault.access.principals import Operator
+from keyvault.access.roles import Role
+from keyvault.models import Account, Merchant
+from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_merchant, make_operator
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`tam` asks, `approver` approves, `admin` may do nearly everything, `responder` stops things."""
+
+    merchant: Merchant
+    sandbox: Account
+    production: Account
+    tam: Operator
+    approver: Operator
+    admin: Operator
+    responder: Operator
+
+
+@pytest.fixture
+def scene(db: None) -> Scene:
+    return make_scene()
+
+
+def make_scene(merchant_id: str = "acme") -> Scene:
+    have_peppers()
+    return Scene(
+        merchant=make_merchant(merchant_id),
+        sandbox=account(merchant_id, SANDBOX),
+        production=account(merchant_id, PRODUCTION),
+        tam=make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER),
+        approver=make_operator("approver", Role.APPROVER),
+        admin=make_operator("admin", Role.KEY_ADMINISTRATOR),
+        responder=make_operator("responder", Role.INCIDENT_RESPONDER),
+    )

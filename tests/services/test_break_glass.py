@@ -1,0 +1,65 @@
+"""Acts that went round a rule on purpose: noted with the act, in sight until a second person has looked."""
+
+import pytest
+from django.db import IntegrityError, transaction
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.models import BreakGlass
+from keyvault.models.recording import UnrecordedWriteError
+from keyvault.services.break_glass import note_break_glass, review_break_glass
+from keyvault.services.issuance import collect_key
+from tests.factories import approve, grant, issue_request, make_operator, request_key
+
+from .conftest import Scene
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def act(scene: Scene) -> BreakGlass:
+    """Tam was shown a production key."""
+    request = request_key(scene.production, by=scene.tam)
+    issue_request(approve(request))
+    collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request)
+    return BreakGlass.objects.get()
+
+
+def test_break_glass_act_is_reviewed_by_a_second_person(scene: Scene, act: BreakGlass) -> None:
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=act.person)
+    review_break_glass(allowed, act)
+    stored = BreakGlass.objects.get()
+    assert (stored.reviewer_person, stored.reviewed_at) == (scene.approver.person, allowed.at)
+    with pytest.raises(StateConflictError, match="reviewed already"):
+        review_break_glass(allowed, stored)
+
+
+def test_break_glass_act_is_not_reviewed_by_its_own_person(scene: Scene, act: BreakGlass) -> None:
+    """Nobody reviews their own act, under no log-in: the decision says so, and the database if it was not asked."""
+    too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=scene.tam.person)
+    with pytest.raises(StateConflictError, match="second person"):
+        grant(too, P.BREAK_GLASS_REVIEW, requester_person=act.person)
+    misplaced = grant(too, P.BREAK_GLASS_REVIEW)
+    with pytest.raises(IntegrityError, match="break_glass_second_person"), transaction.atomic():
+        review_break_glass(misplaced, act)
+    assert BreakGlass.objects.get().reviewed_at is None
+
+
+def test_break_glass_act_is_reviewed_by_those_who_may(scene: Scene, act: BreakGlass) -> None:
+    for operator in (scene.tam, scene.responder):
+        with pytest.raises(PermissionMissingError):
+            grant(operator, P.BREAK_GLASS_REVIEW, requester_person=act.person)
+
+
+def test_break_glass_act_is_noted_inside_the_block_of_the_act_only(scene: Scene) -> None:
+    """The note is in the transaction of the act: neither without the other."""
+    with pytest.raises(UnrecordedWriteError):
+        note_break_glass(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), event="x", subject="y", why="z")
+
+
+def test_break_glass_is_a_person_s(scene: Scene) -> None:
+    """Our own machinery has no glass to break."""
+    with pytest.raises(TypeError):
+        note_break_glass(grant(HOST, P.MERCHANTS_WRITE), event="x", subject="y", why="z")

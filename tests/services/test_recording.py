@@ -1,0 +1,476 @@
+"""Every act leaves exactly its entries and its change rows, in its own transaction, or nothing at all."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from django.db import IntegrityError, transaction
+
+import keyvault.services
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, WORKER, Channel
+from keyvault.access.roles import Role
+from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditChain, AuditEntry, BreakGlass, Change, IssuanceRequest, Key, Merchant, Operator
+from keyvault.services import break_glass, issuance, keys, leases, material, merchants, operators, recording, tokens
+from keyvault.services.authorization import operator_principal
+from tests.factories import (
+    PASSWORD,
+    approve,
+    grant,
+    issue,
+    issue_request,
+    make_merchant,
+    make_token,
+    now,
+    request_key,
+)
+
+from .conftest import Scene
+from .rows import changed_tables, dump_tables, last_body, last_ids, lift_triggers, written_since
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+LOG = {"keyvault_auditchain", "keyvault_auditentry", "keyvault_change"}
+
+
+@dataclass(frozen=True)
+class Act:
+    """`prepare` sets the scene and returns the act itself; the rest is what the act leaves behind."""
+
+    prepare: Callable[[Scene], Callable[[], object]]
+    events: list[str]
+    changes: list[str]
+
+
+def _stopped(scene: Scene, *permissions: P) -> Grant:
+    return grant(scene.admin, permissions[0], scene.sandbox)
+
+
+def _engine(scene: Scene) -> Grant:
+    return grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
+
+
+def _staged(scene: Scene) -> Key:
+    key, _ = issue(scene.sandbox)
+    return keys.stage_key(_engine(scene), key.credential, expires_in_days=None)[0]
+
+
+def _suspended(scene: Scene) -> Key:
+    key, _ = issue(scene.sandbox)
+    keys.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+    return key
+
+
+def _stage(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: keys.stage_key(_engine(scene), key.credential, expires_in_days=None)
+
+
+def _activate(scene: Scene) -> Callable[[], object]:
+    key = _staged(scene)
+    return lambda: keys.activate_key(_engine(scene), key)
+
+
+def _note_stored(scene: Scene) -> Callable[[], object]:
+    key = _staged(scene)
+    return lambda: keys.note_stored(_engine(scene), key, 2)
+
+
+def _burn(scene: Scene) -> Callable[[], object]:
+    key = _staged(scene)
+    return lambda: keys.burn_key(_engine(scene), key)
+
+
+def _suspend(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: keys.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+
+
+def _resume(scene: Scene) -> Callable[[], object]:
+    key = _suspended(scene)
+    return lambda: keys.resume_key(_stopped(scene, P.KEYS_RESUME), key)
+
+
+def _revoke(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: keys.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+
+
+def _report(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: keys.report_compromise(_stopped(scene, P.KEYS_REPORT_COMPROMISE), key)
+
+
+def _expire(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox, expires_in_days=1)
+    assert key.expires_at is not None
+    return lambda: keys.expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=key.expires_at), key)
+
+
+def _destroy(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    keys.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+    return lambda: material.destroy_string(_engine(scene), key)
+
+
+def _host(permission: P) -> Grant:
+    return grant(HOST, permission)
+
+
+def _merchant_act(act: Callable[[Grant, Merchant], None]) -> Callable[[Scene], Callable[[], object]]:
+    return lambda scene: lambda: act(_host(P.MERCHANTS_WRITE), scene.merchant)
+
+
+def _resume_merchant(scene: Scene) -> Callable[[], object]:
+    merchants.suspend_merchant(_host(P.MERCHANTS_WRITE), scene.merchant)
+    return lambda: merchants.resume_merchant(_host(P.MERCHANTS_WRITE), scene.merchant)
+
+
+def _suspend_account(scene: Scene) -> Callable[[], object]:
+    return lambda: merchants.suspend_account(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
+
+
+def _resume_account(scene: Scene) -> Callable[[], object]:
+    _suspend_account(scene)()
+    return lambda: merchants.resume_account(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
+
+
+def _create_token(scene: Scene) -> Callable[[], object]:
+    return lambda: tokens.create_service_token(
+        grant(scene.admin, P.TOKENS_WRITE), name="x", scope=StringScope.ALL, permissions=[P.KEYS_READ]
+    )
+
+
+def _revoke_token(scene: Scene) -> Callable[[], object]:
+    token, _ = make_token()
+    return lambda: tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
+
+
+def _create_operator(scene: Scene) -> Callable[[], object]:
+    return lambda: operators.create_operator(
+        _host(P.OPERATORS_WRITE), username="new", roles=[Role.AUDITOR], password=Plaintext(PASSWORD)
+    )
+
+
+def _reset_password(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return lambda: operators.reset_password(_host(P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+
+
+def _request(scene: Scene) -> Callable[[], object]:
+    return lambda: request_key(scene.production, by=scene.tam)
+
+
+def _approve(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production)
+    return lambda: approve(request)
+
+
+def _reject(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production)
+    return lambda: issuance.reject_issuance(grant(scene.approver, P.ISSUANCE_REJECT, scene.production), request, "no")
+
+
+def _withdraw(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production)
+    return lambda: issuance.withdraw_issuance(grant(scene.tam, P.ISSUANCE_WITHDRAW, scene.production), request)
+
+
+def _expire_request(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production)
+    allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.production, at=request.expires_at)
+    return lambda: issuance.expire_issuance(allowed, request)
+
+
+def _collect(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production, delivery=Delivery.SHOW_ONCE)
+    issue_request(approve(request))
+    return lambda: issuance.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request)
+
+
+def _review(scene: Scene) -> Callable[[], object]:
+    _collect(scene)()
+    act = BreakGlass.objects.get()
+    allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=act.person)
+    return lambda: break_glass.review_break_glass(allowed, act)
+
+
+ACTS: dict[str, Act] = {
+    "keys.stage_key": Act(_stage, ["key.staged"], ["key"]),
+    "keys.activate_key": Act(_activate, ["key.activated"], ["key"]),
+    "keys.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
+    "keys.burn_key": Act(_burn, ["key.burned"], ["key"]),
+    "keys.suspend_key": Act(_suspend, ["key.suspended"], ["key"]),
+    "keys.resume_key": Act(_resume, ["key.resumed"], ["key"]),
+    "keys.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
+    "keys.report_compromise": Act(_report, ["key.compromised"], ["key"]),
+    "keys.expire_key": Act(_expire, ["key.expired"], ["key"]),
+    "material.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
+    "merchants.create_merchant": Act(
+        lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
+    ),
+    "merchants.suspend_merchant": Act(_merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]),
+    "merchants.resume_merchant": Act(_resume_merchant, ["merchant.resumed"], ["merchant"]),
+    "merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
+    "merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
+    "tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
+    "tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
+    "operators.create_operator": Act(_create_operator, ["operator.created"], []),
+    "operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
+    "issuance.request_issuance": Act(_request, ["issuance.requested"], []),
+    "issuance.approve_issuance": Act(_approve, ["issuance.approved"], []),
+    "issuance.reject_issuance": Act(_reject, ["issuance.rejected"], []),
+    "issuance.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
+    "issuance.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
+    "issuance.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
+    "break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
+}
+"""Every public service that takes a grant."""
+
+INSIDE_ANOTHER = {
+    "recording.recorded": "the block itself",
+    "four_eyes.approving_operator": "decides, writes nothing",
+    "four_eyes.note_command_line_approval": "inside the block of the approval",
+    "break_glass.note_break_glass": "inside the block of the act",
+}
+
+
+def public_acts() -> Iterator[str]:
+    """Every public function of the services whose first parameter is a grant."""
+    for module_info in pkgutil.iter_modules(keyvault.services.__path__):
+        module = importlib.import_module(f"keyvault.services.{module_info.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            parameters = list(inspect.signature(inspect.unwrap(function)).parameters.values())
+            if function.__module__ != module.__name__ or name.startswith("_") or not parameters:
+                continue
+            if parameters[0].annotation in {Grant, "Grant"}:
+                yield f"{module_info.name}.{name}"
+
+
+def test_services_every_act_is_listed_here() -> None:
+    """A new service is shown to leave its entry, or somebody wrote down why it leaves none of its own."""
+    assert set(public_acts()) == set(ACTS) | set(INSIDE_ANOTHER)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_services_act_leaves_exactly_its_entry_and_its_change_rows(scene: Scene, name: str) -> None:
+    """No act without its audit entry, and none that alters a verdict without its change row."""
+    act = ACTS[name].prepare(scene)
+    before = last_ids()
+    act()
+    events, changes = written_since(before)
+    assert events == ACTS[name].events
+    assert [kind for kind, _ in changes] == ACTS[name].changes
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_services_act_whose_entry_cannot_be_written_changes_nothing(
+    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit entry is in the transaction of the change: if it cannot be written, nothing changed."""
+    act = ACTS[name].prepare(scene)
+    before = dump_tables()
+
+    def fail(**_: object) -> None:
+        raise OSError("the log is full")
+
+    monkeypatch.setattr(recording, "append_entry", fail)
+    with pytest.raises(OSError, match="the log is full"):
+        act()
+    assert changed_tables(before, dump_tables()) == set()
+
+
+@pytest.mark.parametrize("name", [name for name, act in ACTS.items() if act.changes])
+def test_services_act_whose_change_row_cannot_be_written_changes_nothing(
+    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing alters a verdict unnoticed by whoever caches it: no change row, no change."""
+    act = ACTS[name].prepare(scene)
+    before = dump_tables()
+
+    def fail(**_: object) -> None:
+        raise OSError("the feed is full")
+
+    monkeypatch.setattr(Change.objects, "create", fail)
+    with pytest.raises(OSError, match="the feed is full"):
+        act()
+    assert changed_tables(before, dump_tables()) == set()
+
+
+def test_issuance_by_the_worker_leaves_the_entries_of_its_two_transactions(scene: Scene) -> None:
+    """First the digest, then the key: each with its entry and its change rows, what caused it first."""
+    request = request_key(scene.sandbox)
+    before = last_ids()
+    key = issue_request(request)
+    events, changes = written_since(before)
+    assert events == ["issuance.staged", "key.staged", "issuance.issued", "key.stored", "key.activated"]
+    assert changes == [("credential", key.credential_id), ("key", key.key_id), ("key", key.key_id)]
+
+
+# ---------------------------------------------------------------------------------------------- the block itself
+
+
+def _suspension(scene: Scene, key: Key) -> Callable[[], object]:
+    return lambda: keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
+
+
+def test_recorded_with_a_grant_for_another_permission_is_refused(scene: Scene) -> None:
+    """A grant opens the one thing that was asked for, never another."""
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(PermissionMissingError):
+        keys.revoke_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key, RevocationReason.SUPERSEDED)
+    assert Key.objects.get(pk=key.pk).state == "active"
+
+
+@pytest.mark.parametrize("place", ["other merchant", "other environment", "platform"])
+def test_recorded_with_a_grant_for_another_place_is_refused(scene: Scene, place: str) -> None:
+    """A grant for one account opens no other, not even of the same merchant; nor does one for the platform."""
+    key, _ = issue(scene.sandbox)
+    make_merchant("globex")
+    elsewhere = {
+        "other merchant": merchants.find_account("globex", "sandbox"),
+        "other environment": scene.production,
+        "platform": None,
+    }[place]
+    with pytest.raises(PermissionMissingError):
+        keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, elsewhere), key, RevocationReason.SUPERSEDED)
+    assert Key.objects.get(pk=key.pk).state == "active"
+
+
+def test_recorded_on_the_platform_with_a_grant_for_an_account_is_refused(scene: Scene) -> None:
+    """Who may do something for one account may not therefore do it for all."""
+    with pytest.raises(PermissionMissingError):
+        merchants.suspend_merchant(grant(HOST, P.MERCHANTS_WRITE, scene.sandbox), scene.merchant)
+    assert Merchant.objects.get(pk="acme").status == "active"
+
+
+def test_recorded_one_of_several_permissions_opens(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    keys.burn_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
+    assert Key.objects.get(pk=key.pk).state == "deactivated"
+
+
+def test_recorded_entry_names_actor_channel_and_host_user(scene: Scene) -> None:
+    """A command line proves no identity, so the host's user stands beside the name that it gave."""
+    row = Operator.objects.get(username="admin")
+    shell = operator_principal(row, Channel.COMMAND_LINE, "root")
+    key, _ = issue(scene.sandbox)
+    keys.suspend_key(grant(shell, P.KEYS_SUSPEND, scene.sandbox), key)
+    body = last_body("key.suspended")
+    assert (body["actor"], body["channel"], body["details"]["host_user"]) == ("operator:admin", "command_line", "root")
+    assert body["details"]["key_id"] == key.key_id
+
+
+def test_recorded_sequence_is_that_of_its_change_row(scene: Scene) -> None:
+    """Whoever revokes is told the sequence that verifiers will confirm."""
+    key, _ = issue(scene.sandbox)
+    record = keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
+    assert record.sequence == Change.objects.latest("sequence").sequence
+    assert keys.last_sequence(key) == record.sequence
+
+
+def _suspend_and_fail(grant_: Grant, event: str, key: Key) -> None:
+    with recording.recorded(grant_, P.KEYS_SUSPEND, event, account=key.credential.account):
+        keys.suspend_key(grant_, key)
+        raise OSError("too late")
+
+
+def test_recorded_nested_block_undone_leaves_no_entry_of_its_own(scene: Scene) -> None:
+    """An entry says what happened: a part that was rolled back is not in the log, though the rest is."""
+    key, _ = issue(scene.sandbox)
+    other, _ = issue(scene.sandbox)
+    allowed = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
+    before = last_ids()
+    with recording.recorded(allowed, P.KEYS_SUSPEND, "test.outer", account=scene.sandbox):
+        with pytest.raises(OSError, match="too late"):
+            _suspend_and_fail(allowed, "test.inner", key)
+        keys.suspend_key(allowed, other)
+    assert written_since(before) == (["test.outer", "key.suspended"], [("key", other.key_id)])
+    assert Key.objects.get(pk=key.pk).state == "active"
+
+
+def test_recorded_outer_block_undone_leaves_nothing_of_the_inner_one(scene: Scene) -> None:
+    """What a part did is undone with the whole: rows, change rows and entries."""
+    key, _ = issue(scene.sandbox)
+    before = dump_tables()
+    with pytest.raises(OSError, match="too late"):
+        _suspend_and_fail(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), "test.outer", key)
+    assert changed_tables(before, dump_tables()) == set()
+
+
+def test_recorded_after_a_failed_block_the_next_one_starts_clean(scene: Scene) -> None:
+    """A failure leaves no open unit behind into which the next act's entry would vanish."""
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(StateConflictError):
+        keys.expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
+    with (
+        pytest.raises(OSError, match="x"),
+        recording.recorded(grant(HOST, P.MERCHANTS_WRITE), P.MERCHANTS_WRITE, "test.failed"),
+    ):
+        raise OSError("x")
+    before = last_ids()
+    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
+    assert written_since(before)[0] == ["key.suspended"]
+
+
+def test_recorded_on_two_accounts_writes_to_both_chains(scene: Scene) -> None:
+    """Each account's chain tells what happened there, whichever transaction it happened in."""
+    first = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
+    second = grant(scene.admin, P.KEYS_SUSPEND, scene.production)
+    with (
+        recording.recorded(first, P.KEYS_SUSPEND, "test.first", account=scene.sandbox),
+        recording.recorded(second, P.KEYS_SUSPEND, "test.second", account=scene.production),
+    ):
+        pass
+    chains = AuditEntry.objects.filter(event__startswith="test.").values_list("chain_id", "event")
+    assert set(chains) == {("account:acme/sandbox", "test.first"), ("account:acme/production", "test.second")}
+
+
+def test_recorded_on_an_account_whose_chain_is_gone_changes_nothing(scene: Scene) -> None:
+    """A chain that is missing is damage, not a reason to begin a new one."""
+    key, _ = issue(scene.sandbox)
+    lift_triggers()
+    AuditEntry.objects.filter(chain_id="account:acme/sandbox").delete()
+    AuditChain.objects.filter(name="account:acme/sandbox").delete()
+    with pytest.raises(KeyvaultError, match="The audit log is damaged"):
+        keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
+    assert Key.objects.get(pk=key.pk).state == "active"
+
+
+def test_recorded_details_hold_no_plaintext(scene: Scene) -> None:
+    """A secret given as a detail stops the write rather than being written down."""
+    with (
+        pytest.raises(TypeError),
+        recording.recorded(
+            grant(HOST, P.MERCHANTS_WRITE),
+            P.MERCHANTS_WRITE,
+            "test.secret",
+            secret=Plaintext("x"),  # type: ignore[arg-type]  # what the types forbid is what is tried
+        ),
+    ):
+        pass
+    assert not AuditEntry.objects.filter(event="test.secret").exists()
+
+
+def test_recorded_unrecorded_rows_in_the_block_of_a_failing_database_write_are_undone(scene: Scene) -> None:
+    request = request_key(scene.production)
+    allowed = grant(scene.tam, P.ISSUANCE_WITHDRAW, scene.production)
+    with (
+        pytest.raises(IntegrityError),
+        transaction.atomic(),
+        recording.recorded(allowed, P.ISSUANCE_WITHDRAW, "test.x", account=scene.production),
+    ):
+        request.compare_and_swap(state="nonsense")
+    assert IssuanceRequest.objects.get(pk=request.pk).state == "pending"
+    assert leases.claim("still usable", now()) is not None
+    assert json.loads(bytes(AuditEntry.objects.latest("id").body))["event"] != "test.x"
