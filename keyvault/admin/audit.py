@@ -21,15 +21,15 @@ from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditChain, AuditEntry
 
 PAGES = {
-    "merchant_id": "keyvault_merchant",
-    "credential_id": "keyvault_credential",
     "key_id": "keyvault_key",
+    "rotation_id": "rotation_rotation",
     "request_id": "keyvault_issuancerequest",
     "token_id": "keyvault_servicetoken",
-    "rotation_id": "rotation_rotation",
     "act_id": "keyvault_breakglass",
+    "credential_id": "keyvault_credential",
+    "merchant_id": "keyvault_merchant",
 }
-"""Where an id in an entry's details leads to, by the name of its field."""
+"""Where an id in an entry's details leads to, by the name of its field; the most telling ones first."""
 
 _MOST_CHAINS = 40
 _ACCOUNT = "account:"
@@ -103,8 +103,8 @@ class AuditEntryAdmin(NounAdmin):
     @admin.display(description="about")
     def about(self, entry: AuditEntry) -> str:
         details = _body(entry).get("details", {})
-        shown = [str(details[name]) for name in PAGES if name in details]
-        return ", ".join(shown) or NOTHING
+        shown = (str(details[name]) for name in (*PAGES, "username") if name in details)
+        return next(shown, NOTHING)
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

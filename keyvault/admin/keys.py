@@ -201,7 +201,9 @@ class KeyAdmin(NounAdmin):
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
     list_filter = ("state", "credential__account__environment", "credential__kind")
     search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
-    search_help_text = "By key id (the 16 characters after the third underscore), credential id or merchant."
+    search_help_text = (
+        "By key id (the 16 characters after the third underscore), credential id or merchant. Times are UTC."
+    )
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -219,15 +221,15 @@ class KeyAdmin(NounAdmin):
     def state_badge(self, key: Key) -> SafeString:
         return badge(key.state)
 
-    @admin.display(description="first used (UTC)", ordering="use__first_at")
+    @admin.display(description="first used", ordering="use__first_at")
     def first_used(self, key: Key) -> SafeString:
         return short_moment(_use(key, "first_at"), missing="never")
 
-    @admin.display(description="last used (UTC)", ordering="use__last_at")
+    @admin.display(description="last used", ordering="use__last_at")
     def last_used(self, key: Key) -> SafeString:
         return short_moment(_use(key, "last_at"), missing="never")
 
-    @admin.display(description="expires (UTC)", ordering="expires_at")
+    @admin.display(description="expires", ordering="expires_at")
     def expires(self, key: Key) -> SafeString:
         return short_moment(key.expires_at, missing="never")
 

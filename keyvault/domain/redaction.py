@@ -37,12 +37,11 @@ _BLANKS = r"[ \t]{0,64}"
 _QUOTE = r"b?\\{0,16}[\"']"
 _NAME = r"(?:authorization|x[-_]api[-_]key|x[-_]service[-_]token)"
 _IS = rf"{_BLANKS}(?:=>|[:=]){_BLANKS}\[?{_BLANKS}"
-# A scheme stays readable, and so does what is left of a key string that was masked before.
-_MASKED = rf"(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}(?=\*\*\*))?+"
-_FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_MASKED}"
+# A scheme stays readable, and so does the public part of a key string, masked before or not.
+_HANDLE = rf"(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}(?=[0-9A-Za-z]|\*\*\*))?+"
+_FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
 
 _SECRETS = (
-    _secret(SHAPED.pattern, r"[0-9A-Za-z]"),
     # A credential header in a dump of the wire: the rest of the line.
     _secret(rf"(?P<head>^(?:[<>] )?[\w-]{{0,32}}{_NAME}{_BLANKS}:{_BLANKS}{_FIRST})\S", r"[^\r\n]", _ANY_CASE),
     # In JSON, a Python repr, a WSGI environ: the quoted string, with whatever is escaped in it.
@@ -72,7 +71,7 @@ _SECRETS = (
     ),
     # The two schemes by themselves; what follows has to look random, for "basic responsibilities" are none.
     _secret(
-        rf"(?P<head>\b(?i:bearer|basic)[ \t]{{1,64}}{_MASKED})"
+        rf"(?P<head>\b(?i:bearer|basic)[ \t]{{1,64}}{_HANDLE})"
         r"(?=[A-Za-z./-]{0,64}[0-9_~+=]|[A-Za-z./-]{0,64}[a-z][A-Z])[A-Za-z0-9._~+/=-]{16}",
         r"[A-Za-z0-9._~+/=-]",
     ),
@@ -88,6 +87,8 @@ _SECRETS = (
         r"(?P<head>://[^\s:/@\"\\]{0,255}:)[^\s/@\"\\]{1,512}(?:@[^\s/@\"\\]{1,512}){0,3}(?=@)",
         r"(?!)",
     ),
+    # Key strings, wherever they stand; last, for a header's name may be glued to one.
+    _secret(SHAPED.pattern, r"[0-9A-Za-z]"),
 )
 
 

@@ -45,7 +45,7 @@ RENDERINGS: dict[str, Callable[[str, str], str]] = {
     "wire in a repr": lambda name, value: repr(f"GET /\r\n{name}: {value}\r\nAccept: x".encode("latin-1", "replace")),
     "curl in JSON": lambda name, value: json.dumps({"ran": f"curl -H '{name}: {value}' http://a/", "b": "c"}),
     "WSGI environ": lambda name, value: repr({"HTTP_" + name.upper().replace("-", "_"): value, "wsgi.x": (1, 0)}),
-    "pprint of an environ": lambda name, value: pformat({"HTTP_" + name.upper().replace("-", "_"): value, "x": "y"}, 200),
+    "pprint of an environ": lambda name, value: pformat({"HTTP_" + name.upper().replace("-", "_"): value, "x": "y"}, width=200),
     "Python repr": lambda name, value: repr({name: value, "b": "c"}),
     "pairs of a repr": lambda name, value: repr([("a", "b"), (name, value), ("c", "d")]),
     "pairs of bytes": lambda name, value: repr([(b"a", b"b"), (name.encode(), value.encode("latin-1", "replace"))]),
@@ -129,7 +129,11 @@ def test_redact_key_id_alone_stays() -> None:
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [KEY, f"Bearer {KEY}", OPAQUE, f"Basic {OPAQUE}", f"Bearer {JWT}", "dXNlcjpwYXNz=="])
+@pytest.mark.parametrize(
+    "value",
+    [KEY, f"Bearer {KEY}", OPAQUE, f"Basic {OPAQUE}", f"Bearer {JWT}", "dXNlcjpwYXNz=="],
+    ids=["key", "Bearer key", "opaque", "Basic opaque", "Bearer JWT", "padded"],
+)
 def test_redact_header_in_any_rendering_is_masked(rendering: str, name: str, value: str) -> None:
     """A credential header's value leaves in none of the forms that logs and attachments show headers in."""
     text = RENDERINGS[rendering](name, value)

@@ -15,14 +15,14 @@ Row = dict[str, Any]
 MESSAGES = {refusal.name: refusal.message for refusal in _CONDITIONS}
 
 
-def execute(sql: str, *values: object) -> int:
+def execute(sql: str, *values: Any) -> int:
     """One statement, as it stands."""
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
         return int(cursor.rowcount)
 
 
-def read_row(table: str, **where: object) -> Row:
+def read_row(table: str, **where: Any) -> Row:
     """The one row, column by column, or the first of several."""
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT * FROM {table} {_where(where)} ORDER BY 1", list(where.values()))  # noqa: S608  our own
@@ -36,7 +36,7 @@ def insert(table: str, row: Row, *, verb: str = "INSERT", tail: str = "") -> Non
     execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({marks}) {tail}", *row.values())
 
 
-def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "", **where: object) -> None:
+def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "", **where: Any) -> None:
     """The row again, with changes; None for `id` lets the database choose a new one."""
     row = read_row(table, **where) | changes
     if row.get("id", "") is None:
@@ -44,13 +44,13 @@ def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "
     insert(table, row, verb=verb, tail=tail)
 
 
-def update(table: str, changes: Row, **where: object) -> None:
+def update(table: str, changes: Row, **where: Any) -> None:
     assignments = ", ".join(f"{column} = %s" for column in changes)
     sql = f"UPDATE {table} SET {assignments} {_where(where)}"  # noqa: S608  our own names only
     assert execute(sql, *changes.values(), *where.values()), "the attack met no row"
 
 
-def delete(table: str, **where: object) -> None:
+def delete(table: str, **where: Any) -> None:
     assert execute(f"DELETE FROM {table} {_where(where)}", *where.values()), "the attack met no row"  # noqa: S608  our own
 
 

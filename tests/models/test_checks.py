@@ -4,6 +4,7 @@ The triggers are lifted here, so that each constraint is seen to hold by itself.
 """
 
 import re
+from typing import Any
 
 import pytest
 from django.apps import apps
@@ -150,6 +151,6 @@ def _columns(name: str) -> str:
     for model in apps.get_app_config("keyvault").get_models():
         for constraint in model._meta.constraints:
             if constraint.name == name and isinstance(constraint, UniqueConstraint):
-                names = [model._meta.get_field(field).column for field in constraint.fields]
-                return ", .*".join(map(re.escape, names))
+                fields: list[Any] = [model._meta.get_field(field) for field in constraint.fields]
+                return ", .*".join(re.escape(field.column) for field in fields)
     raise AssertionError(name)

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 REPLACE = "INSERT OR REPLACE"
 
 
-def _replace(table: str, changes: Row | None = None, **where: object) -> None:
+def _replace(table: str, changes: Row | None = None, **where: Any) -> None:
     """SQLite puts the new row over the old one without asking a DELETE trigger; PostgreSQL only knows INSERT."""
     insert_copy(table, changes or {}, verb=REPLACE if connection.vendor == "sqlite" else "INSERT", **where)
 

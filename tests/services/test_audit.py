@@ -17,7 +17,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.audit import GENESIS, Break, entry_bytes, entry_hash
 from keyvault.models import AuditChain, AuditEntry
 from keyvault.models.triggers import ensure_triggers
-from keyvault.services.audit import verify_audit
+from keyvault.services.audit import AuditReport, verify_audit
 from keyvault.services.keys import resume_key, suspend_key
 from keyvault.services.merchants import create_merchant
 from keyvault.services.recording import recorded
@@ -41,7 +41,7 @@ def tampering() -> Iterator[None]:
     ensure_triggers(connection)
 
 
-def _execute(sql: str, *values: object) -> None:
+def _execute(sql: str, *values: Any) -> None:
     with connection.cursor() as cursor:
         cursor.execute(sql, values)
 
@@ -226,7 +226,7 @@ def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
     with ThreadPoolExecutor(2) as pool:
         writers = [pool.submit(write, key) for key in keys]
         try:
-            reports = []
+            reports: list[AuditReport] = []
             while len(reports) < 25 or AuditEntry.objects.filter(event="test.wrote").count() < 50:
                 reports.append(verify_audit())
         finally:

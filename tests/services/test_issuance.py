@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, BreakGlass, Credential, IssuanceApproval, IssuanceRequest, Key, WorkLease
 from keyvault.models.keys import Material
-from keyvault.services import issuance, leases, upkeep
+from keyvault.services import issuance, leases, material, upkeep
 from keyvault.services.keys import revoke_key
 from keyvault.services.material import ForeignWriterError, read_string
 from keyvault.services.secret_backends import secret_backend
@@ -192,7 +193,7 @@ def test_issuance_every_turn_from_a_state_goes_by_the_table(
                 turn(scene, request)
                 assert fresh(request).state == to
             else:
-                _expect_no_change(lambda turn=turn, request=request: turn(scene, request))  # type: ignore[misc]  # bound now
+                _expect_no_change(partial(turn, scene, request))
 
 
 def _expect_no_change(turn: Callable[[], object]) -> None:
@@ -459,7 +460,7 @@ def test_issuance_collected_by_eight_at_once_reaches_exactly_one() -> None:
         request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
         issue_request(request)
         copies = [fresh(request) for _ in range(8)]
-        outcomes = race(*[lambda copy=copy: collect(scene, copy) for copy in copies])  # type: ignore[misc]  # bound now
+        outcomes = race(*[partial(collect, scene, copy) for copy in copies])
         got = [outcome for outcome in outcomes if isinstance(outcome, Plaintext)]
         others = [outcome for outcome in outcomes if not isinstance(outcome, Plaintext)]
         assert len(got) == 1
@@ -556,7 +557,7 @@ def test_issuance_worker_that_lost_its_lease_records_nothing(scene: Scene, monke
     """A worker that was overtaken while it slept cannot commit: the other one's key is the only good one."""
     request = request_key(scene.sandbox)
     slow = _lease_of(request, now())
-    real = issuance.store_string
+    real = material.store_string
     done: list[Key] = []
 
     def overtaken(key: Key, text: Plaintext, **options: Any) -> int:
@@ -577,7 +578,7 @@ def test_issuance_overtaken_worker_never_stores_over_the_good_key(
     """What the merchant reads in the backend stays the good key: a burned one is not written over it."""
     request = request_key(scene.sandbox)
     slow = _lease_of(request, now())
-    real = issuance.store_string
+    real = material.store_string
     done: list[Key] = []
 
     def overtaken(key: Key, text: Plaintext, **options: Any) -> int:
@@ -670,7 +671,7 @@ def test_issuance_withdrawn_in_the_middle_of_a_turn_activates_nothing(
 ) -> None:
     """Withdrawn before it was issued is withdrawn: the worker that was on its way does not make the key good."""
     request = request_key(scene.sandbox)
-    real = issuance.store_string
+    real = material.store_string
 
     def withdrawn(key: Key, text: Plaintext, **options: Any) -> int:
         _withdraw(scene, fresh(request))

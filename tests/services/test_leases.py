@@ -1,6 +1,7 @@
 """Leases: one worker at a time, the next one when that one is gone, and no word from the dead."""
 
 from datetime import datetime, timedelta
+from functools import partial
 
 import pytest
 from django.db import transaction
@@ -141,7 +142,7 @@ def test_lease_claimed_by_eight_at_once_goes_to_exactly_one(is_known: bool) -> N
         subject = f"work {number}"
         if is_known:
             release(claimed(subject, at))
-        outcomes = race(*[lambda subject=subject: claim(subject, at)] * 8)  # type: ignore[misc]  # bound now
+        outcomes = race(*[partial(claim, subject, at)] * 8)
         assert [type(outcome) for outcome in outcomes if outcome is not None] == [Lease]
         assert WorkLease.objects.get(subject=subject).attempts == 1
 

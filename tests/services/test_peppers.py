@@ -1,7 +1,8 @@
 """The peppers: made once, the same for ever, and missed at once when they are not."""
 
+import base64
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from keyvault.services.secret_backends import secret_backend
 from tests.factories import account, forget_keystore, have_peppers, issue, make_merchant, now, own_keystore
 
 from .racing import race
+from .rows import lift_triggers
 from .test_keys import verdict
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -31,15 +33,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def swap_keystore(folder: Path) -> None:
-    """Another keystore in the place of ours, with peppers of its own, as after a wrong restore."""
+def swap_keystore(folder: Path, material: Mapping[PepperSet, str]) -> None:
+    """Another keystore in the place of ours, with other peppers, as after a wrong restore."""
     for file in folder.iterdir():
         file.unlink()
     forget_keystore()
-    for pepper_set in PepperSet:
-        made = Plaintext("bm90IHRoZSBvbmUgdGhhdCB0aGUga2V5cyB3ZXJlIG0=")
-        secret_backend().put(Mount.PEPPERS, pepper_set, made, {}, expected_version=0)
+    for pepper_set, text in material.items():
+        secret_backend().put(Mount.PEPPERS, pepper_set, Plaintext(text), {}, expected_version=0)
     forget_keystore()
+
+
+def stored(pepper_set: PepperSet) -> str:
+    return secret_backend().read(Mount.PEPPERS, pepper_set).secret.reveal()
 
 
 def test_peppers_of_a_first_run_are_one_for_each_set(folder: Path) -> None:
@@ -75,7 +80,7 @@ def test_peppers_are_in_the_backend_and_not_in_the_database(folder: Path) -> Non
 def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
     """A keystore that is not this database's is noticed before a single key is judged with it."""
     have_peppers()
-    swap_keystore(folder)
+    swap_keystore(folder, dict.fromkeys(PepperSet, base64.b64encode(bytes(range(32))).decode()))
     for pepper_set in PepperSet:
         with pytest.raises(IntegrityError, match="not the one that the keys were hashed with"):
             load_peppers(pepper_set)
@@ -98,14 +103,10 @@ def test_peppers_of_a_lost_keystore_are_missed(folder: Path) -> None:
 def test_peppers_of_two_sets_exchanged_are_refused(folder: Path) -> None:
     """Sandbox's pepper in production's place is noticed, though both are ours."""
     have_peppers()
-    rows = {row.pepper_set: row for row in PepperVersion.objects.all()}
-    sandbox, production = load_peppers(PepperSet.SANDBOX).versions, load_peppers(PepperSet.PRODUCTION).versions
-    from keyvault.domain.digests import Peppers
-
-    exchanged = Peppers(PepperSet.PRODUCTION, sandbox)
-    assert exchanged.check_value(1) != bytes(rows["production"].check_value)
-    assert Peppers(PepperSet.SANDBOX, sandbox).check_value(1) == bytes(rows["sandbox"].check_value)
-    assert sandbox != production
+    sandbox, production, service = stored(PepperSet.SANDBOX), stored(PepperSet.PRODUCTION), stored(PepperSet.SERVICE)
+    exchanged = {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service}
+    swap_keystore(folder, exchanged)
+    assert pepper_health() == {PepperSet.SANDBOX: False, PepperSet.PRODUCTION: False, PepperSet.SERVICE: True}
 
 
 def test_peppers_keystore_without_its_master_key_does_not_open(folder: Path) -> None:
@@ -128,10 +129,10 @@ def test_peppers_first_run_that_died_before_its_row_is_completed(folder: Path, m
         with pytest.raises(OSError, match="power cut"):
             ensure_peppers(now())
     assert not PepperVersion.objects.exists()
-    stored = secret_backend().read(Mount.PEPPERS, PepperSet.SANDBOX).secret.reveal()
+    left = stored(PepperSet.SANDBOX)
     forget_keystore()
     have_peppers()
-    assert secret_backend().read(Mount.PEPPERS, PepperSet.SANDBOX).secret.reveal() == stored
+    assert stored(PepperSet.SANDBOX) == left
     assert len(secret_backend().versions(Mount.PEPPERS, PepperSet.SANDBOX)) == 1
 
 
@@ -152,8 +153,6 @@ def test_peppers_of_two_first_runs_at_once_are_the_same(tmp_path: Path) -> None:
 
 
 def _forget_rows() -> None:
-    from .rows import lift_triggers
-
     lift_triggers()
     PepperVersion.objects.all()._raw_delete("default")
 

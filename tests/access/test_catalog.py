@@ -1,0 +1,244 @@
+"""The endpoint catalog: that it says what the contract says, and that a path is matched or refused, never guessed."""
+
+import re
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, Miss, find_endpoint, match_endpoint
+from keyvault.domain.keys import KeyKind
+
+# The table of design/API.md, "Integration plane": name, method, path, credential, Bearer, idempotent by key.
+CONTRACT = """
+orders.retrieve          GET     /merchants/orders/<order_token>           private  optional  -
+orders.create            POST    /merchants/orders                         private  none      idempotent
+client.configuration     GET     /client/configuration                     public   none      -
+customer_tokens.create   POST    /customers/<customer_id>/access-tokens    private  none      idempotent
+customer_tokens.revoke   DELETE  /customers/access-tokens/<token_id>       private  none      -
+customers.me             GET     /customers/me                             private  required  -
+credentials.acknowledge  POST    /credentials/acknowledge                  private  none      -
+credentials.revoke_self  POST    /credentials/revoke-self                  private  none      -
+"""
+
+EXAMPLES = {
+    "orders.retrieve": "/merchants/orders/ord_1",
+    "orders.create": "/merchants/orders",
+    "client.configuration": "/client/configuration",
+    "customer_tokens.create": "/customers/42/access-tokens",
+    "customer_tokens.revoke": "/customers/access-tokens/tok_1",
+    "customers.me": "/customers/me",
+    "credentials.acknowledge": "/credentials/acknowledge",
+    "credentials.revoke_self": "/credentials/revoke-self",
+}
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "", "GET "]
+
+endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+
+
+def name_of(found: Endpoint | Miss) -> str | None:
+    return found.name if isinstance(found, Endpoint) else None
+
+
+# --- what is in it ----------------------------------------------------------------------------------------
+
+
+def test_catalog_is_the_contract_s_table() -> None:
+    ours = [
+        [each.name, each.method, each.path, each.credential, each.bearer, "idempotent" if each.idempotent_by_key else "-"]
+        for each in ENDPOINTS
+    ]
+    assert ours == [line.split() for line in CONTRACT.strip().splitlines()]
+
+
+def test_catalog_names_and_request_lines_are_unique() -> None:
+    assert len({each.name for each in ENDPOINTS}) == len(ENDPOINTS)
+    assert len({(each.method, re.sub(r"<.*?>", "<>", each.path)) for each in ENDPOINTS}) == len(ENDPOINTS)
+
+
+def test_catalog_no_request_line_fits_two_endpoints() -> None:
+    """Which rule applies never hangs on the order of the catalog: no path fits two templates of one method."""
+
+    def overlap(one: Endpoint, other: Endpoint) -> bool:
+        return len(one.segments) == len(other.segments) and all(
+            a == b or a.startswith("<") or b.startswith("<") for a, b in zip(one.segments, other.segments, strict=True)
+        )
+
+    clashes = [
+        (one.name, other.name)
+        for one, other in product(ENDPOINTS, ENDPOINTS)
+        if one.name < other.name and one.method == other.method and overlap(one, other)
+    ]
+    assert clashes == []
+
+
+@endpoints
+def test_catalog_entry_is_well_formed(endpoint: Endpoint) -> None:
+    assert re.fullmatch(r"[a-z_]+\.[a-z_]+", endpoint.name)
+    assert re.fullmatch(r"GET|POST|PUT|PATCH|DELETE", endpoint.method)
+    assert re.fullmatch(r"(/([a-z-]+|<[a-z_]+>))+", endpoint.path)
+    assert endpoint.summary.endswith(".")
+    assert endpoint.bearer is Bearer.NONE or endpoint.credential is KeyKind.PRIVATE
+
+
+@endpoints
+def test_endpoint_is_found_by_its_name(endpoint: Endpoint) -> None:
+    assert find_endpoint(endpoint.name) is endpoint
+
+
+@pytest.mark.parametrize("name", ["", "orders", "orders.Retrieve", "orders.retrieve ", "GET", "/merchants/orders", "\x00"])
+def test_endpoint_of_another_name_is_a_miss(name: str) -> None:
+    assert find_endpoint(name) == Miss()
+
+
+# --- matching ---------------------------------------------------------------------------------------------
+
+
+def test_catalog_every_endpoint_has_an_example() -> None:
+    assert list(EXAMPLES) == [endpoint.name for endpoint in ENDPOINTS]
+
+
+@endpoints
+def test_match_finds_the_endpoint_of_its_request_line(endpoint: Endpoint) -> None:
+    assert match_endpoint(endpoint.method, EXAMPLES[endpoint.name]) is endpoint
+
+
+@endpoints
+@pytest.mark.parametrize("method", METHODS)
+def test_match_known_path_with_another_method_tells_the_right_ones(endpoint: Endpoint, method: str) -> None:
+    """A wrong method is never let through as a right one: not in lower case, not as HEAD for GET."""
+    found = match_endpoint(method, EXAMPLES[endpoint.name])
+    if method == endpoint.method:
+        assert found is endpoint
+    else:
+        assert isinstance(found, Miss)
+        assert endpoint.method in found.allowed
+        assert method not in found.allowed
+
+
+def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
+    found = match_endpoint("PUT", "/customers/access-tokens/access-tokens")
+    assert isinstance(found, Miss)
+    assert set(found.allowed) == {"POST", "DELETE"}
+
+
+@pytest.mark.parametrize(
+    "token", ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "<order_token>", "..."]
+)
+def test_match_variable_takes_any_one_plain_segment(token: str) -> None:
+    assert name_of(match_endpoint("GET", f"/merchants/orders/{token}")) == "orders.retrieve"
+
+
+AMBIGUOUS = [
+    "/merchants/orders/a%2fb",
+    "/merchants/orders/a%2Fb",
+    "/merchants/orders/%2e%2e",
+    "/merchants/orders/%61",
+    "/merchants/orders/a%",
+    "/merchants/orders/a%00",
+    "/merchants%2forders/a",
+    "/%6derchants/orders/a",
+    "/merchants/orders/..",
+    "/merchants/orders/.",
+    "/merchants/./orders/a",
+    "/merchants/x/../orders/a",
+    "/../merchants/orders/a",
+    "/merchants/orders/a;b",
+    "/merchants/orders;v=1/a",
+    "/merchants/orders/;",
+    "//merchants/orders/a",
+    "/merchants//orders/a",
+    "/merchants/orders//a",
+    "/merchants/orders/a/",
+    "/merchants/orders/a//",
+    "/merchants/orders/",
+    "/merchants\\orders\\a",
+    "\\merchants/orders/a",
+    "/merchants/orders/a\\..\\b",
+    "/merchants/orders/é",
+    "/merchants/orders/\u2025",
+    "/merchants/orders/a\uff0fb",
+    "/merchants/ordërs/a",
+    "/merchants/orders/\ud800",
+    "/merchants/orders/a b",
+    "/merchants/orders/ ",
+    "/merchants/orders/a\t",
+    "/merchants/orders/a\r\nX: y",
+    "/merchants/orders/a\n",
+    "/merchants/orders/a\x00",
+    "/merchants/orders/a\x7f",
+    "/merchants/orders/a#b",
+    "/merchants/orders/a/b",
+    "/Merchants/orders/a",
+    "/MERCHANTS/ORDERS/a",
+    "merchants/orders/a",
+    " /merchants/orders/a",
+    "http://host/merchants/orders/a",
+    "//host/merchants/orders/a",
+    "*",
+    "?",
+    "",
+    "/",
+    "//",
+    "/..",
+    "/merchants",
+]
+
+
+@pytest.mark.parametrize("path", AMBIGUOUS, ids=ascii)
+@pytest.mark.parametrize("base_path", ["", "/sandbox"], ids=["bare", "with base"])
+def test_match_path_that_could_be_read_in_two_ways_is_a_miss(path: str, base_path: str) -> None:
+    """What a proxy, a framework and we might read differently reaches no rule at all (endpoint_unknown)."""
+    assert match_endpoint("GET", base_path + path, base_path) == Miss()
+
+
+@given(st.text(max_size=30), st.sampled_from(sorted(EXAMPLES.values())), st.text(max_size=10))
+def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after: str) -> None:
+    """Any bytes as a request line: no fault, and whatever matches is a plain path of known segments."""
+    for path in (before, before + middle, middle + after):
+        found = match_endpoint("GET", path)
+        if isinstance(found, Endpoint):
+            route = path.partition("?")[0]
+            template = re.sub(r"<.*?>", r"[!$&-.0-:<-~]+", found.path)
+            assert re.fullmatch(template, route)
+            assert not {"..", ".", ""} & set(route.split("/")[1:])
+
+
+@pytest.mark.parametrize("query", ["?", "?a=b", "?a=%2f&b=/../;", "?é\\//", "??", "?#"])
+def test_match_query_string_makes_no_difference(query: str) -> None:
+    """The query is the endpoint's business; it chooses no rule."""
+    assert name_of(match_endpoint("GET", f"/merchants/orders/a{query}")) == "orders.retrieve"
+    assert match_endpoint("GET", f"/merchants/other{query}") == Miss()
+
+
+# --- under a base URL -------------------------------------------------------------------------------------
+
+
+@endpoints
+@pytest.mark.parametrize("base_path", ["/sandbox", "/a/b/c"])
+def test_match_path_with_or_without_its_base_path_is_the_same(endpoint: Endpoint, base_path: str) -> None:
+    path = EXAMPLES[endpoint.name]
+    assert match_endpoint(endpoint.method, base_path + path, base_path) is endpoint
+    assert match_endpoint(endpoint.method, path, base_path) is endpoint
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sandbox",
+        "/sandbox/",
+        "/sandbox/sandbox/customers/me",
+        "/sandbox//customers/me",
+        "/sandboxcustomers/me",
+        "/sandbox-2/customers/me",
+        "/Sandbox/customers/me",
+        "/production/customers/me",
+        "/sandbox/../production/customers/me",
+        "/sandbox?/customers/me",
+        "/%73andbox/customers/me",
+    ],
+)
+def test_match_path_under_anything_but_its_base_path_is_a_miss(path: str) -> None:
+    """A request for one environment is never matched under another's base URL, nor under it twice."""
+    assert match_endpoint("GET", path, "/sandbox") == Miss()

@@ -1,0 +1,105 @@
+"""What each role may do: separation of duties, spelt out once more beside the table."""
+
+from itertools import chain, combinations
+
+import pytest
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, WORKER
+from keyvault.access.roles import ROLE_PERMISSIONS, Role, permissions_of
+
+READING = {P.MERCHANTS_READ, P.KEYS_READ, P.ISSUANCE_READ, P.ROTATIONS_READ, P.TOKENS_READ, P.AUDIT_READ}
+APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
+ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE}
+
+
+def test_roles_are_the_five_of_the_house() -> None:
+    assert set(ROLE_PERMISSIONS) == set(Role)
+    assert {role.value for role in Role} == {
+        "key_administrator",
+        "technical_account_manager",
+        "approver",
+        "auditor",
+        "incident_responder",
+    }
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("permission", sorted(APPROVING))
+def test_roles_only_key_administrators_and_approvers_approve(role: Role, permission: P) -> None:
+    """Separation of duties: whoever looks after a merchant asks, and never decides."""
+    may = permission in ROLE_PERMISSIONS[role]
+    assert may == (role in {Role.KEY_ADMINISTRATOR, Role.APPROVER})
+
+
+def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
+    """The technical account manager coordinates (D18): no approval, no resumption, no revocation, no tokens."""
+    held = ROLE_PERMISSIONS[Role.TECHNICAL_ACCOUNT_MANAGER]
+    assert held.isdisjoint(APPROVING)
+    assert held - READING == {
+        P.ISSUANCE_REQUEST,
+        P.ISSUANCE_WITHDRAW,
+        P.ISSUANCE_COLLECT,
+        P.ROTATIONS_WRITE,
+        P.KEYS_SUSPEND,
+    }
+
+
+def test_roles_approver_does_nothing_but_approve() -> None:
+    """Whoever approves neither asks nor collects: no one person gets a key out of it."""
+    assert ROLE_PERMISSIONS[Role.APPROVER] - READING == APPROVING
+
+
+def test_roles_auditor_changes_nothing() -> None:
+    assert ROLE_PERMISSIONS[Role.AUDITOR] <= READING
+    assert ROLE_PERMISSIONS[Role.AUDITOR] >= {P.AUDIT_READ, P.KEYS_READ, P.TOKENS_READ}
+
+
+def test_roles_incident_responder_stops_and_never_starts() -> None:
+    """Any one responder may end a key alone, at once; none may make or resume one."""
+    assert ROLE_PERMISSIONS[Role.INCIDENT_RESPONDER] - READING == {
+        P.KEYS_SUSPEND,
+        P.KEYS_REVOKE,
+        P.KEYS_REPORT_COMPROMISE,
+    }
+
+
+def test_roles_nobody_in_the_console_has_the_engine_s_rights_or_makes_operators() -> None:
+    """Issuing is the worker's, creating operators the host's: no role reaches either."""
+    for role in Role:
+        assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, P.OPERATORS_WRITE, P.KEYS_VERIFY, P.ROTATIONS_ACKNOWLEDGE})
+
+
+def test_roles_worker_and_host_have_their_own_few_rights() -> None:
+    """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
+    assert WORKER.permissions == ENGINE
+    assert {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE} == HOST.permissions
+    assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
+
+
+def test_service_tokens_may_be_given_only_what_the_contract_lists() -> None:
+    """No token approves, resumes, suspends or acknowledges: that is for people, or for the merchant's own key."""
+    assert {
+        P.KEYS_READ,
+        P.KEYS_VERIFY,
+        P.KEYS_REVOKE,
+        P.ISSUANCE_REQUEST,
+        P.ISSUANCE_COLLECT,
+        P.ROTATIONS_READ,
+        P.ROTATIONS_WRITE,
+    } == SERVICE_PERMISSIONS
+    assert SERVICE_PERMISSIONS.isdisjoint(APPROVING)
+
+
+@pytest.mark.parametrize(
+    "roles", [frozenset(some) for some in chain.from_iterable(combinations(Role, count) for count in range(6))]
+)
+def test_permissions_of_several_roles_are_theirs_together(roles: frozenset[Role]) -> None:
+    held = permissions_of(roles)
+    assert all((permission in held) == any(permission in ROLE_PERMISSIONS[role] for role in roles) for permission in P)
+
+
+def test_permissions_of_no_role_are_none() -> None:
+    """A disabled log-in may do nothing."""
+    assert permissions_of(frozenset()) == frozenset()

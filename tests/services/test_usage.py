@@ -1,0 +1,393 @@
+"""Usage: counted without loss, reported with a watermark that never promises too much."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import DatabaseError
+
+from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
+from keyvault.models.usage import Outcome
+from keyvault.services import usage
+from keyvault.services.usage import LOST_AFTER, UsageLog, longest_gap_seconds, observe
+from tests.factories import account, issue, make_merchant
+
+from .racing import PATIENCE_SECONDS, race, start
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+SECOND = timedelta(seconds=1)
+
+
+@dataclass
+class Clock:
+    """Stands still until it is told."""
+
+    at: datetime = NOON
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self) -> datetime:
+        return self.at
+
+    def tick(self, seconds: float) -> datetime:
+        self.at += timedelta(seconds=seconds)
+        return self.at
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def key(db: None) -> Key:
+    make_merchant("acme")
+    return issue(account())[0]
+
+
+@pytest.fixture
+def log(clock: Clock) -> UsageLog:
+    """A reporter without its thread, so that the test flushes."""
+    log = UsageLog(now=clock)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=clock(), flushed_through_at=clock())
+    return log
+
+
+def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **more: Any) -> None:
+    chosen = {"user_agent": "curl", "endpoint": "orders.create", "outcome": Outcome.ALLOWED, **more}
+    for _ in range(times):
+        log.note(key.key_id, source=source, **chosen)
+
+
+def counted(key: Key) -> int:
+    return sum(UseBucket.objects.filter(key=key).values_list("count", flat=True))
+
+
+def watermark(log: UsageLog) -> datetime:
+    return UsageReporter.objects.get(pk=log.reporter_id).flushed_through_at
+
+
+@pytest.fixture
+def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No flush gets through until `undo()`."""
+
+    def fail(_: object) -> None:
+        raise DatabaseError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(usage, "_write", fail)
+        yield patch
+
+
+# ------------------------------------------------------------------------------------------------------- counting
+
+
+def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog, clock: Clock) -> None:
+    use(log, key)
+    clock.tick(1.5)
+    use(log, key, 2)
+    log.flush()
+    clock.tick(0.25)
+    use(log, key)
+    log.flush()
+    bucket, total = UseBucket.objects.get(), KeyUse.objects.get()
+    last = NOON + timedelta(seconds=1.75)
+    assert (bucket.count, bucket.first_at, bucket.last_at) == (4, NOON, last)
+    assert (total.count, total.first_at, total.last_at) == (4, NOON, last)
+
+
+def test_usage_buckets_are_by_minute_source_agent_endpoint_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
+    use(log, key)
+    use(log, key, source="192.0.2.2")
+    use(log, key, user_agent="other")
+    use(log, key, endpoint="other")
+    use(log, key, outcome=Outcome.REFUSED)
+    clock.tick(60)
+    use(log, key)
+    log.flush()
+    assert UseBucket.objects.count() == 6
+    assert KeyUse.objects.get().count == 5, "a refused attempt is no use"
+
+
+def test_usage_reported_out_of_order_keeps_the_earliest_and_the_latest(key: Key, clock: Clock) -> None:
+    """Late and early reporters agree, whichever of them writes first."""
+    early, late = UsageLog(now=clock), UsageLog(now=clock)
+    use(early, key)
+    clock.tick(5)
+    use(late, key)
+    late.flush()
+    early.flush()
+    total = KeyUse.objects.get()
+    assert (total.first_at, total.last_at, total.count) == (NOON, NOON + 5 * SECOND, 2)
+
+
+def test_usage_of_a_flood_of_sources_is_written_without_waiting(
+    key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded: a flood of distinct sources is written at once instead of being kept."""
+    monkeypatch.setattr(usage, "_MOST_BUCKETS", 10)
+    for number in range(9):
+        use(log, key, source=f"192.0.2.{number}")
+    assert counted(key) == 0
+    use(log, key, source="192.0.2.9")
+    assert counted(key) == 10
+
+
+def test_usage_of_overlong_words_is_cut_rather_than_refused(key: Key, log: UsageLog) -> None:
+    """No client can stop the counting by what it sends."""
+    use(log, key, source="s" * 500, user_agent="u" * 500, endpoint="e" * 500)
+    log.flush()
+    assert counted(key) == 1
+
+
+def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLog, clock: Clock) -> None:
+    assert longest_gap_seconds(key.key_id) == 0
+    use(log, key)
+    for minutes in (3, 10, 1):
+        clock.tick(minutes * 60)
+        use(log, key)
+    clock.tick(3600)
+    use(log, key, outcome=Outcome.REFUSED)
+    log.flush()
+    assert longest_gap_seconds(key.key_id) == 600
+
+
+# ----------------------------------------------------------------------------------------------------- watermarks
+
+
+def test_usage_watermark_is_the_time_of_the_flush(key: Key, log: UsageLog, clock: Clock) -> None:
+    """What was noted before the watermark is in the tables."""
+    use(log, key)
+    clock.tick(2)
+    log.flush()
+    assert watermark(log) == NOON + 2 * SECOND
+    assert observe(clock()).through == NOON + 2 * SECOND
+
+
+def test_usage_flush_that_fails_keeps_counts_and_watermark(
+    key: Key, log: UsageLog, clock: Clock, broken_database: pytest.MonkeyPatch
+) -> None:
+    """A database that is away loses no use and is not told as silence: nothing moves until all of it is written."""
+    use(log, key, 3)
+    clock.tick(1)
+    with pytest.raises(DatabaseError):
+        log.flush()
+    use(log, key, 2)
+    assert (counted(key), watermark(log)) == (0, NOON)
+    broken_database.undo()
+    clock.tick(1)
+    log.flush()
+    assert (counted(key), watermark(log)) == (5, NOON + 2 * SECOND)
+    bucket = UseBucket.objects.get()
+    assert (bucket.first_at, bucket.last_at) == (NOON, NOON + SECOND)
+
+
+def test_usage_flush_is_all_or_nothing(key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and watermark are one transaction: a crash between them leaves neither, and nothing is counted twice."""
+    use(log, key, 3)
+    real = UsageReporter.objects.filter
+
+    def fail(**_: object) -> None:
+        raise DatabaseError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UsageReporter.objects, "filter", fail)
+        with pytest.raises(DatabaseError):
+            log.flush()
+    assert UsageReporter.objects.filter == real
+    assert counted(key) == 0
+    log.flush()
+    assert counted(key) == 3
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_watermark_never_vouches_for_a_flush_that_still_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two flushes of one process meet and the first fails: no watermark passes what that one had in hand."""
+    make_merchant("acme")
+    key, clock = issue(account())[0], Clock()
+    log = UsageLog(now=clock)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    use(log, key)
+    clock.tick(1)
+    in_the_middle, may_fail = threading.Event(), threading.Event()
+    real = usage._write
+
+    def fail_late(counts: Any) -> None:
+        monkeypatch.setattr(usage, "_write", real)
+        in_the_middle.set()
+        assert may_fail.wait(PATIENCE_SECONDS)
+        raise DatabaseError("gone")
+
+    monkeypatch.setattr(usage, "_write", fail_late)
+    first = start(log.flush)
+    assert in_the_middle.wait(PATIENCE_SECONDS)
+    clock.tick(1)
+    second = start(log.flush)
+    # Were the second free to go, it would be done in a moment; it is not, and this is all the time it gets.
+    if not _is_done_within(second, 0.5):
+        may_fail.set()
+    with pytest.raises(DatabaseError):
+        _let_fail(first, may_fail)
+    second.result(PATIENCE_SECONDS)
+    assert watermark(log) > NOON + SECOND
+    assert counted(key) == 1
+
+
+def _is_done_within(future: Any, seconds: float) -> bool:
+    try:
+        future.result(seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _let_fail(future: Any, may_fail: threading.Event) -> None:
+    may_fail.set()
+    future.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_of_concurrent_reporters_adds_up_exactly() -> None:
+    """Any number of processes that count the same keys at once lose nothing and wait for none in a ring."""
+    make_merchant("acme")
+    keys = [issue(account())[0] for _ in range(3)]
+    sources = [f"192.0.2.{number}" for number in range(6)]
+
+    def report(order: int) -> None:
+        log = UsageLog(now=Clock())
+        for _ in range(5):
+            for key in keys[:: 1 if order % 2 else -1]:
+                for source in sources[:: 1 if order % 3 else -1]:
+                    use(log, key, source=source)
+            log.flush()
+
+    outcomes = race(*[partial(report, order) for order in range(6)])
+    assert outcomes == [None] * 6
+    for key in keys:
+        assert KeyUse.objects.get(key=key).count == 6 * 5 * len(sources)
+        assert counted(key) == 6 * 5 * len(sources)
+    assert UseBucket.objects.count() == len(keys) * len(sources)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_noted_while_it_is_flushed_is_not_lost() -> None:
+    """The request path and the reporting thread share the counts: each use is written exactly once."""
+    make_merchant("acme")
+    key, log = issue(account())[0], UsageLog()
+    done = threading.Event()
+
+    def flush_on() -> None:
+        while not done.is_set():
+            log.flush()
+
+    flusher = start(flush_on)
+    try:
+        race(*[lambda: use(log, key, 200)] * 4)
+    finally:
+        done.set()
+    flusher.result(PATIENCE_SECONDS)
+    log.flush()
+    assert KeyUse.objects.get(key=key).count == 800
+
+
+# ------------------------------------------------------------------------------------------------------ reporters
+
+
+def test_usage_silence_goes_as_far_as_the_slowest_live_reporter(clock: Clock) -> None:
+    """Silence is observed, not assumed: one reporter that is behind holds the observation back for all."""
+    fast, slow = UsageLog(now=clock), UsageLog(now=clock)
+    for log in (fast, slow):
+        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    clock.tick(3)
+    fast.flush()
+    assert observe(clock()).through == NOON
+    slow.flush()
+    assert observe(clock()).through == NOON + 3 * SECOND
+
+
+def test_usage_without_any_reporter_is_no_silence() -> None:
+    """Nobody who looks means nothing that was seen."""
+    seen = observe(NOON)
+    assert (seen.through, seen.lost_at) == (None, None)
+
+
+def test_usage_reporter_that_died_is_lost_and_holds_up_no_longer(log: UsageLog, clock: Clock) -> None:
+    """A reporter that goes without a farewell may have taken uses with it: the moment that it is missed is kept."""
+    other = UsageLog(now=clock)
+    UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    clock.tick(LOST_AFTER.total_seconds())
+    other.flush()
+    assert observe(clock()).lost_at is None, "late, but not yet lost"
+    at = clock.tick(0.001)
+    seen = observe(at)
+    assert seen.lost_at == at
+    assert seen.through == watermark(other)
+    clock.tick(1)
+    other.flush()
+    assert observe(clock()).lost_at == at, "being missed once is noted once"
+
+
+def test_usage_reporter_that_comes_back_was_not_lost(key: Key, log: UsageLog, clock: Clock) -> None:
+    """A reporter that was only slow has its counts still, and says so by writing them."""
+    use(log, key)
+    clock.tick(LOST_AFTER.total_seconds() + 1)
+    assert observe(clock()).lost_at is not None
+    log.flush()
+    assert observe(clock()).lost_at is None
+    assert counted(key) == 1
+
+
+def test_usage_reporter_that_said_farewell_is_never_lost(log: UsageLog, clock: Clock) -> None:
+    log.flush(farewell=True)
+    clock.tick(3600)
+    seen = observe(clock())
+    assert (seen.through, seen.lost_at) == (None, None)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_thread_reports_by_itself_and_stops_with_a_farewell() -> None:
+    """Started twice it is one reporter; stopped, it leaves nothing behind unwritten."""
+    make_merchant("acme")
+    key, log = issue(account())[0], UsageLog()
+    log.start()
+    log.start()
+    try:
+        assert UsageReporter.objects.count() == 1
+        use(log, key)
+        started, pause, waited = watermark(log), threading.Event(), 0.0
+        while watermark(log) == started and waited < PATIENCE_SECONDS:
+            pause.wait(0.05)
+            waited += 0.05
+        assert counted(key) == 1
+        use(log, key)
+    finally:
+        log.stop()
+    assert counted(key) == 2
+    assert UsageReporter.objects.get().stopped_at is not None
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed flush is tried again; the thread does not end with it."""
+    make_merchant("acme")
+    key, log = issue(account())[0], UsageLog()
+    failed, real = threading.Event(), usage._write
+
+    def fail_once(counts: Any) -> None:
+        monkeypatch.setattr(usage, "_write", real)
+        failed.set()
+        raise DatabaseError("gone")
+
+    monkeypatch.setattr(usage, "_write", fail_once)
+    log.start()
+    try:
+        use(log, key, 3)
+        assert failed.wait(PATIENCE_SECONDS)
+    finally:
+        log.stop()
+    assert counted(key) == 3
