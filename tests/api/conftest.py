@@ -38,7 +38,7 @@ def call(token: str) -> Call:
     client = Client(raise_request_exception=False)
 
     def send(method: str, path: str, body: Any = None, **headers: str) -> Any:
-        sent = {"HTTP_AUTHORIZATION": f"Bearer {token}", **headers}
+        sent: Any = {"HTTP_AUTHORIZATION": f"Bearer {token}", **headers}
         response: Any = client.generic(
             method,
             path,

@@ -87,7 +87,7 @@ class Bomb:
 
 def main() -> None:
     scene.account(MERCHANT)
-    report = {"crash_points": 0, "completed": 0, "violations": []}
+    report: dict[str, Any] = {"crash_points": 0, "completed": 0, "violations": []}
     for point in range(1, 500):
         killed, violations = run_once(point)
         report["violations"] += violations

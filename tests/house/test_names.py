@@ -8,7 +8,20 @@ SHAPELESS = re.compile(r"(?:.*_)?(?:utils?|helpers?|common|misc|core|managers?)"
 
 THE_ONE_GRANT = "keyvault/access/decision.py"
 
-REVEALS: dict[str, str] = {}
+REVEALS: dict[str, str] = {
+    "keyvault/admin/pages.py": "the one page that shows a secret",
+    "keyvault/backends/local.py": "seals it",
+    "keyvault/domain/digests.py": "hashes it",
+    "keyvault/management/commands/create_service_token.py": "prints a new token, asked for with --reveal",
+    "keyvault/management/commands/issue_key.py": "prints a new key, asked for with --reveal",
+    "keyvault/management/commands/run.py": "prints the passwords and the curl line of `make run`",
+    "keyvault/services/operators.py": "hands a password to Django's hasher",
+    "keyvault/services/peppers.py": "decodes a pepper",
+    "rotation/management/commands/collect_key.py": "prints a key that was collected",
+    "rotation/management/demo/issuing.py": "the merchant of the demo takes its key into use",
+    "rotation/management/demo/traces.py": "looks for every secret in what the demo leaves behind",
+    "rotation/management/demo/verifier.py": "presents the demo's keys over HTTP",
+}
 """The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
 
 
