@@ -21,22 +21,22 @@ import django
 
 django.setup()
 
-from django.db import connections, transaction  # noqa: E402  Django is set up by then
+from django.db import connections, transaction
 
-from keyvault.access.permissions import Permission as P  # noqa: E402
-from keyvault.access.principals import WORKER  # noqa: E402
-from keyvault.backends.local import LocalKeystore  # noqa: E402
-from keyvault.domain.keys import KeyState  # noqa: E402
-from keyvault.models import Key, UsageReporter  # noqa: E402
-from keyvault.services.audit import verify_audit  # noqa: E402
-from keyvault.services.authorization import authorize  # noqa: E402
-from keyvault.services.material import destroy_string, find_stored, list_to_destroy  # noqa: E402
-from keyvault.services.usage import UsageLog  # noqa: E402
-from rotation.models import Rotation  # noqa: E402
-from rotation.services.engine import advance_rotation  # noqa: E402
-from rotation.services.requests import get_rotation  # noqa: E402
-from rotation.states import RotationState as S  # noqa: E402
-from tests.rotation import scene  # noqa: E402
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.keys import KeyState
+from keyvault.models import Key, UsageReporter
+from keyvault.services.audit import verify_audit
+from keyvault.services.authorization import authorize
+from keyvault.services.material import destroy_string, find_stored, list_to_destroy
+from keyvault.services.usage import UsageLog
+from rotation.models import Rotation
+from rotation.services.engine import advance_rotation
+from rotation.services.requests import get_rotation
+from rotation.states import RotationState as S
+from tests.rotation import scene
 
 ROUNDS = 40
 MERCHANT = "acme"

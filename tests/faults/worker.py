@@ -14,9 +14,9 @@ import django
 
 django.setup()
 
-from keyvault.backends.local import LocalKeystore  # noqa: E402  Django is set up by then
-from keyvault.project.celery import app  # noqa: E402
-from rotation.services import engine  # noqa: E402
+from keyvault.backends.local import LocalKeystore
+from keyvault.project.celery import app
+from rotation.services import engine
 
 
 def main(point: str) -> None:

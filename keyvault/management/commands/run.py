@@ -53,7 +53,7 @@ class Command(BaseCommand):
             with stopping_on_signals():
                 self._serve(port)
         except StopRequestedError as stop:
-            self._tell(f"{stop}: everything has stopped.")
+            self.stderr.write(f"{stop}: everything has stopped.")
         except ServiceError as error:
             raise CommandError(str(error)) from None
 
