@@ -40,6 +40,8 @@ def find_exposed(url: str) -> Denial | None:
                 "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, "
                 "and have this one rotated.",
             )
+        if "%" not in url:
+            break
         url = unquote(url)
     return None
 

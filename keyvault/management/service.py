@@ -36,7 +36,8 @@ def refuse_taken_port(port: int) -> None:
 
     Granian listens with SO_REUSEPORT: two servers on one port would both start, and share its requests.
     """
-    taken = f"Port {port} on {ADDRESS} is taken. Stop what listens there, or choose another one: make run PORT=8001"
+    free = find_free_port()
+    taken = f"Port {port} on {ADDRESS} is taken. Stop what listens there, or choose another one: make run PORT={free}"
     with socket.socket() as probe:
         probe.settimeout(2)
         if probe.connect_ex((ADDRESS, port)) == 0:

@@ -155,12 +155,6 @@ class Supervisor:
             if child.program.name == name
         )
 
-    def process_id(self, name: str) -> int | None:
-        for child in self._children:
-            if child.program.name == name and child.process is not None:
-                return child.process.pid
-        return None
-
     def log_tail(self, name: str, lines: int = 15) -> str:
         """The end of a program's log, redacted once more on its way to a terminal."""
         path = self.logs / f"{name}.log"

@@ -167,7 +167,6 @@ def _report_compromise(grant: Grant, key: Key) -> Record:
         "key.compromised",
         details={"reason": RevocationReason.KEY_COMPROMISE.value, "was": key.state},
         compromised_at=grant.at,
-        retirement=None,  # Were it to stay `expired`, so would the verdict.
         reason=RevocationReason.KEY_COMPROMISE,
         material=_to_destroy(key),
     )

@@ -457,7 +457,7 @@ def test_issuance_collected_by_eight_at_once_reaches_exactly_one() -> None:
     """Exactly one reader gets the string, however many ask at the same moment."""
     scene = make_scene()
     for _ in range(3):
-        request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
+        request = request_key(scene.sandbox)
         issue_request(request)
         copies = [fresh(request) for _ in range(8)]
         outcomes = race(*[partial(collect, scene, copy) for copy in copies])
@@ -553,23 +553,24 @@ def release_all() -> None:
     WorkLease.objects.update(until=None)
 
 
-def test_issuance_worker_that_lost_its_lease_records_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was overtaken while it slept cannot commit: the other one's key is the only good one."""
+@pytest.mark.parametrize("step", ["_stage", "store_string"])
+def test_issuance_worker_that_lost_its_lease_records_nothing(
+    scene: Scene, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose lease went to another while it slept cannot commit, even if that other has done nothing yet."""
     request = request_key(scene.sandbox)
-    slow = _lease_of(request, now())
-    real = material.store_string
-    done: list[Key] = []
+    lease = _lease_of(request, now())
+    real = getattr(issuance, step)
 
-    def overtaken(key: Key, text: Plaintext, **options: Any) -> int:
-        monkeypatch.setattr(issuance, "store_string", real)
-        done.append(issue_request(fresh(request), at=now() + leases.LEASE))
-        return real(key, text, **options)
+    def asleep(*args: Any, **options: Any) -> Any:
+        _lease_of(request, now() + leases.LEASE)
+        return real(*args, **options)
 
-    monkeypatch.setattr(issuance, "store_string", overtaken)
-    with pytest.raises((StateConflictError, BackendConflictError)):
-        issuance.issue_approved(fresh(request), slow, now())
-    assert [key.key_id for key in Key.objects.filter(state="active")] == [done[0].key_id]
-    assert fresh(request).key == done[0]
+    monkeypatch.setattr(issuance, step, asleep)
+    with pytest.raises(StateConflictError, match="Another worker took this over"):
+        issuance.issue_approved(fresh(request), lease, now())
+    assert fresh(request).state == S.APPROVED
+    assert Key.objects.filter(state="pre_activation").count() == Key.objects.count() == (step == "store_string")
 
 
 def test_issuance_overtaken_worker_never_stores_over_the_good_key(

@@ -42,7 +42,7 @@ from .test_keys import verdict
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
-ROUNDS = 25
+ROUNDS = 20
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def _perform() -> int:
             try:
                 status = telling.wait()
             except StopRequestedError as stop:
-                _end(telling)
+                _end(telling, stop.number)
                 return 128 + stop.number
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -63,8 +63,8 @@ def _perform() -> int:
     return status
 
 
-def _end(telling: "subprocess.Popen[bytes]") -> None:
-    telling.terminate()
+def _end(telling: "subprocess.Popen[bytes]", number: int) -> None:
+    telling.send_signal(number)
     try:
         telling.wait(TIDY_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,272 @@
+"""The one function that says yes, asked about requests for endpoints: the order of its rules, and what a yes takes."""
+
+from dataclasses import FrozenInstanceError
+from datetime import UTC, datetime
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, Miss
+from keyvault.access.decision import Check, Denial, Grant, decide
+from keyvault.access.principals import KeyHolder
+from keyvault.access.rules import EndpointRequest, EndpointRule
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode as Code
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.keystring import checksum
+
+from .judging import NOW, PRODUCTION, Case, code_of, judge, key_string
+
+# design/API.md, "Verdicts": "Evaluated in this order; the first that fails answers." Rules of a later issue
+# are not here yet; the second `credential_invalid` is the proof.
+CONTRACT_ORDER = [
+    "credential_in_url",
+    "credential_ambiguous",
+    "credential_missing",
+    "credential_invalid",
+    "environment_mismatch",
+    "credential_invalid (proof)",
+    "key_not_active",
+    "merchant_mismatch",
+    "merchant_suspended",
+    "endpoint_unknown",
+    "method_not_supported",
+    "bearer_not_supported",
+    "private_key_in_browser",
+    "customer_token_missing",
+    "customer_token_invalid",
+]
+
+RIGHT = key_string()
+FORGED = RIGHT[:27] + key_string(seed="another")[27:70]
+ENDPOINT = {endpoint.name: endpoint for endpoint in ENDPOINTS}
+
+# What makes each rule fail, by itself.
+FAILURES: dict[str, dict[str, object]] = {
+    "credential_in_url": {"url": f"/merchants/orders?key={RIGHT}"},
+    "credential_ambiguous": {"presented": f"{RIGHT}, {RIGHT}"},
+    "credential_missing": {"is_presented": False, "presented": None},
+    "credential_invalid": {"presented": RIGHT[:-1]},
+    "environment_mismatch": {"presented": key_string(environment=PRODUCTION)},
+    "credential_invalid (proof)": {"presented": FORGED + checksum(FORGED)},
+    "key_not_active": {"state": KeyState.SUSPENDED},
+    "merchant_mismatch": {"named_merchant": "globex"},
+    "merchant_suspended": {"merchant_active": False},
+    "endpoint_unknown": {"endpoint": Miss()},
+    "method_not_supported": {"endpoint": ENDPOINT["client.configuration"]},
+    "bearer_not_supported": {"endpoint": ENDPOINT["orders.create"], "has_bearer": True},
+    "private_key_in_browser": {"has_origin": True},
+    "customer_token_missing": {"endpoint": ENDPOINT["customers.me"]},
+    "customer_token_invalid": {"endpoint": ENDPOINT["orders.retrieve"], "has_bearer": True},
+}
+
+
+def code(name: str) -> str:
+    return name.removesuffix(" (proof)")
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every two rules that one request can fail together, the earlier of the contract first."""
+    return [
+        (earlier, later)
+        for at, earlier in enumerate(CONTRACT_ORDER)
+        for later in CONTRACT_ORDER[at + 1 :]
+        if all(FAILURES[later].get(name, value) == value for name, value in FAILURES[earlier].items())
+    ]
+
+
+holders = st.builds(
+    KeyHolder,
+    key_id=st.just("A" * 16),
+    credential_id=st.just("crd_1"),
+    kind=st.sampled_from(KeyKind),
+    environment=st.sampled_from(Environment),
+    merchant_id=st.sampled_from(["acme", "globex"]),
+    merchant_active=st.booleans(),
+    account_active=st.booleans(),
+    reports_origin=st.booleans(),
+)
+rules = st.sampled_from([*ENDPOINTS, Miss(), Miss(("GET", "POST"))]).map(EndpointRule)
+requests = st.builds(
+    EndpointRequest,
+    named_merchant=st.sampled_from([None, "acme", "globex", ""]),
+    has_bearer=st.booleans(),
+    has_origin=st.booleans(),
+)
+
+
+# --- order ------------------------------------------------------------------------------------------------
+
+
+def test_order_every_rule_of_the_contract_is_tried() -> None:
+    assert list(FAILURES) == CONTRACT_ORDER
+    assert len(pairs()) > 70
+
+
+def test_decide_good_request_is_allowed() -> None:
+    assert isinstance(judge(Case()), Grant)
+    assert isinstance(judge(Case(kind=KeyKind.PUBLIC)), Grant)
+
+
+@pytest.mark.parametrize("name", CONTRACT_ORDER)
+def test_decide_request_that_fails_one_rule_gets_its_code(name: str) -> None:
+    assert code_of(judge(Case().but(**FAILURES[name]))) == code(name)
+
+
+@pytest.mark.parametrize(("earlier", "later"), pairs())
+def test_decide_request_that_fails_two_rules_gets_the_earlier_code(earlier: str, later: str) -> None:
+    """The order is the contract's: clients, dashboards and every door see the same answer to the same request."""
+    assert code_of(judge(Case().but(**FAILURES[later] | FAILURES[earlier]))) == code(earlier)
+
+
+# --- what a yes takes -------------------------------------------------------------------------------------
+
+
+@given(rules, holders, requests)
+def test_decide_grants_exactly_what_fulfils_every_condition(
+    rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
+) -> None:
+    """Nothing starts allowed: a grant takes all of these at once, written down here a second time."""
+    endpoint = rule.endpoint
+    fulfilled = (
+        isinstance(endpoint, Endpoint)
+        and holder.merchant_active
+        and holder.account_active
+        and request_.named_merchant in {None, holder.merchant_id}
+        and holder.kind is endpoint.credential
+        and not request_.has_bearer
+        and endpoint.bearer is not Bearer.REQUIRED
+        and not (request_.has_origin and holder.kind is KeyKind.PRIVATE and not holder.reports_origin)
+    )
+    verdict = decide(rule, holder, request_, NOW)
+    assert isinstance(verdict, Grant) == fulfilled
+    assert isinstance(verdict, Grant | Denial)
+
+
+@given(rules, holders, requests)
+def test_decide_denial_names_the_holder_and_a_reason(
+    rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
+) -> None:
+    """After proof the caller learns which key was refused, and in words why."""
+    verdict = decide(rule, holder, request_, NOW)
+    if isinstance(verdict, Denial):
+        assert verdict.holder == holder
+        assert verdict.detail.endswith(".")
+        assert (verdict.code is Code.METHOD_NOT_ALLOWED) == bool(verdict.allowed_methods)
+
+
+@given(rules, holders, requests)
+def test_decide_detail_says_nothing_about_another_merchant(
+    rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
+) -> None:
+    """The public reason names neither whose key it is nor whom the request named; the internal one may."""
+    verdict = decide(rule, holder, request_, NOW)
+    if isinstance(verdict, Denial):
+        assert "acme" not in verdict.detail
+        assert "globex" not in verdict.detail
+        assert "crd_1" not in verdict.detail
+
+
+@given(rules, holders, requests)
+def test_decide_is_a_function_of_its_arguments(rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest) -> None:
+    """No memory, no clock, no row: asked again it answers the same."""
+    assert decide(rule, holder, request_, NOW) == decide(rule, holder, request_, NOW)
+
+
+def test_grant_says_who_what_and_when() -> None:
+    verdict = judge(Case())
+    assert isinstance(verdict, Grant)
+    assert isinstance(verdict.principal, KeyHolder)
+    assert verdict.principal.merchant_id == "acme"
+    assert verdict.rule == EndpointRule(ENDPOINT["orders.create"])
+    assert verdict.at == NOW == datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("name", ["principal", "rule", "target", "at"])
+def test_grant_cannot_be_changed_afterwards(name: str) -> None:
+    """What was granted to one cannot be handed on to another, or for something else."""
+    with pytest.raises(FrozenInstanceError):
+        setattr(judge(Case()), name, None)
+
+
+# --- single rules -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["globex", "ACME", "acme ", "", " ", "acme\x00", "acme,globex"])
+def test_decide_any_other_merchant_is_a_mismatch(named: str) -> None:
+    """A key is good for the merchant that it was issued for (D13), compared exactly."""
+    assert code_of(judge(Case(named_merchant=named))) == "merchant_mismatch"
+
+
+@pytest.mark.parametrize(("merchant_active", "account_active"), [(False, True), (True, False), (False, False)])
+def test_decide_suspended_merchant_or_account_is_refused(merchant_active: bool, account_active: bool) -> None:
+    verdict = judge(Case(merchant_active=merchant_active, account_active=account_active))
+    assert code_of(verdict) == "merchant_suspended"
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+def test_decide_public_key_on_a_private_endpoint_is_refused(endpoint: Endpoint) -> None:
+    """A key that is shipped in every app opens no server-to-server operation (D5, D8)."""
+    verdict = judge(Case(kind=KeyKind.PUBLIC, endpoint=endpoint))
+    assert code_of(verdict) == ("allowed" if endpoint.name == "client.configuration" else "method_not_supported")
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+def test_decide_bearer_never_makes_up_for_the_key(endpoint: Endpoint) -> None:
+    """A customer token carries who the customer is, and never replaces the private key (D6)."""
+    assert code_of(judge(Case(endpoint=endpoint, has_bearer=True, is_presented=False))) == "credential_missing"
+    wrong_kind = KeyKind.PUBLIC if endpoint.credential is KeyKind.PRIVATE else KeyKind.PRIVATE
+    assert code_of(judge(Case(kind=wrong_kind, endpoint=endpoint, has_bearer=True))) == "method_not_supported"
+
+
+def test_decide_public_key_with_an_origin_is_allowed() -> None:
+    """That is where it belongs (D1)."""
+    assert code_of(judge(Case(kind=KeyKind.PUBLIC, has_origin=True))) == "allowed"
+
+
+def test_decide_private_key_with_an_origin_is_allowed_only_where_that_was_set() -> None:
+    assert code_of(judge(Case(has_origin=True))) == "private_key_in_browser"
+    assert code_of(judge(Case(has_origin=True, reports_origin=True))) == "allowed"
+
+
+def test_decide_wrong_method_tells_the_right_ones() -> None:
+    verdict = judge(Case(endpoint=Miss(("GET", "DELETE"))))
+    assert isinstance(verdict, Denial)
+    assert verdict.code is Code.METHOD_NOT_ALLOWED
+    assert verdict.allowed_methods == ("GET", "DELETE")
+    assert "GET, DELETE" in verdict.detail
+
+
+# --- the trace --------------------------------------------------------------------------------------------
+
+RULES = [name for name in CONTRACT_ORDER[CONTRACT_ORDER.index("merchant_mismatch") :]]
+
+
+def test_trace_of_a_grant_names_every_rule_in_order() -> None:
+    trace: list[Check] = []
+    assert isinstance(judge(Case(), trace), Grant)
+    assert trace == [Check(Code(name), True) for name in RULES]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_trace_of_a_denial_ends_with_the_rule_that_failed(name: str) -> None:
+    trace: list[Check] = []
+    judge(Case().but(**FAILURES[name]), trace)
+    passed = RULES[: RULES.index(name)]
+    assert trace == [*(Check(Code(each), True) for each in passed), Check(Code(name), False)]
+
+
+@given(rules, holders, requests)
+def test_trace_changes_no_verdict(rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest) -> None:
+    trace: list[Check] = []
+    verdict = decide(rule, holder, request_, NOW, trace)
+    assert verdict == decide(rule, holder, request_, NOW)
+    assert isinstance(verdict, Grant) == all(check.passed for check in trace)
+
+
+def test_endpoint_rules_every_kind_and_origin_is_settled() -> None:
+    """No combination of key, endpoint, Bearer and Origin is a fault."""
+    for kind, endpoint, has_bearer, has_origin in product(KeyKind, ENDPOINTS, [True, False], [True, False]):
+        code_of(judge(Case(kind=kind, endpoint=endpoint, has_bearer=has_bearer, has_origin=has_origin)))

@@ -1,0 +1,256 @@
+"""The one function that says yes, asked about acts on our own data: role by permission by second person."""
+
+from datetime import UTC, datetime
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.access.decision import Check, Denial, Grant, decide
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, WORKER, Channel, KeyHolder, Operator, Principal, Service, System
+from keyvault.access.roles import Role
+from keyvault.access.rules import PLATFORM, Target, operation
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+ACME = Target(SANDBOX, "acme")
+
+# Role by permission, spelt out: x may, 2 may on what somebody else asked for, - may not.
+#   key_administrator, technical_account_manager, approver, auditor, incident_responder
+MATRIX = """
+merchants:read           x x x x x
+merchants:write          x - - - -
+keys:read                x x x x x
+keys:verify              - - - - -
+keys:suspend             x x - - x
+keys:resume              x - - - -
+keys:revoke              x - - - x
+keys:report_compromise   x - - - x
+issuance:read            x x x x x
+issuance:request         x x - - -
+issuance:approve         2 - 2 - -
+issuance:reject          x - x - -
+issuance:withdraw        x x - - -
+issuance:collect         x x - - -
+issuance:execute         - - - - -
+rotations:read           x x x x x
+rotations:write          x x - - -
+rotations:approve        2 - 2 - -
+rotations:advance        - - - - -
+rotations:acknowledge    - - - - -
+tokens:read              x - - x x
+tokens:write             x - - - -
+operators:write          - - - - -
+audit:read               x - - x x
+break_glass:review       2 - 2 - -
+"""
+ROLES = [
+    Role.KEY_ADMINISTRATOR,
+    Role.TECHNICAL_ACCOUNT_MANAGER,
+    Role.APPROVER,
+    Role.AUDITOR,
+    Role.INCIDENT_RESPONDER,
+]
+CELLS = {
+    (role, P(line.split()[0])): cell
+    for line in MATRIX.strip().splitlines()
+    for role, cell in zip(ROLES, line.split()[1:], strict=True)
+}
+
+
+def operator(*roles: Role, person: str = "per_anna", username: str = "anna") -> Operator:
+    return Operator(username, person, frozenset(roles))
+
+
+def service(
+    *permissions: P,
+    environments: frozenset[Environment] = frozenset(Environment),
+    merchants: frozenset[str] | None = None,
+) -> Service:
+    return Service("tok_1", "gateway", "per_anna", frozenset(permissions), environments, merchants)
+
+
+def holder(merchant_id: str = "acme", environment: Environment = SANDBOX) -> KeyHolder:
+    return KeyHolder("A" * 16, "crd_1", KeyKind.PRIVATE, environment, merchant_id)
+
+
+def asked(principal: Principal, permission: P, target: Target = ACME) -> str:
+    verdict = decide(operation(permission), principal, target, NOW)
+    return "allowed" if isinstance(verdict, Grant) else verdict.code.value
+
+
+def test_matrix_covers_every_role_and_permission() -> None:
+    assert set(CELLS) == set(product(Role, P))
+
+
+@pytest.mark.parametrize(("role", "permission"), CELLS)
+def test_operation_by_role_on_what_somebody_else_asked_for(role: Role, permission: P) -> None:
+    target = Target(SANDBOX, "acme", requester_person="per_bert")
+    expected = "permission_missing" if CELLS[role, permission] == "-" else "allowed"
+    assert asked(operator(role), permission, target) == expected
+
+
+@pytest.mark.parametrize(("role", "permission"), CELLS)
+def test_operation_by_role_on_what_the_same_person_asked_for(role: Role, permission: P) -> None:
+    """Whoever asks cannot approve or review it, in whatever role (four eyes)."""
+    target = Target(SANDBOX, "acme", requester_person="per_anna")
+    expected = {"-": "permission_missing", "2": "state_conflict", "x": "allowed"}[CELLS[role, permission]]
+    assert asked(operator(role), permission, target) == expected
+
+
+@pytest.mark.parametrize("permission", sorted(permission for permission in P if operation(permission).second_person))
+def test_operation_four_eyes_compare_persons_not_names(permission: P) -> None:
+    """A second log-in of the same person is no second person; another person of the same role is."""
+    target = Target(PRODUCTION, "acme", requester_person="per_anna")
+    again = operator(Role.APPROVER, Role.KEY_ADMINISTRATOR, username="anna-admin")
+    assert asked(again, permission, target) == "state_conflict"
+    assert asked(operator(Role.APPROVER, person="per_bert", username="anna"), permission, target) == "allowed"
+
+
+def test_operation_four_eyes_are_asked_for_where_the_contract_wants_them() -> None:
+    assert {permission for permission in P if operation(permission).second_person} == {
+        P.ISSUANCE_APPROVE,
+        P.ROTATIONS_APPROVE,
+        P.BREAK_GLASS_REVIEW,
+    }
+
+
+def test_operation_token_s_creator_cannot_approve_what_the_token_asked_for() -> None:
+    """A service's wish counts as its creator's: nobody approves their own wish through a token."""
+    token = service(P.ISSUANCE_REQUEST)
+    assert asked(token, P.ISSUANCE_REQUEST) == "allowed"
+    target = Target(SANDBOX, "acme", requester_person=token.person)
+    assert asked(operator(Role.APPROVER, person=token.person), P.ISSUANCE_APPROVE, target) == "state_conflict"
+    assert asked(operator(Role.APPROVER, person="per_bert"), P.ISSUANCE_APPROVE, target) == "allowed"
+
+
+@pytest.mark.parametrize("permission", [P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW])
+@pytest.mark.parametrize(
+    "principal",
+    [
+        service(P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW),
+        System("worker", frozenset(P)),
+        System("host", frozenset(P), Channel.COMMAND_LINE),
+    ],
+    ids=lambda principal: principal.actor,
+)
+def test_operation_only_people_are_a_second_person(principal: Principal, permission: P) -> None:
+    """Even a machine that somehow held the permission could not approve."""
+    assert asked(principal, permission, Target(SANDBOX, "acme", requester_person="per_bert")) == "state_conflict"
+
+
+@given(st.sets(st.sampled_from(Role)), st.sampled_from(P))
+def test_operation_by_several_roles_is_allowed_if_one_of_them_is(roles: set[Role], permission: P) -> None:
+    target = Target(SANDBOX, "acme", requester_person="per_bert")
+    alone = {asked(operator(role), permission, target) for role in roles}
+    assert (asked(operator(*roles), permission, target) == "allowed") == ("allowed" in alone)
+
+
+@pytest.mark.parametrize("permission", P)
+def test_operation_nothing_starts_allowed(permission: P) -> None:
+    """Whoever holds nothing may do nothing: to no data, of nobody."""
+    for principal in (operator(), service(), System("nobody", frozenset())):
+        for target in (PLATFORM, ACME, Target(PRODUCTION, "acme", "per_bert")):
+            assert asked(principal, permission, target) == "permission_missing"
+
+
+# --- services ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("permission", sorted(SERVICE_PERMISSIONS))
+@pytest.mark.parametrize("environment", Environment)
+def test_service_outside_its_environments_lacks_permission(permission: P, environment: Environment) -> None:
+    """A sandbox token serves the sandbox alone: 403 `permission_missing` elsewhere."""
+    own = service(permission, environments=frozenset({environment}))
+    other = PRODUCTION if environment is SANDBOX else SANDBOX
+    assert asked(own, permission, Target(environment, "acme")) == "allowed"
+    assert asked(own, permission, Target(other, "acme")) == "permission_missing"
+
+
+@pytest.mark.parametrize("permission", sorted(SERVICE_PERMISSIONS))
+def test_service_outside_its_merchants_finds_nothing(permission: P) -> None:
+    """Another merchant's thing does not exist for it: the same `not_found` as for what never was."""
+    own = service(permission, merchants=frozenset({"acme"}))
+    assert asked(own, permission, Target(SANDBOX, "acme")) == "allowed"
+    assert asked(own, permission, Target(SANDBOX, "globex")) == "not_found"
+    assert asked(service(permission, merchants=frozenset()), permission, Target(SANDBOX, "acme")) == "not_found"
+    assert asked(service(permission), permission, Target(SANDBOX, "globex")) == "allowed"
+
+
+def test_service_without_the_permission_learns_nothing_of_merchants() -> None:
+    """The permission is judged first: whoever lacks it cannot tell by the code what exists."""
+    token = service(P.KEYS_READ, merchants=frozenset({"acme"}), environments=frozenset({SANDBOX}))
+    for target in (ACME, Target(SANDBOX, "globex"), Target(PRODUCTION, "globex")):
+        assert asked(token, P.KEYS_REVOKE, target) == "permission_missing"
+
+
+def test_denial_of_a_foreign_thing_does_not_name_it() -> None:
+    verdict = decide(
+        operation(P.KEYS_READ), service(P.KEYS_READ, merchants=frozenset({"acme"})), Target(SANDBOX, "globex"), NOW
+    )
+    assert isinstance(verdict, Denial)
+    assert "globex" not in verdict.detail
+    assert "globex" in verdict.internal
+
+
+# --- key holders and systems ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("permission", P)
+def test_key_holder_may_acknowledge_its_own_arrival_and_nothing_else(permission: P) -> None:
+    """An API key opens nothing of ours (D4, D15)."""
+    expected = "allowed" if permission is P.ROTATIONS_ACKNOWLEDGE else "permission_missing"
+    assert asked(holder(), permission) == expected
+
+
+def test_key_holder_acknowledges_in_its_own_account_only() -> None:
+    assert asked(holder(), P.ROTATIONS_ACKNOWLEDGE, Target(PRODUCTION, "acme")) == "permission_missing"
+    assert asked(holder(), P.ROTATIONS_ACKNOWLEDGE, Target(SANDBOX, "globex")) == "not_found"
+
+
+@pytest.mark.parametrize("permission", P)
+def test_systems_may_what_they_are_for(permission: P) -> None:
+    """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
+    worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE}
+    host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE}
+    assert (asked(WORKER, permission) == "allowed") == (permission in worker)
+    assert (asked(HOST, permission) == "allowed") == (permission in host)
+
+
+# --- what is told -----------------------------------------------------------------------------------------
+
+
+def test_trace_of_an_operation_ends_with_the_rule_that_failed() -> None:
+    trace: list[Check] = []
+    decide(operation(P.KEYS_READ), operator(Role.AUDITOR), ACME, NOW, trace)
+    assert [check.passed for check in trace] == [True] * 4
+    trace.clear()
+    decide(operation(P.KEYS_REVOKE), operator(Role.AUDITOR), ACME, NOW, trace)
+    assert [(check.rule.value, check.passed) for check in trace] == [("permission_missing", False)]
+
+
+@pytest.mark.parametrize(
+    ("principal", "actor"),
+    [
+        (operator(), "operator:anna"),
+        (service(), "service:tok_1"),
+        (holder(), f"key:{'A' * 16}"),
+        (WORKER, "system:worker"),
+        (HOST, "system:host"),
+    ],
+)
+def test_principals_are_named_in_the_audit_log_by_what_they_proved(principal: Principal, actor: str) -> None:
+    """No two sorts of principal can pass for one another in the log, whatever they are called."""
+    assert principal.actor == actor
+
+
+def test_grant_of_an_operation_carries_its_target() -> None:
+    """A grant for one account cannot be used on another: the services compare."""
+    verdict = decide(operation(P.KEYS_READ), operator(Role.AUDITOR), ACME, NOW)
+    assert isinstance(verdict, Grant)
+    assert (verdict.target, verdict.rule, verdict.at) == (ACME, operation(P.KEYS_READ), NOW)

@@ -1,0 +1,331 @@
+"""Is the presented key good here and now: what dies before a look-up, what a proof is, and what nobody can tell apart."""
+
+import hmac
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.access.decision import Denial
+from keyvault.access.principals import KeyHolder
+from keyvault.access.verification import INVALID, find_exposed, judge_key, read_key
+from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode as Code
+from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.keystring import KeyString, StringKind, StringScope, checksum
+from tests.domain.minting import ALPHANUMERIC, keystrings, mint
+
+from .judging import BASE_URLS, NOW, PEPPERS, PRODUCTION, SANDBOX, Case, key_string
+
+DAY = timedelta(days=1)
+
+
+def read(text: str | None, environment: Environment = SANDBOX) -> KeyString | Denial:
+    return read_key(text, environment=environment, brand="kv", base_urls=BASE_URLS)
+
+
+def denied(text: str | None, environment: Environment = SANDBOX) -> Denial:
+    found = read(text, environment)
+    assert isinstance(found, Denial)
+    return found
+
+
+def keystring(text: str, environment: Environment = SANDBOX) -> KeyString:
+    found = read(text, environment)
+    assert isinstance(found, KeyString)
+    return found
+
+
+def forged(text: str) -> str:
+    """The same id, another secret, the right checksum."""
+    head = text[:27] + key_string(seed="another")[27:70]
+    return head + checksum(head)
+
+
+def judge_stored(case: Case, text: str | None = None) -> KeyHolder | Denial:
+    return judge_key(keystring(text or key_string(case.kind)), case.record(), PEPPERS[SANDBOX], NOW)
+
+
+# --- before any look-up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KeyKind)
+@pytest.mark.parametrize("environment", Environment)
+def test_read_key_of_the_environment_is_read(kind: KeyKind, environment: Environment) -> None:
+    text = key_string(kind, environment)
+    found = keystring(text, environment)
+    assert found.key_id == text[11:27]
+    assert found.text.reveal() == text
+
+
+def test_read_key_absent_is_missing() -> None:
+    assert denied(None).code is Code.CREDENTIAL_MISSING
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{key_string()},{key_string()}",
+        f"{key_string()}, {key_string(seed=2)}",
+        f"{key_string()},",
+        f",{key_string()}",
+        ",",
+        "a,b",
+        f"{key_string(environment=PRODUCTION)},{key_string()}",
+    ],
+)
+def test_read_key_with_a_comma_is_ambiguous_and_none_is_chosen(text: str) -> None:
+    """Servers join a repeated header with a comma: what came twice is refused, even if one of them is good."""
+    assert denied(text).code is Code.CREDENTIAL_AMBIGUOUS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "kv",
+        key_string()[:-1],
+        key_string() + "A",
+        key_string() + " ",
+        " " + key_string(),
+        key_string()[:-6] + "000000",
+        key_string().upper(),
+        key_string()[:40] + "é" + key_string()[41:],
+        key_string()[:40] + "\ud800" + key_string()[41:],
+        key_string() + "\x00",
+        "Bearer " + key_string(),
+        mint(brand="other"),
+        mint(StringKind.CUSTOMER_TOKEN),
+        mint(StringKind.SERVICE_TOKEN),
+        mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
+        mint(StringKind.SERVICE_TOKEN, StringScope.PRODUCTION),
+        mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION),
+        "A" * 1_000_000,
+    ],
+    ids=lambda text: ascii(text[:24]),
+)
+def test_read_key_that_is_none_is_invalid(text: str) -> None:
+    """Malformed, mistyped, another brand's, a service or a customer token: one answer, that tells nothing."""
+    assert denied(text) is INVALID
+
+
+@given(st.text())
+def test_read_key_of_any_text_is_denied_without_a_fault(text: str) -> None:
+    assert denied(text).code in {Code.CREDENTIAL_INVALID, Code.CREDENTIAL_AMBIGUOUS}
+
+
+@pytest.mark.parametrize("kind", KeyKind)
+@pytest.mark.parametrize(("home", "asked"), [(SANDBOX, PRODUCTION), (PRODUCTION, SANDBOX)])
+def test_read_key_of_the_other_environment_names_the_right_base_url(
+    kind: KeyKind, home: Environment, asked: Environment
+) -> None:
+    """The string itself says where it belongs, so that no look-up is made, nor any of the other's peppers needed."""
+    found = denied(key_string(kind, home), asked)
+    assert found.code is Code.ENVIRONMENT_MISMATCH
+    assert BASE_URLS[home] in found.detail
+    assert f"//{BASE_URLS[asked].partition('//')[2]}." not in found.detail
+    assert found.holder is None
+
+
+@given(keystrings, st.sampled_from(Environment))
+def test_read_key_denial_never_repeats_what_was_presented(text: str, environment: Environment) -> None:
+    """A refused key is not echoed into answers, logs or dashboards: not even its public part."""
+    found = read(text, environment)
+    if isinstance(found, Denial):
+        assert text[-65:-49] not in found.detail + found.internal
+        assert text[-49:] not in repr(found)
+
+
+# --- in a URL ---------------------------------------------------------------------------------------------
+
+ESCAPES: dict[str, Callable[[str], str]] = {
+    "as it is": lambda text: text,
+    "underscores escaped": lambda text: text.replace("_", "%5F"),
+    "underscores escaped in lower case": lambda text: text.replace("_", "%5f"),
+    "every character escaped": lambda text: "".join(f"%{ord(char):02X}" for char in text),
+    "first character escaped": lambda text: f"%{ord(text[0]):02x}{text[1:]}",
+    "some characters escaped": lambda text: "".join(
+        f"%{ord(char):02x}" if at % 3 == 0 else char for at, char in enumerate(text)
+    ),
+    "escaped twice": lambda text: quote(quote("".join(f"%{ord(char):02X}" for char in text))),
+    "escape escaped": lambda text: text.replace("_", "%255F"),
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+@pytest.mark.parametrize(
+    "place",
+    ["/merchants/orders/{}", "/merchants/orders?key={}", "/{}", "?a=b&x={}&c=d", "/a#{}", "https://u:{}@h/", "/a;k={}"],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        key_string(),
+        key_string(KeyKind.PUBLIC, PRODUCTION),
+        mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
+        mint(StringKind.CUSTOMER_TOKEN, brand="acme"),
+        key_string()[:-6] + "000000",
+        key_string()[:40],
+    ],
+    ids=["private", "public", "service", "another brand", "wrong checksum", "cut short"],
+)
+def test_exposed_credential_in_a_url_is_found(escape: str, place: str, text: str) -> None:
+    """A credential in a path or query is refused whatever its kind and however often it was escaped."""
+    found = find_exposed(place.format(ESCAPES[escape](text)))
+    assert found is not None
+    assert found.code is Code.CREDENTIAL_IN_URL
+    assert found.holder is None
+    assert text[-40:] not in repr(found)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "/",
+        "/merchants/orders/ord_1?a=b",
+        f"/v1/keys/{key_string()[11:27]}/revoke",
+        f"/v1/keys/{key_string()[:27]}",
+        "/a?b=" + "A" * 4000,
+        "/%",
+        "/%zz%5",
+        "/%ff%fe",
+        "/kv_prv_sbx_",
+        "/é\ud800",
+    ],
+    ids=lambda url: ascii(url[:30]),
+)
+def test_exposed_url_without_a_credential_is_left_alone(url: str) -> None:
+    """Key ids are public and stand in our own URLs."""
+    assert find_exposed(url) is None
+
+
+# --- proof ------------------------------------------------------------------------------------------------
+
+
+def test_judge_key_with_the_right_secret_is_its_holder() -> None:
+    found = judge_stored(Case(reports_origin=True, merchant_active=False))
+    assert isinstance(found, KeyHolder)
+    assert (found.key_id, found.credential_id, found.merchant_id) == (key_string()[11:27], "crd_1", "acme")
+    assert (found.kind, found.environment) == (KeyKind.PRIVATE, SANDBOX)
+    assert (found.merchant_active, found.account_active, found.reports_origin) == (False, True, True)
+
+
+def test_judge_key_unknown_and_wrong_give_the_identical_denial() -> None:
+    """Nobody can find out by asking which key ids exist: not by a word, not by a field."""
+    unknown = judge_key(keystring(key_string()), None, PEPPERS[SANDBOX], NOW)
+    wrong = judge_stored(Case(), forged(key_string()))
+    malformed = denied("nonsense")
+    assert unknown is wrong is malformed is INVALID
+    assert INVALID.holder is None
+    assert INVALID.internal == ""
+
+
+@pytest.mark.parametrize("state", KeyState)
+def test_judge_key_without_proof_tells_nothing_of_its_state(state: KeyState) -> None:
+    """Whoever does not hold the secret does not learn that a key was revoked, or ever was."""
+    for retirement in (None, *Retirement):
+        assert judge_stored(Case(state=state, retirement=retirement, expires_at=NOW), forged(key_string())) is INVALID
+
+
+@given(st.integers(27, 69), st.sampled_from(ALPHANUMERIC))
+def test_judge_key_with_any_digit_of_the_secret_changed_is_invalid(at: int, digit: str) -> None:
+    right = key_string()
+    head = right[:at] + digit + right[at + 1 : 70]
+    found = judge_stored(Case(), head + checksum(head))
+    assert (found is INVALID) == (head != right[:70])
+
+
+def test_judge_key_under_another_environment_s_peppers_is_invalid() -> None:
+    """The pepper sets are separate: a digest copied from one environment's table proves nothing in the other."""
+    assert judge_key(keystring(key_string()), Case().record(), PEPPERS[PRODUCTION], NOW) is INVALID
+
+
+def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
+    """A row that somebody filled with the decoy's values, which stand in the source, opens to nobody."""
+    for version in (DECOY_VERSION, 1):
+        record = replace(Case().record(), digest=DECOY_DIGEST, pepper_version=version)
+        assert judge_key(keystring(key_string()), record, PEPPERS[SANDBOX], NOW) is INVALID
+
+
+@pytest.mark.parametrize("how", ["unknown id", "wrong secret", "right secret", "revoked", "unknown pepper"])
+def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An absent key costs what a wrong secret costs, so that a stopwatch finds no key ids either."""
+    record, text = Case().record(), key_string()
+    if how == "wrong secret":
+        text = forged(text)
+    if how == "revoked":
+        record = replace(record, state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
+    if how == "unknown pepper":
+        record = replace(record, pepper_version=7)
+    presented = keystring(text)
+    done: list[str] = []
+
+    def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args: (done.append(name), real(*args))[1]
+
+    monkeypatch.setattr(hmac, "digest", counted("mac", hmac.digest))
+    monkeypatch.setattr(hmac, "compare_digest", counted("comparison", hmac.compare_digest))
+    judge_key(presented, None if how == "unknown id" else record, PEPPERS[SANDBOX], NOW)
+    assert done == ["mac", "comparison"]
+
+
+# --- state ------------------------------------------------------------------------------------------------
+
+S, EXPIRED, REVOKED = KeyState, Retirement.EXPIRED, Retirement.REVOKED
+
+
+@pytest.mark.parametrize(
+    ("state", "retirement", "expires_at", "code"),
+    [
+        (S.PRE_ACTIVATION, None, None, "key_not_active"),
+        (S.PRE_ACTIVATION, None, NOW - DAY, "key_not_active"),
+        (S.ACTIVE, None, None, None),
+        (S.ACTIVE, None, NOW + DAY, None),
+        (S.ACTIVE, None, NOW + timedelta(microseconds=1), None),
+        (S.ACTIVE, None, NOW, "key_expired"),
+        (S.ACTIVE, None, NOW - DAY, "key_expired"),
+        (S.SUSPENDED, None, None, "key_not_active"),
+        (S.SUSPENDED, None, NOW - DAY, "key_not_active"),
+        (S.DEACTIVATED, EXPIRED, NOW - DAY, "key_expired"),
+        (S.DEACTIVATED, REVOKED, None, "key_revoked"),
+        (S.DEACTIVATED, REVOKED, NOW - DAY, "key_revoked"),
+        (S.DEACTIVATED, None, None, "key_revoked"),
+        (S.COMPROMISED, None, None, "key_revoked"),
+        (S.COMPROMISED, None, NOW - DAY, "key_revoked"),
+        (S.COMPROMISED, EXPIRED, NOW - DAY, "key_revoked"),
+        (S.COMPROMISED, REVOKED, NOW + DAY, "key_revoked"),
+        (S.DESTROYED, None, None, "key_revoked"),
+        (S.DESTROYED, EXPIRED, NOW - DAY, "key_revoked"),
+    ],
+)
+def test_judge_key_by_its_state(
+    state: KeyState, retirement: Retirement | None, expires_at: object, code: str | None
+) -> None:
+    """The contract's row of `key_*` verdicts: deactivated by expiry is expired; compromised and destroyed are revoked."""
+    found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
+    if code is None:
+        assert isinstance(found, KeyHolder)
+    else:
+        assert isinstance(found, Denial)
+        assert found.code == code
+        assert found.holder is not None
+        assert found.holder.key_id == key_string()[11:27]
+
+
+@pytest.mark.parametrize("state", KeyState)
+@pytest.mark.parametrize("retirement", [None, *Retirement])
+@pytest.mark.parametrize("expires_at", [None, NOW - DAY, NOW, NOW + DAY])
+def test_judge_key_allows_an_active_unexpired_key_only(
+    state: KeyState, retirement: Retirement | None, expires_at: object
+) -> None:
+    """All states, all retirements, both sides of the last moment: there is one way to be good."""
+    found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
+    is_good = state is KeyState.ACTIVE and (expires_at is None or expires_at == NOW + DAY)
+    assert isinstance(found, KeyHolder) == is_good

@@ -1,0 +1,222 @@
+"""Error codes on the wire: status, check and headers of every one, as the contract's table has them."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.domain.errors import (
+    DependencyUnavailableError,
+    ErrorCode,
+    Fault,
+    IntegrityError,
+    KeyvaultError,
+    NotFoundError,
+    PermissionMissingError,
+    RequestInvalidError,
+    StateConflictError,
+)
+from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem
+
+# design/API.md, "Verdicts", and the codes named below its table: code, status, check.
+CONTRACT = """
+| credential_in_url       | 400 | 1 |
+| credential_ambiguous    | 400 | 1 |
+| credential_missing      | 401 | 1 |
+| credential_invalid      | 401 | 1 |
+| environment_mismatch    | 401 | 2 |
+| key_not_active          | 401 | 4 |
+| key_expired             | 401 | 4 |
+| key_revoked             | 401 | 4 |
+| merchant_mismatch       | 403 | 2 |
+| merchant_suspended      | 403 | 5 |
+| endpoint_unknown        | 404 | 3 |
+| method_not_allowed      | 405 | 3 |
+| method_not_supported    | 403 | 3 |
+| bearer_not_supported    | 401 | 3 |
+| private_key_in_browser  | 403 | 3 |
+| ip_not_allowed          | 403 | 5 |
+| context_missing         | 403 | 5 |
+| customer_token_missing  | 401 | 5 |
+| customer_token_invalid  | 401 | 5 |
+| customer_token_expired  | 401 | 4 |
+| customer_token_revoked  | 401 | 4 |
+| rate_limited            | 429 | - |
+| verifier_stale          | 503 | - |
+| not_found               | 404 | - |
+| service_token_invalid   | 401 | ? |
+| permission_missing      | 403 | - |
+| request_invalid         | 400 | - |
+| payload_too_large       | 413 | - |
+| media_type_unsupported  | 415 | - |
+| state_conflict          | 409 | - |
+| idempotency_key_missing   | 400 | - |
+| idempotency_in_progress   | 409 | - |
+| idempotency_body_mismatch | 422 | - |
+| dependency_unavailable  | 503 | - |
+| internal_error          | 500 | - |
+"""
+EXPECTED = {
+    code: (int(status), None if check in "-?" else int(check))
+    for code, status, check in re.findall(r"\| (\w+) +\| (\d+) \| (\S) \|", CONTRACT)
+}
+LATER = {
+    "ip_not_allowed",
+    "context_missing",
+    "customer_token_expired",
+    "customer_token_revoked",
+    "rate_limited",
+    "verifier_stale",
+    "idempotency_key_missing",
+    "idempotency_in_progress",
+    "idempotency_body_mismatch",
+}
+"""Codes of the contract whose issue has not come yet."""
+
+CHALLENGES = {code for code in ErrorCode if PROBLEM_TYPES[code].status == 401}
+TOKENS = {ErrorCode.CUSTOMER_TOKEN_MISSING, ErrorCode.CUSTOMER_TOKEN_INVALID, ErrorCode.SERVICE_TOKEN_INVALID}
+
+every_code = pytest.mark.parametrize("code", ErrorCode)
+
+
+def answer(code: ErrorCode, **more: object) -> Problem:
+    return problem(code, "In plain words.", "R1", **more)  # type: ignore[arg-type]  # a test's own words
+
+
+def test_codes_are_those_of_the_contract() -> None:
+    """Clients branch on codes: none is missing, none has another name."""
+    assert {code.value for code in ErrorCode} == set(EXPECTED) - LATER
+
+
+def test_problem_types_exist_for_every_code() -> None:
+    assert set(PROBLEM_TYPES) == set(ErrorCode)
+
+
+@every_code
+def test_problem_type_has_the_contract_s_status_and_check(code: ErrorCode) -> None:
+    status, check = EXPECTED[code]
+    assert PROBLEM_TYPES[code].status == status
+    if code is not ErrorCode.SERVICE_TOKEN_INVALID:  # The contract gives it no check.
+        assert PROBLEM_TYPES[code].check == check
+
+
+@every_code
+def test_problem_type_check_is_an_item_of_d23(code: ErrorCode) -> None:
+    assert PROBLEM_TYPES[code].check in {None, 1, 2, 3, 4, 5}
+
+
+def test_problem_type_titles_are_words_of_their_own() -> None:
+    titles = [kind.title for kind in PROBLEM_TYPES.values()]
+    assert len(set(titles)) == len(titles)
+    assert all(re.fullmatch(r"[A-Z][A-Za-z ]+", title) for title in titles)
+
+
+# --- the body ---------------------------------------------------------------------------------------------
+
+
+@every_code
+def test_problem_body_has_the_members_of_rfc_9457_and_ours(code: ErrorCode) -> None:
+    found = answer(code)
+    status, _ = EXPECTED[code]
+    assert found.status == found.body["status"] == status
+    assert found.body["code"] == code.value
+    assert found.body["request_id"] == "R1"
+    assert found.body["detail"] == "In plain words."
+    assert found.body["type"] == f"urn:keyvault:problem:{code.value}"
+    assert found.body["title"] == PROBLEM_TYPES[code].title
+    assert found.body.get("check") == PROBLEM_TYPES[code].check
+    assert set(found.body) <= {"type", "title", "status", "code", "detail", "request_id", "check"}
+    assert json.loads(json.dumps(dict(found.body))) == found.body
+    assert CONTENT_TYPE == "application/problem+json"
+
+
+def test_problem_lists_each_fault_with_its_pointer() -> None:
+    faults = [Fault("/label", "too long"), Fault("/a~1b/0", "unknown")]
+    body = answer(ErrorCode.REQUEST_INVALID, faults=faults).body
+    assert body["errors"] == [
+        {"pointer": "/label", "detail": "too long"},
+        {"pointer": "/a~1b/0", "detail": "unknown"},
+    ]
+    assert "errors" not in answer(ErrorCode.REQUEST_INVALID).body
+
+
+# --- headers ----------------------------------------------------------------------------------------------
+
+
+@every_code
+def test_problem_is_never_stored_by_a_cache(code: ErrorCode) -> None:
+    assert answer(code).headers["Cache-Control"] == "no-store"
+
+
+@every_code
+def test_problem_of_401_alone_carries_a_challenge(code: ErrorCode) -> None:
+    """RFC 9110: every 401 says how to authenticate; ours tell keys from tokens."""
+    challenge = answer(code).headers.get("WWW-Authenticate")
+    if code not in CHALLENGES:
+        assert challenge is None
+    elif code in TOKENS:
+        assert challenge is not None
+        assert challenge.startswith("Bearer ")
+    else:
+        assert challenge == 'ApiKey realm="keyvault", header="X-Api-Key"'
+
+
+@every_code
+def test_problem_challenge_is_well_formed(code: ErrorCode) -> None:
+    challenge = PROBLEM_TYPES[code].challenge
+    if challenge is not None:
+        assert re.fullmatch(r'[A-Za-z]+ [a-z_]+="[^"\\]*"(, [a-z_]+="[^"\\]*")*', challenge)
+        assert challenge.isascii()
+
+
+@every_code
+def test_problem_of_405_alone_carries_the_allowed_methods(code: ErrorCode) -> None:
+    headers = answer(code, allowed_methods=("GET", "DELETE")).headers
+    assert headers.get("Allow") == ("GET, DELETE" if code is ErrorCode.METHOD_NOT_ALLOWED else None)
+
+
+def test_problem_of_405_without_methods_carries_an_empty_allow() -> None:
+    assert answer(ErrorCode.METHOD_NOT_ALLOWED).headers["Allow"] == ""
+
+
+@given(st.sampled_from(ErrorCode), st.integers(-(10**6), 10**6))
+def test_problem_retry_after_is_whole_seconds_and_at_least_one(code: ErrorCode, seconds: int) -> None:
+    """A client that honours it never comes back at once, nor stumbles over a fraction (D25)."""
+    value = answer(code, retry_after_seconds=seconds).headers["Retry-After"]
+    assert re.fullmatch(r"[1-9][0-9]*", value)
+    assert int(value) == max(1, seconds)
+
+
+@every_code
+def test_problem_retry_after_is_there_without_being_asked_for_only_on_an_outage(code: ErrorCode) -> None:
+    """`dependency_unavailable` always says when to come back; nobody who raises it can forget to."""
+    expected = "1" if code is ErrorCode.DEPENDENCY_UNAVAILABLE else None
+    assert answer(code).headers.get("Retry-After") == expected
+
+
+# --- the exceptions that carry a code ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyvaultError("d"), "internal_error"),
+        (RequestInvalidError("d", [Fault("/a", "b")]), "request_invalid"),
+        (NotFoundError("d"), "not_found"),
+        (PermissionMissingError("d"), "permission_missing"),
+        (StateConflictError("d"), "state_conflict"),
+        (DependencyUnavailableError("d"), "dependency_unavailable"),
+        (IntegrityError("d"), "internal_error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_error_has_its_code_and_one_root(error: KeyvaultError, code: str) -> None:
+    assert isinstance(error, KeyvaultError)
+    assert (error.code, error.detail, error.internal) == (code, "d", "")
+
+
+def test_error_keeps_its_internal_reason_out_of_its_text() -> None:
+    """What is for our log only does not travel in `str(error)`, which ends up in answers."""
+    assert "table" not in str(NotFoundError("There is no such thing.", internal="table keys"))
