@@ -31,7 +31,7 @@ from keyvault.backends.base import (
     StoredVersion,
     VersionState,
 )
-from keyvault.backends.private_files import read_or_make_master_key
+from keyvault.backends.private_files import ensure_private_file, read_or_make_master_key
 from keyvault.domain.plaintext import Plaintext
 
 _NONCE_BYTES: Final = 12
@@ -78,9 +78,8 @@ class LocalKeystore:
 
     def __init__(self, folder: Path, master_key_text: str = "") -> None:
         self._file = folder / "keystore.sqlite3"
-        if not self._file.exists():
-            # Before SQLite makes it with the process's own umask.
-            os.close(os.open(self._file, os.O_CREAT | os.O_RDWR, 0o600))
+        # Before SQLite makes it with the process's own umask.
+        ensure_private_file(self._file)
         with self._connection() as connection:
             _use_write_ahead_log(connection)
             connection.executescript(_SCHEMA)

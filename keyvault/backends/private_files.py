@@ -15,6 +15,11 @@ def ensure_private_directory(path: Path) -> Path:
     return path.resolve()
 
 
+def ensure_private_file(path: Path) -> None:
+    """Makes an empty file with mode 0600 when there is none, whatever the process's umask."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+
 def read_or_make_secret(path: Path) -> str:
     """86 random characters, made at the first run; of two first runs at once both get the same.
 

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import dj_database_url
 
-from keyvault.backends.private_files import ensure_private_directory, read_or_make_secret
+from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.project.configuration import ROOT, read_settings
 from keyvault.project.spool import spool_url
 
@@ -94,6 +94,7 @@ DATABASES = {
     )
 }
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
+    ensure_private_file(Path(DATABASES["default"]["NAME"]))
     # IMMEDIATE: a transaction that will write takes the write lock at its start, so that what it read is
     # still so when it writes. FULL: a commit that was answered survives a power cut.
     DATABASES["default"]["OPTIONS"] = {

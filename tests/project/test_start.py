@@ -84,3 +84,23 @@ def test_start_with_a_setting_that_cannot_be_meant_is_refused(
     assert done.returncode != 0
     assert complaint in done.stderr
     assert "short" not in done.stderr
+
+
+def test_start_leaves_nothing_in_the_data_folder_that_others_can_read(tmp_path: Path) -> None:
+    """Whatever the umask, and even in a folder that others may enter."""
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o755)
+    command = f"umask 000; exec {sys.executable} manage.py setup"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "KEYVAULT_DATA_DIR": str(folder), "KEYVAULT_DATABASE_URL": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    made = {path.name: path.stat().st_mode & 0o077 for path in folder.iterdir()}
+    assert {"keyvault.sqlite3", "keystore.sqlite3", "master.key", "django.key"} <= set(made)
+    assert not any(made.values()), made

@@ -44,7 +44,6 @@ class Entry:
 class Replaced:
     """A completed rotation. `entries`: its way, oldest first."""
 
-    rotation_id: str
     replacement: Issued
     entries: list[Entry]
 
@@ -99,7 +98,7 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
     replacement = Issued(issued.credential, shown["replacement_key_id"], published.secret)
     stage.expect(f"the old key {issued.key_id}", issued.text, "key_revoked")
     stage.expect(f"the new key {replacement.key_id}", replacement.text, None)
-    return Replaced(rotation_id, replacement, entries)
+    return Replaced(replacement, entries)
 
 
 def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[Entry]:
@@ -117,10 +116,10 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
                 # A dry run is no attempt: a real one would start the quarantine again, which may be over by now.
                 stage.expect("the old key, tried dry", issued.text, "key_not_active", "key_revoked", dry_run=True)
         told = len(entries)
-        for name, key_id in fleet.using().items():
-            if using[name] != key_id:
+        before, using = using, fleet.using()
+        for name, key_id in using.items():
+            if before[name] != key_id:
                 report.step(f"{name} now presents the replacement, {key_id}")
-        using = fleet.using()
         late = [name for name, key_id in using.items() if key_id == issued.key_id]
         report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'nobody'}")
         return entries if entries and entries[-1].event in CLOSED | {RotationState.STALLED} else None

@@ -1,5 +1,6 @@
 """What every chapter stands on: the running service, the report, and waiting for what must happen."""
 
+import http.client
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,8 +58,8 @@ class Stage:
         verifier = self.connect()
         try:
             decision = verifier.ask(key, **more)
-        except OSError as error:
-            raise StoryError(f"{said}: nobody answered, {error}.", SERVER) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise StoryError(f"{said}: there was no verdict, {error}.", SERVER) from None
         finally:
             verifier.close()
         verdict = "allowed" if decision["allowed"] else f"{decision['status']} {decision['code']}"

@@ -1,0 +1,262 @@
+"""The plan of a rotation: its defaults, what makes it impossible, and that an approval holds for exactly it."""
+
+import json
+from dataclasses import fields, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.domain.canonical import canonical_digest
+from keyvault.domain.environments import Environment
+from rotation.policy import (
+    APPROVAL_LIFETIME,
+    DEFAULTS,
+    LONGEST_SECONDS,
+    Plan,
+    Proof,
+    default_quiet_seconds,
+    find_faults,
+)
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+HOUR, DAY = 3_600, 86_400
+
+PLAN = Plan(
+    credential_id="crd_1",
+    predecessor_key_id="A" * 16,
+    reason="yearly",
+    not_before=NOW,
+    deadline=NOW + timedelta(days=45),
+    proof=Proof.TRAFFIC,
+    proof_count=100,
+    proof_sources=2,
+    soak_seconds=600,
+    quiet_seconds=7 * DAY,
+    quarantine_seconds=DAY,
+)
+
+OTHERWISE: dict[str, list[object]] = {
+    "credential_id": ["crd_2"],
+    "predecessor_key_id": ["B" * 16],
+    "reason": ["leak", ""],
+    "not_before": [NOW + timedelta(microseconds=1), NOW - timedelta(days=1)],
+    "deadline": [PLAN.deadline + timedelta(microseconds=1), PLAN.deadline - timedelta(days=1)],
+    "proof": [Proof.ACK],
+    "proof_count": [99, 101],
+    "proof_sources": [1, 3],
+    "soak_seconds": [0, 601],
+    "quiet_seconds": [1, 7 * DAY - 1],
+    "quarantine_seconds": [1, DAY - 1],
+    "expires_in_days": [1, 365],
+    "predecessor_may_expire": [True],
+}
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+times = st.datetimes(timezones=st.just(UTC))
+seconds = st.integers(0, LONGEST_SECONDS)
+plans = st.builds(
+    Plan,
+    credential_id=texts,
+    predecessor_key_id=texts,
+    reason=texts,
+    not_before=times,
+    deadline=times,
+    proof=st.sampled_from(Proof),
+    proof_count=seconds,
+    proof_sources=seconds,
+    soak_seconds=seconds,
+    quiet_seconds=seconds,
+    quarantine_seconds=seconds,
+    expires_in_days=st.none() | st.integers(1, 3650),
+    predecessor_may_expire=st.booleans(),
+)
+
+
+def changed(**values: Any) -> Plan:
+    return replace(PLAN, **values)
+
+
+def faults(plan: Plan, environment: Environment = PRODUCTION, expires_at: datetime | None = None) -> list[str]:
+    return [fault.pointer for fault in find_faults(plan, environment, expires_at, NOW)]
+
+
+# --- defaults ---------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    """ROTATION.md: 5 from 1 without soak and 100 from 2 over 600 s; 1 h and 7 d of quiet; 10 min and 24 h."""
+    sandbox, production = DEFAULTS[SANDBOX], DEFAULTS[PRODUCTION]
+    assert (sandbox.proof_count, sandbox.proof_sources, sandbox.soak_seconds) == (5, 1, 0)
+    assert (production.proof_count, production.proof_sources, production.soak_seconds) == (100, 2, 600)
+    assert (sandbox.quiet_seconds, production.quiet_seconds) == (HOUR, 7 * DAY)
+    assert (sandbox.quarantine_seconds, production.quarantine_seconds) == (600, DAY)
+    assert (sandbox.least_quiet_seconds, sandbox.least_quarantine_seconds) == (1, 1)
+
+
+@pytest.mark.parametrize("environment", Environment)
+def test_defaults_make_a_plan_that_can_be_met(environment: Environment) -> None:
+    defaults = DEFAULTS[environment]
+    plan = changed(
+        deadline=NOW + timedelta(seconds=defaults.deadline_seconds),
+        proof_count=defaults.proof_count,
+        proof_sources=defaults.proof_sources,
+        soak_seconds=defaults.soak_seconds,
+        quiet_seconds=defaults.quiet_seconds,
+        quarantine_seconds=defaults.quarantine_seconds,
+    )
+    assert faults(plan, environment) == []
+
+
+def test_defaults_of_production_are_never_laxer_than_those_of_the_sandbox() -> None:
+    sandbox, production = DEFAULTS[SANDBOX], DEFAULTS[PRODUCTION]
+    assert all(getattr(production, field.name) >= getattr(sandbox, field.name) for field in fields(sandbox))
+    assert timedelta(days=1) <= APPROVAL_LIFETIME <= timedelta(days=30)
+
+
+@given(st.integers(0, 400 * DAY))
+def test_default_quiet_in_production_is_at_least_twice_the_longest_gap(gap: int) -> None:
+    """A job that calls once a week is not mistaken for silence."""
+    assert default_quiet_seconds(PRODUCTION, gap) == max(7 * DAY, 2 * gap)
+    assert default_quiet_seconds(SANDBOX, gap) == HOUR
+
+
+# --- faults -----------------------------------------------------------------------------------------------
+
+
+def test_plan_that_can_be_met_has_no_fault() -> None:
+    assert faults(PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("quiet_seconds", {SANDBOX: 1, PRODUCTION: 3_600}),
+        ("quarantine_seconds", {SANDBOX: 1, PRODUCTION: 600}),
+        ("proof_count", {SANDBOX: 1, PRODUCTION: 1}),
+        ("proof_sources", {SANDBOX: 1, PRODUCTION: 1}),
+        ("soak_seconds", {SANDBOX: 0, PRODUCTION: 0}),
+    ],
+)
+@pytest.mark.parametrize("environment", Environment)
+def test_plan_value_out_of_its_bounds_is_a_fault(name: str, least: dict[Environment, int], environment: Environment) -> None:
+    """No plan does without proof, quiet or quarantine, not even an approved one."""
+    far = changed(deadline=NOW + timedelta(days=800))
+    for value, is_fault in (
+        (least[environment], False),
+        (least[environment] - 1, True),
+        (-1, True),
+        (LONGEST_SECONDS, False),
+        (LONGEST_SECONDS + 1, True),
+    ):
+        assert (f"/{name}" in faults(replace(far, **{name: value}), environment)) == is_fault  # type: ignore[arg-type]  # an integer
+
+
+def test_plan_whose_soak_and_quiet_do_not_fit_before_the_deadline_is_a_fault() -> None:
+    needed = timedelta(seconds=PLAN.soak_seconds + PLAN.quiet_seconds)
+    assert faults(changed(deadline=NOW + needed)) == []
+    assert faults(changed(deadline=NOW + needed - timedelta(microseconds=1))) == ["/deadline"]
+
+
+def test_plan_time_counts_from_not_before_or_now_whichever_is_later() -> None:
+    needed = timedelta(seconds=PLAN.soak_seconds + PLAN.quiet_seconds)
+    later = NOW + timedelta(days=30)
+    assert faults(changed(not_before=later, deadline=later + needed)) == []
+    assert faults(changed(not_before=later, deadline=later + needed - timedelta(seconds=1))) == ["/deadline"]
+    assert faults(changed(not_before=NOW - timedelta(days=30), deadline=NOW)) == ["/deadline"]
+
+
+def test_plan_whose_predecessor_expires_before_the_deadline_says_so_or_is_a_fault() -> None:
+    """Nobody finds out by a 401 that the old key ran out in the middle of its rotation."""
+    early = PLAN.deadline - timedelta(microseconds=1)
+    assert faults(PLAN, expires_at=PLAN.deadline) == []
+    assert faults(PLAN, expires_at=early) == ["/deadline"]
+    assert faults(changed(predecessor_may_expire=True), expires_at=early) == []
+
+
+def test_plan_with_several_faults_names_each() -> None:
+    plan = changed(quiet_seconds=0, quarantine_seconds=0, proof_count=0, deadline=NOW)
+    assert faults(plan) == ["/quiet_seconds", "/quarantine_seconds", "/proof_count", "/deadline"]
+
+
+def test_plan_fault_says_what_would_do() -> None:
+    details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, None, NOW)]
+    assert details == ["production takes 3600 to 31622400"]
+
+
+@given(plans, st.sampled_from(Environment), st.none() | times)
+def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
+    plan: Plan, environment: Environment, expires_at: datetime | None
+) -> None:
+    """What is wrong with a plan is listed; it is never an exception."""
+    near = replace(plan, not_before=NOW)
+    assert all(pointer.startswith("/") for pointer in faults(near, environment, expires_at))
+
+
+@pytest.mark.xfail(raises=OverflowError, reason="find_faults adds what it has just refused, and overflows: 500 from a request's values")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(changed(quiet_seconds=10**18), id="quiet beyond any date"),
+        pytest.param(changed(soak_seconds=10**12), id="soak beyond the last year"),
+        pytest.param(changed(not_before=datetime.max.replace(tzinfo=UTC)), id="begins on the last day"),
+    ],
+)
+def test_plan_of_astronomical_values_is_listed_as_a_fault(plan: Plan) -> None:
+    """No number that a client sends is an internal error."""
+    assert faults(plan)
+
+
+# --- the digest -------------------------------------------------------------------------------------------
+
+
+def test_plan_every_field_is_tried() -> None:
+    assert list(OTHERWISE) == [field.name for field in fields(Plan)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in OTHERWISE.items() for value in values], ids=str
+)
+def test_plan_digest_changes_with_every_field(name: str, value: object) -> None:
+    """An approval is bound to the plan: whichever field is changed afterwards, it is void."""
+    assert replace(PLAN, **{name: value}).digest() != PLAN.digest()  # type: ignore[arg-type]  # of the field's own type
+
+
+@given(plans, plans)
+def test_plan_digests_are_equal_for_equal_plans_only(plan: Plan, other: Plan) -> None:
+    assert (plan.digest() == other.digest()) == (plan == other)
+
+
+def test_plan_digest_says_that_it_is_a_rotation_s() -> None:
+    """An approval of a rotation cannot be passed off as one of an issuance, nor the reverse."""
+    assert PLAN.digest() == canonical_digest({**PLAN.as_json(), "what": "rotation"})
+    assert PLAN.digest() != canonical_digest({**PLAN.as_json(), "what": "issuance"})
+    assert PLAN.digest() != canonical_digest(PLAN.as_json())
+
+
+@given(plans)
+def test_plan_survives_being_stored(plan: Plan) -> None:
+    """What was approved is what is carried out: JSON and back changes nothing, neither values nor digest."""
+    stored = json.loads(json.dumps(plan.as_json()))
+    again = Plan.from_json(stored)
+    assert again == plan
+    assert again.digest() == plan.digest()
+    assert again.not_before.tzinfo is not None
+    assert isinstance(again.proof, Proof)
+
+
+@pytest.mark.parametrize("name", ["quiet_seconds", "proof", "deadline"])
+def test_plan_stored_with_a_missing_field_is_refused(name: str) -> None:
+    """A row that somebody shortened is no plan with defaults."""
+    stored = dict(PLAN.as_json())
+    del stored[name]
+    with pytest.raises((KeyError, TypeError)):
+        Plan.from_json(dict(stored))
+
+
+def test_plan_stored_with_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError):
+        Plan.from_json({**PLAN.as_json(), "skip_proof": True})
