@@ -78,6 +78,8 @@ class LocalKeystore:
 
     def __init__(self, folder: Path, master_key_text: str = "") -> None:
         self._file = folder / "keystore.sqlite3"
+        # Never made by connecting: a keystore that vanished is an outage, not an empty one.
+        self._uri = f"{self._file.absolute().as_uri()}?mode=rw"
         # Before SQLite makes it with the process's own umask.
         ensure_private_file(self._file)
         with self._connection() as connection:
@@ -204,7 +206,7 @@ class LocalKeystore:
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection for one call: none outlives a fork, none is shared among threads."""
         try:
-            connection = sqlite3.connect(self._file, timeout=_BUSY_SECONDS, isolation_level=None)
+            connection = sqlite3.connect(self._uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
             try:
                 # Overwrites destroyed material with zeros instead of merely freeing its page.
                 connection.execute("PRAGMA secure_delete=ON")

@@ -335,6 +335,11 @@ def expected_triggers(vendor: str = "") -> set[str]:
     return names | {_no_truncate(table) for table in _UNTRUNCATED} if vendor == "postgresql" else names
 
 
+def missing_triggers(connection: BaseDatabaseWrapper) -> set[str]:
+    """The rules that should be in force in this database and are not."""
+    return expected_triggers(connection.vendor) - list_triggers(connection)
+
+
 def _no_truncate(table: str) -> str:
     return f"{table}_no_truncate"
 

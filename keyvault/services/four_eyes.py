@@ -16,11 +16,19 @@ class _Approvals(Protocol):
     def count(self) -> int: ...
 
 
-def approving_operator(grant: Grant, approvals: _Approvals, *, shown_digest: str, stored_digest: str) -> Operator:
-    """Who approves. Raises StateConflictError when they were shown something else, or have approved already."""
+def approving_operator(
+    grant: Grant, approvals: _Approvals, *, shown_digest: str, stored_digest: str, requester_person: str
+) -> Operator:
+    """Who approves.
+
+    Raises StateConflictError when they asked for it themselves, were shown something else, or have approved
+    already.
+    """
     operator = grant.principal
     if not isinstance(operator, Operator):
         raise TypeError("people approve")
+    if operator.person == requester_person:
+        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
     if shown_digest != stored_digest:
         raise StateConflictError("This is not what you were shown. Look at it again.")
     if approvals.filter(person=operator.person).exists():

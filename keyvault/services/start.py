@@ -5,7 +5,7 @@ from django.db import connection
 
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import KeyvaultError
-from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers import load_peppers
 
 
@@ -19,7 +19,7 @@ def require_ready() -> None:
             load_peppers(pepper_set)
     except KeyvaultError as error:
         raise ImproperlyConfigured(f"{error.detail} ({error.internal})") from error
-    missing = expected_triggers() - list_triggers(connection)
+    missing = missing_triggers(connection)
     connection.close()
     if missing:
         raise ImproperlyConfigured(

@@ -110,7 +110,11 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
     if rotation.plan_digest != rotation.approved_plan.digest():
         raise StateConflictError("The plan was altered.", internal=f"{rotation.rotation_id} fails its digest")
     operator = approving_operator(
-        grant, rotation.approvals, shown_digest=plan_digest, stored_digest=rotation.plan_digest
+        grant,
+        rotation.approvals,
+        shown_digest=plan_digest,
+        stored_digest=rotation.plan_digest,
+        requester_person=rotation.requester_person,
     )
     with recorded(
         grant,
@@ -170,9 +174,10 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         **_about(rotation),
         why=why[:300],
     ):
-        rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=why[:300])
+        # Keys before the rotation, as the engine locks them.
         if rotation.replacement is not None:
             burn_key(grant, rotation.replacement)
+        rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=why[:300])
     return rotation
 
 

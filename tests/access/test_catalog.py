@@ -46,7 +46,14 @@ def name_of(found: Endpoint | Miss) -> str | None:
 
 def test_catalog_is_the_contract_s_table() -> None:
     ours = [
-        [each.name, each.method, each.path, each.credential, each.bearer, "idempotent" if each.idempotent_by_key else "-"]
+        [
+            each.name,
+            each.method,
+            each.path,
+            each.credential,
+            each.bearer,
+            "idempotent" if each.idempotent_by_key else "-",
+        ]
         for each in ENDPOINTS
     ]
     assert ours == [line.split() for line in CONTRACT.strip().splitlines()]
@@ -87,7 +94,9 @@ def test_endpoint_is_found_by_its_name(endpoint: Endpoint) -> None:
     assert find_endpoint(endpoint.name) is endpoint
 
 
-@pytest.mark.parametrize("name", ["", "orders", "orders.Retrieve", "orders.retrieve ", "GET", "/merchants/orders", "\x00"])
+@pytest.mark.parametrize(
+    "name", ["", "orders", "orders.Retrieve", "orders.retrieve ", "GET", "/merchants/orders", "\x00"]
+)
 def test_endpoint_of_another_name_is_a_miss(name: str) -> None:
     assert find_endpoint(name) == Miss()
 
@@ -124,7 +133,8 @@ def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    "token", ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "<order_token>", "..."]
+    "token",
+    ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "<order_token>", "..."],
 )
 def test_match_variable_takes_any_one_plain_segment(token: str) -> None:
     assert name_of(match_endpoint("GET", f"/merchants/orders/{token}")) == "orders.retrieve"

@@ -88,7 +88,7 @@ holders = st.builds(
     account_active=st.booleans(),
     reports_origin=st.booleans(),
 )
-rules = st.sampled_from([*ENDPOINTS, Miss(), Miss(("GET", "POST"))]).map(EndpointRule)
+rules = st.sampled_from([*ENDPOINTS, Miss(), Miss(("GET", "POST"))]).map(lambda endpoint: EndpointRule(endpoint))
 requests = st.builds(
     EndpointRequest,
     named_merchant=st.sampled_from([None, "acme", "globex", ""]),
@@ -170,7 +170,9 @@ def test_decide_detail_says_nothing_about_another_merchant(
 
 
 @given(rules, holders, requests)
-def test_decide_is_a_function_of_its_arguments(rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest) -> None:
+def test_decide_is_a_function_of_its_arguments(
+    rule: EndpointRule, holder: KeyHolder, request_: EndpointRequest
+) -> None:
     """No memory, no clock, no row: asked again it answers the same."""
     assert decide(rule, holder, request_, NOW) == decide(rule, holder, request_, NOW)
 

@@ -84,14 +84,14 @@ ORIGINS: dict[str, Changes] = {
     "origin_reported": {"has_origin": True, "reports_origin": True},
 }
 CIRCUMSTANCES = (MERCHANTS, STANDINGS, REQUESTED, BEARERS, ORIGINS)
-COLUMNS = [list(KeyKind), list(keys_of(KeyKind.PRIVATE)), *map(list, CIRCUMSTANCES)]
+COLUMNS: list[list[str]] = [list(KeyKind), list(keys_of(KeyKind.PRIVATE)), *map(list, CIRCUMSTANCES)]
 
 Row = tuple[str, ...]
 
 
 def verdicts() -> dict[Row, str]:
     """The whole matrix."""
-    found = {}
+    found: dict[Row, str] = {}
     for kind in KeyKind:
         for key, presented in keys_of(kind).items():
             for names in product(*CIRCUMSTANCES):

@@ -268,7 +268,11 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
     done: list[str] = []
 
     def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
-        return lambda *args: (done.append(name), real(*args))[1]
+        def call(*args: object) -> object:
+            done.append(name)
+            return real(*args)
+
+        return call
 
     monkeypatch.setattr(hmac, "digest", counted("mac", hmac.digest))
     monkeypatch.setattr(hmac, "compare_digest", counted("comparison", hmac.compare_digest))

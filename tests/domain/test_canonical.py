@@ -64,7 +64,7 @@ def test_canonical_different_values_give_different_bytes(value: JsonValue, other
         (True, b"true"),
         (1, b"1"),
         (-(2**70), b"-1180591620717411303424"),
-        ("é\n\"\\/\u2028", '"é\\n\\"\\\\/\u2028"'.encode()),
+        ('é\n"\\/\u2028', '"é\\n\\"\\\\/\u2028"'.encode()),
         ({"b": 1, "a": {"d": [1, "2", None], "c": False}}, b'{"a":{"c":false,"d":[1,"2",null]},"b":1}'),
         ({"": 0, "A": 0, "a": 0, "é": 0}, '{"":0,"A":0,"a":0,"é":0}'.encode()),
         ([], b"[]"),

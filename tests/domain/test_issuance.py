@@ -42,7 +42,7 @@ plans = st.builds(
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [pair for pair in product(IssuanceState, IssuanceState)],
+    list(product(IssuanceState, IssuanceState)),
     ids=lambda state: getattr(state, "value", None),
 )
 def test_transitions_cell_by_cell(old: IssuanceState, new: IssuanceState) -> None:
@@ -61,7 +61,7 @@ def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
     assert ways_in[IssuanceState.ISSUED] == {IssuanceState.APPROVED}
     assert ways_in[IssuanceState.APPROVED] == {IssuanceState.PENDING}
     assert ways_in[IssuanceState.PENDING] == set()
-    assert APPROVED_STATES == {IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED}
+    assert {IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED} == APPROVED_STATES
 
 
 @pytest.mark.parametrize("state", ["rejected", "expired", "withdrawn", "collected"])

@@ -61,7 +61,7 @@ def test_states_are_those_of_nist_sp_800_57() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [pair for pair in product(KeyState, KeyState)], ids=lambda state: getattr(state, "value", None)
+    ("old", "new"), list(product(KeyState, KeyState)), ids=lambda state: getattr(state, "value", None)
 )
 def test_transitions_cell_by_cell(old: KeyState, new: KeyState) -> None:
     """The whole table, spelt out once more: a changed cell has to be changed in two places."""

@@ -58,7 +58,7 @@ REFUSED: dict[str, Callable[[Plaintext], object]] = {
     "membership": lambda secret: secret in [Plaintext(SECRET)],
     "hash": hash,
     "set": lambda secret: {secret},
-    "order": lambda secret: secret < secret,  # type: ignore[operator]  # noqa: PLR0124  that it cannot is the point
+    "order": lambda secret: secret < secret,  # type: ignore[operator]  # that it cannot is the point
     "concatenation": lambda secret: "got " + secret,  # type: ignore[operator]  # that it cannot is the point
     "join": lambda secret: ", ".join([secret]),  # type: ignore[list-item]  # that it cannot is the point
     "iteration": lambda secret: list(secret),  # type: ignore[call-overload]  # that it cannot is the point

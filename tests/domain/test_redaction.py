@@ -5,7 +5,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pprint import pformat
 
 import pytest
@@ -45,7 +45,9 @@ RENDERINGS: dict[str, Callable[[str, str], str]] = {
     "wire in a repr": lambda name, value: repr(f"GET /\r\n{name}: {value}\r\nAccept: x".encode("latin-1", "replace")),
     "curl in JSON": lambda name, value: json.dumps({"ran": f"curl -H '{name}: {value}' http://a/", "b": "c"}),
     "WSGI environ": lambda name, value: repr({"HTTP_" + name.upper().replace("-", "_"): value, "wsgi.x": (1, 0)}),
-    "pprint of an environ": lambda name, value: pformat({"HTTP_" + name.upper().replace("-", "_"): value, "x": "y"}, width=200),
+    "pprint of an environ": lambda name, value: pformat(
+        {"HTTP_" + name.upper().replace("-", "_"): value, "x": "y"}, width=200
+    ),
     "Python repr": lambda name, value: repr({name: value, "b": "c"}),
     "pairs of a repr": lambda name, value: repr([("a", "b"), (name, value), ("c", "d")]),
     "pairs of bytes": lambda name, value: repr([(b"a", b"b"), (name.encode(), value.encode("latin-1", "replace"))]),
@@ -154,7 +156,9 @@ def test_redact_header_of_any_value_is_masked(rendering: str, name: str, scheme:
 
 
 @pytest.mark.parametrize("rendering", ["JSON", "compact JSON", "indented JSON", "JSON with lists", "JSON pairs"])
-@pytest.mark.parametrize("value", ['a"secret', "a\\secret", "a\nsecret", "cafésecret", 'a\\"secret', "'secret'", "secret\\"])
+@pytest.mark.parametrize(
+    "value", ['a"secret', "a\\secret", "a\nsecret", "cafésecret", 'a\\"secret', "'secret'", "secret\\"]
+)
 def test_redact_header_with_escapes_in_json_is_masked_to_its_end(rendering: str, value: str) -> None:
     """A quote or a backslash inside a value does not end it; and what is left is still JSON."""
     clean = redact(RENDERINGS[rendering]("X-Api-Key", value))
@@ -287,7 +291,7 @@ def test_redact_tangled_json_stays_json(value: dict[str, object], indent: int | 
 
 def chunks_of(text: str, cuts: list[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(places)]
 
 
 @given(st.lists(tangles | st.text(max_size=20), max_size=6).map("".join), st.lists(st.integers(0, 10_000), max_size=12))

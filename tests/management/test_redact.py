@@ -33,13 +33,19 @@ def filtered(attachment: bytes, *arguments: str) -> bytes:
 def run(*arguments: str, attachment: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """The command as support types it."""
     return subprocess.run(
-        [sys.executable, "manage.py", "redact", *arguments], cwd=ROOT, input=attachment, capture_output=True, check=False
+        [sys.executable, "manage.py", "redact", *arguments],
+        cwd=ROOT,
+        input=attachment,
+        capture_output=True,
+        check=False,
     )
 
 
 def test_redact_standard_input_comes_out_without_its_secrets() -> None:
     """`manage.py redact < support.log`: no secret leaves, and nothing but the secrets is changed."""
-    attachment = f"GET /\r\nX-Api-Key: {KEY}\r\nAuthorization: Bearer {KEY}\r\n\r\nbody é\n".encode() + b"\xff\xfe\x00\n"
+    attachment = (
+        f"GET /\r\nX-Api-Key: {KEY}\r\nAuthorization: Bearer {KEY}\r\n\r\nbody é\n".encode() + b"\xff\xfe\x00\n"
+    )
     done = run(attachment=attachment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == attachment.replace(SECRET.encode(), b"***")
@@ -66,7 +72,9 @@ def test_redact_folder_is_refused(tmp_path: Path) -> None:
         filtered(b"", str(tmp_path))
 
 
-@pytest.mark.parametrize("attachment", [b"", b"\n", b"\r\n", b"\r", b"a\rb\nc\r\n", b"\x00\x80\xff", b"\xef\xbb\xbfa", b"no end"])
+@pytest.mark.parametrize(
+    "attachment", [b"", b"\n", b"\r\n", b"\r", b"a\rb\nc\r\n", b"\x00\x80\xff", b"\xef\xbb\xbfa", b"no end"]
+)
 def test_redact_attachment_without_secrets_comes_out_byte_by_byte(attachment: bytes) -> None:
     """Line ends, NULs and bytes that are no text are the attachment's own."""
     assert filtered(attachment) == attachment

@@ -142,7 +142,9 @@ def test_plan_that_can_be_met_has_no_fault() -> None:
     ],
 )
 @pytest.mark.parametrize("environment", Environment)
-def test_plan_value_out_of_its_bounds_is_a_fault(name: str, least: dict[Environment, int], environment: Environment) -> None:
+def test_plan_value_out_of_its_bounds_is_a_fault(
+    name: str, least: dict[Environment, int], environment: Environment
+) -> None:
     """No plan does without proof, quiet or quarantine, not even an approved one."""
     far = changed(deadline=NOW + timedelta(days=800))
     for value, is_fault in (
@@ -196,7 +198,9 @@ def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
     assert all(pointer.startswith("/") for pointer in faults(near, environment, expires_at))
 
 
-@pytest.mark.xfail(raises=OverflowError, reason="find_faults adds what it has just refused, and overflows: 500 from a request's values")
+@pytest.mark.xfail(
+    raises=OverflowError, reason="find_faults adds what it has just refused, and overflows: 500 from a request's values"
+)
 @pytest.mark.parametrize(
     "plan",
     [

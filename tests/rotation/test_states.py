@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -48,6 +48,10 @@ PLAN = Plan(
 )
 QUIET, QUARANTINE = timedelta(seconds=600), timedelta(seconds=300)
 
+WAY = [
+    *(S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.STAGED, S.PUBLISHING),
+    *(S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED),
+]
 OPEN = [state for state in S if state not in CLOSED]
 WITH_REPLACEMENT = [S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING]
 TIMED = [S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP]
@@ -100,8 +104,11 @@ dead = pytest.mark.parametrize("key", DEAD, ids=lambda key: f"{key.state}{'-expi
 def test_states_are_those_of_the_design() -> None:
     """ROTATION.md's names, but for the side states that come with a later issue."""
     later = {"rolling_back", "rolled_back", "emergency"}
-    way = "requested awaiting_approval scheduled staged publishing awaiting_proof overlap quarantine revoking completed"
-    assert {state.value for state in S} == {*way.split(), "rejected", "expired", "cancelled", "stalled"}
+    assert set(S) == {*WAY, S.REJECTED, S.EXPIRED, S.CANCELLED, S.STALLED}
+    assert [state.value for state in WAY] == [
+        *("requested", "awaiting_approval", "scheduled", "staged", "publishing"),
+        *("awaiting_proof", "overlap", "quarantine", "revoking", "completed"),
+    ]
     assert later.isdisjoint(state.value for state in S)
     assert set(TRANSITIONS) == set(S)
     assert {S.COMPLETED, S.REJECTED, S.EXPIRED, S.CANCELLED} == CLOSED
@@ -218,7 +225,11 @@ def test_step_in_quarantine_with_a_resumed_predecessor_stalls() -> None:
 def test_step_at_the_deadline_stalls_and_keeps_both_keys(state: RotationState) -> None:
     """Time alone never revokes: at the deadline people are asked, and both keys stay as they are."""
     ready = {"acknowledged_at": NOW, "is_accepted": True, "is_delivered": True, "observed_through": None}
-    for now, expected in ((PLAN.deadline - SECOND, None), (PLAN.deadline, "to stalled"), (NOW + 9999 * DAY, "to stalled")):
+    for now, expected in (
+        (PLAN.deadline - SECOND, None),
+        (PLAN.deadline, "to stalled"),
+        (NOW + 9999 * DAY, "to stalled"),
+    ):
         found = told(step(state, now, **ready))
         if state in TIMED:
             assert (found == "to stalled") == (expected is not None)
@@ -485,7 +496,9 @@ def test_step_takes_the_predecessor_away_only_from_a_living_replacement(known: F
 @given(any_facts, moments, moments)
 def test_step_takes_the_predecessor_away_at_no_time_of_day(known: Facts, now: datetime, later: datetime) -> None:
     """Time alone never revokes: with the same evidence, no clock makes a difference but to stall or expire."""
-    found = [next_step(replace(known, state=state), clock) for state in (S.OVERLAP, S.QUARANTINE) for clock in (now, later)]
+    found = [
+        next_step(replace(known, state=state), clock) for state in (S.OVERLAP, S.QUARANTINE) for clock in (now, later)
+    ]
     for first, second in (found[:2], found[2:]):
         if told(first) != told(second):
             assert "to stalled" in {told(first), told(second)}
@@ -559,7 +572,7 @@ class World:
 
     # What others do.
 
-    def keys(self) -> Iterator[Key]:
+    def both_keys(self) -> Iterator[Key]:
         yield self.predecessor
         if self.replacement is not None:
             yield self.replacement
@@ -573,13 +586,13 @@ class World:
 
     def report(self) -> None:
         """Every verifier reports all that it has seen."""
-        for key in self.keys():
+        for key in self.both_keys():
             key.reported, key.refused_reported = len(key.used), len(key.refused)
         self.observed_through = self.now
 
     def lose_verifier(self) -> None:
         """A verifier dies with what it has not reported."""
-        for key in self.keys():
+        for key in self.both_keys():
             del key.used[key.reported :]
             del key.refused[key.refused_reported :]
         self.lost_at = self.now
@@ -662,14 +675,14 @@ class World:
 
     def good_keys(self) -> int:
         """Delivered and accepted: what the merchant can work with."""
-        return sum(key.is_good(self.now) and key.is_delivered for key in self.keys())
+        return sum(key.is_good(self.now) and key.is_delivered for key in self.both_keys())
 
     # What must hold.
 
     def check_step(self, before: int) -> None:
         """Invariant 1: no step of the engine takes a credential from a good key to none; two verify at most."""
         assert before == 0 or self.good_keys() >= 1, "the merchant was left without a key"
-        assert sum(key.is_good(self.now) for key in self.keys()) <= 2
+        assert sum(key.is_good(self.now) for key in self.both_keys()) <= 2
 
     def check_move(self, to: RotationState) -> None:
         if to is S.QUARANTINE:
@@ -730,8 +743,7 @@ def test_simulation_happy_path_completes(proof: Proof) -> None:
     walk_to_overlap(world)
     let_pass(world, QUIET)
     let_pass(world, QUARANTINE)
-    way = "awaiting_approval scheduled staged publishing awaiting_proof overlap quarantine revoking completed".split()
-    assert world.moves == list(zip(map(S, way), map(S, way[1:]), strict=False))
+    assert world.moves == list(pairwise(WAY[1:]))
     assert world.predecessor.state is K.DEACTIVATED
     assert world.replacement is not None
     assert world.replacement.is_good(world.now)
@@ -822,11 +834,11 @@ class Rotating(RuleBasedStateMachine):
 
     @invariant()
     def at_most_two_keys_verify(self) -> None:
-        assert sum(key.is_good(self.world.now) for key in self.world.keys()) <= 2
+        assert sum(key.is_good(self.world.now) for key in self.world.both_keys()) <= 2
 
     @invariant()
     def the_dead_stay_dead(self) -> None:
-        for key in self.world.keys():
+        for key in self.world.both_keys():
             if id(key) in self.dead:
                 assert key.state in DEAD_STATES
             elif key.state in DEAD_STATES:
@@ -866,7 +878,7 @@ def test_simulation_time_alone_never_reaches_quarantine(proof: Proof, jumps: lis
         world.turn()
         world.resume()
     assert {S.QUARANTINE, S.REVOKING, S.COMPLETED}.isdisjoint(to for _, to in world.moves)
-    assert [key.state for key in world.keys()] == [K.ACTIVE, K.ACTIVE]
+    assert [key.state for key in world.both_keys()] == [K.ACTIVE, K.ACTIVE]
 
 
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=12))

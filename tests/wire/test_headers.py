@@ -89,7 +89,24 @@ def test_client_request_id_that_is_plain_is_kept(value: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "", "0" * 65, "a b", " a", "a\n", "a\r\nX: y", "a\x00", "é", "٣", 'a"', "a\\", "a/b", "a,b", "a\x1b[2K", "\ud800"],
+    [
+        None,
+        "",
+        "0" * 65,
+        "a b",
+        " a",
+        "a\n",
+        "a\r\nX: y",
+        "a\x00",
+        "é",
+        "٣",
+        'a"',
+        "a\\",
+        "a/b",
+        "a,b",
+        "a\x1b[2K",
+        "\ud800",
+    ],
     ids=ascii,
 )
 def test_client_request_id_that_is_not_plain_is_dropped(value: str | None) -> None:

@@ -4,7 +4,7 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.http import require_safe
 
-from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers import pepper_health
 
 
@@ -27,6 +27,6 @@ def readyz(request: HttpRequest) -> JsonResponse:
 
 def _database_is_ready() -> bool:
     try:
-        return expected_triggers() <= list_triggers(connection)
+        return not missing_triggers(connection)
     except DatabaseError:
         return False

@@ -8,7 +8,7 @@ from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
 from keyvault.management.answers import AnsweringCommand
-from keyvault.models.triggers import expected_triggers, list_triggers
+from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers import ensure_peppers
 
 
@@ -25,4 +25,4 @@ class Command(AnsweringCommand):
         """A database that needs nothing is left alone: servers may be at work on it."""
         executor = MigrationExecutor(connection)
         pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
-        return bool(pending) or not expected_triggers() <= list_triggers(connection)
+        return bool(pending) or bool(missing_triggers(connection))

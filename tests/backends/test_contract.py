@@ -1,0 +1,420 @@
+"""The contract of every secret backend (`keyvault.backends.base`), asked of each that there is."""
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from keyvault.backends.base import (
+    BackendConflictError,
+    BackendMissingError,
+    Mount,
+    SecretBackend,
+    StoredVersion,
+    VersionState,
+)
+from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.plaintext import Plaintext
+
+from .stores import BACKENDS, cue, said, started
+
+BOX = Mount.SANDBOX
+LIVE, DELETED, DESTROYED = VersionState.LIVE, VersionState.DELETED, VersionState.DESTROYED
+
+
+def put(backend: SecretBackend, text: str, after: int, path: str = "a", mount: Mount = BOX) -> int:
+    return backend.put(mount, path, Plaintext(text), {"text": text}, expected_version=after)
+
+
+def filled(backend: SecretBackend, count: int = 3) -> SecretBackend:
+    """Versions 1 to `count` at one path: one, two, three."""
+    for version in range(count):
+        put(backend, ("one", "two", "three")[version], version)
+    return backend
+
+
+def text_at(backend: SecretBackend, version: int | None = None, path: str = "a", mount: Mount = BOX) -> str:
+    stored = backend.read(mount, path, version)
+    assert stored.labels == {"text": stored.secret.reveal()}
+    assert version in {None, stored.version}
+    return stored.secret.reveal()
+
+
+def states(backend: SecretBackend, path: str = "a") -> dict[int, VersionState]:
+    return {each.version: each.state for each in backend.versions(BOX, path)}
+
+
+# --- put and read -----------------------------------------------------------------------------------------
+
+
+def test_put_numbers_versions_from_one(backend: SecretBackend) -> None:
+    assert [put(backend, text, after) for after, text in enumerate("abc")] == [1, 2, 3]
+    assert backend.versions(BOX, "a") == [StoredVersion(version, LIVE) for version in (1, 2, 3)]
+
+
+def test_read_gives_the_newest_or_the_named_version(backend: SecretBackend) -> None:
+    filled(backend)
+    assert text_at(backend) == "three"
+    assert [text_at(backend, version) for version in (1, 2, 3)] == ["one", "two", "three"]
+    assert backend.read(BOX, "a").version == 3
+
+
+def test_read_gives_a_secret_in_its_type(backend: SecretBackend) -> None:
+    """What comes out of a backend is masked wherever it is shown."""
+    filled(backend)
+    stored = backend.read(BOX, "a")
+    assert isinstance(stored.secret, Plaintext)
+    assert stored.secret.reveal() not in repr(stored.secret)
+
+
+@pytest.mark.parametrize("expected", [0, 1, 2, 4, 5, -1, 10**6])
+def test_put_after_another_version_than_the_newest_writes_nothing(backend: SecretBackend, expected: int) -> None:
+    """Check-and-set: nothing is ever overwritten that the writer has not seen."""
+    filled(backend)
+    with pytest.raises(BackendConflictError):
+        put(backend, "mine", expected)
+    assert states(backend) == {1: LIVE, 2: LIVE, 3: LIVE}
+    assert text_at(backend) == "three"
+
+
+@pytest.mark.parametrize("expected", [1, 2, -1])
+def test_put_after_a_version_that_never_was_writes_nothing(backend: SecretBackend, expected: int) -> None:
+    with pytest.raises(BackendConflictError):
+        put(backend, "mine", expected)
+    assert backend.versions(BOX, "a") == []
+
+
+def test_put_may_be_repeated_after_a_lost_answer_and_told_from_another_s(backend: SecretBackend) -> None:
+    """The second try conflicts, and the labels read back say that the first one was ours."""
+    filled(backend, 1)
+    with pytest.raises(BackendConflictError):
+        put(backend, "one", 0)
+    assert backend.read(BOX, "a").labels == {"text": "one"}
+
+
+@pytest.mark.parametrize("version", [None, 1, 0, 7])
+def test_read_where_nothing_was_written_is_missing(backend: SecretBackend, version: int | None) -> None:
+    with pytest.raises(BackendMissingError):
+        backend.read(BOX, "a", version)
+
+
+@pytest.mark.parametrize("version", [0, 4, -1])
+def test_read_of_a_version_that_never_was_is_missing(backend: SecretBackend, version: int) -> None:
+    filled(backend)
+    with pytest.raises(BackendMissingError):
+        backend.read(BOX, "a", version)
+
+
+def test_versions_where_nothing_was_written_are_none(backend: SecretBackend) -> None:
+    assert backend.versions(BOX, "a") == []
+
+
+def test_mounts_share_nothing(backend: SecretBackend) -> None:
+    """Sandbox, production and the peppers: the same path in each is another secret (D12)."""
+    for mount in Mount:
+        assert put(backend, f"in {mount}", 0, mount=mount) == 1
+    assert [text_at(backend, mount=mount) for mount in Mount] == [f"in {mount}" for mount in Mount]
+    backend.destroy(BOX, "a", 1)
+    assert text_at(backend, mount=Mount.PRODUCTION) == "in production"
+    assert text_at(backend, mount=Mount.PEPPERS) == "in peppers"
+
+
+def test_paths_share_nothing(backend: SecretBackend) -> None:
+    """No path is a prefix, a pattern or another spelling of another."""
+    paths = ["a", "a/b", "a/b/c", "A", "a%", "a_", "%", "a ", "ab"]
+    for path in paths:
+        assert put(backend, f"at {path}", 0, path=path) == 1
+    assert [text_at(backend, path=path) for path in paths] == [f"at {path}" for path in paths]
+    backend.destroy(BOX, "a", 1)
+    backend.soft_delete(BOX, "a%", 1)
+    assert [states(backend, path) for path in paths[1:4]] == [{1: LIVE}] * 3
+
+
+# --- soft delete, undelete, destroy -----------------------------------------------------------------------
+
+
+def test_soft_delete_hides_a_version_until_it_is_brought_back(backend: SecretBackend) -> None:
+    filled(backend)
+    backend.soft_delete(BOX, "a", 2)
+    with pytest.raises(BackendMissingError):
+        backend.read(BOX, "a", 2)
+    assert states(backend) == {1: LIVE, 2: DELETED, 3: LIVE}
+    backend.undelete(BOX, "a", 2)
+    assert text_at(backend, 2) == "two"
+    assert states(backend) == {1: LIVE, 2: LIVE, 3: LIVE}
+
+
+@pytest.mark.parametrize("act", ["soft_delete", "destroy"])
+def test_read_newest_never_falls_back_to_an_older_version(backend: SecretBackend, act: str) -> None:
+    """Nobody is handed a superseded secret because the newest is gone."""
+    filled(backend)
+    getattr(backend, act)(BOX, "a", 3)
+    with pytest.raises(BackendMissingError):
+        backend.read(BOX, "a")
+    assert text_at(backend, 2) == "two"
+
+
+def test_destroy_is_for_ever(backend: SecretBackend) -> None:
+    """A destroyed version is never readable again, by no sequence of acts."""
+    filled(backend)
+    backend.destroy(BOX, "a", 2)
+    for _ in range(2):
+        with pytest.raises(BackendMissingError):
+            backend.undelete(BOX, "a", 2)
+        backend.soft_delete(BOX, "a", 2)
+    with pytest.raises(BackendMissingError):
+        backend.read(BOX, "a", 2)
+    assert states(backend) == {1: LIVE, 2: DESTROYED, 3: LIVE}
+
+
+def test_destroy_of_a_deleted_version_is_for_ever_too(backend: SecretBackend) -> None:
+    filled(backend)
+    backend.soft_delete(BOX, "a", 1)
+    backend.destroy(BOX, "a", 1)
+    with pytest.raises(BackendMissingError):
+        backend.undelete(BOX, "a", 1)
+    assert states(backend)[1] is DESTROYED
+
+
+@pytest.mark.parametrize("act", ["soft_delete", "destroy"])
+def test_acts_may_be_repeated(backend: SecretBackend, act: str) -> None:
+    """A worker that died after the act does it again: the same result, and no error."""
+    filled(backend)
+    for _ in range(3):
+        getattr(backend, act)(BOX, "a", 2)
+    assert states(backend) == {1: LIVE, 2: DELETED if act == "soft_delete" else DESTROYED, 3: LIVE}
+
+
+@pytest.mark.parametrize("act", ["soft_delete", "destroy"])
+@pytest.mark.parametrize(("path", "version"), [("a", 4), ("a", 0), ("nowhere", 1)])
+def test_acts_on_a_missing_version_are_no_error_and_make_none(
+    backend: SecretBackend, act: str, path: str, version: int
+) -> None:
+    filled(backend)
+    getattr(backend, act)(BOX, path, version)
+    assert states(backend) == {1: LIVE, 2: LIVE, 3: LIVE}
+    assert states(backend, "nowhere") == {}
+
+
+@pytest.mark.parametrize(("path", "version"), [("a", 4), ("a", 0), ("nowhere", 1)])
+def test_undelete_of_a_version_that_never_was_is_missing(backend: SecretBackend, path: str, version: int) -> None:
+    filled(backend)
+    with pytest.raises(BackendMissingError):
+        backend.undelete(BOX, path, version)
+
+
+def test_undelete_of_a_living_version_changes_nothing(backend: SecretBackend) -> None:
+    filled(backend)
+    backend.undelete(BOX, "a", 2)
+    assert states(backend) == {1: LIVE, 2: LIVE, 3: LIVE}
+
+
+@pytest.mark.parametrize("act", ["soft_delete", "destroy"])
+def test_put_after_the_newest_is_gone_goes_on_counting(backend: SecretBackend, act: str) -> None:
+    """A version's number is never used again for another secret."""
+    filled(backend)
+    getattr(backend, act)(BOX, "a", 3)
+    with pytest.raises(BackendConflictError):
+        put(backend, "four", 2)
+    assert put(backend, "four", 3) == 4
+    assert text_at(backend) == "four"
+
+
+# --- as a whole -------------------------------------------------------------------------------------------
+
+
+def test_health_of_a_working_backend_is_ready(backend: SecretBackend) -> None:
+    assert backend.health().ready
+    assert backend.health().detail
+
+
+def test_store_opened_again_holds_what_was_put(backend: SecretBackend, backend_name: str, tmp_path: Path) -> None:
+    filled(backend).soft_delete(BOX, "a", 1)
+    backend.destroy(BOX, "a", 2)
+    again = BACKENDS[backend_name](tmp_path)
+    assert text_at(again) == "three"
+    assert states(again) == {1: DELETED, 2: DESTROYED, 3: LIVE}
+    assert put(again, "four", 3) == 4
+
+
+def test_errors_show_no_secret(backend: SecretBackend) -> None:
+    """What goes wrong with a secret is told without it, to the caller and to the log."""
+    put(backend, "hunter2", 0)
+    failing = [
+        lambda: put(backend, "hunter2", 0),
+        lambda: backend.read(BOX, "a", 9),
+        lambda: backend.undelete(BOX, "a", 9),
+    ]
+    for fail in failing:
+        with pytest.raises(KeyvaultError) as raised:
+            fail()
+        assert "hunter2" not in f"{raised.value} {raised.value.detail} {raised.value.internal} {raised.value!r}"
+
+
+@settings(max_examples=25)
+@given(
+    text=st.text(max_size=200) | st.just("x" * 100_000),
+    labels=st.dictionaries(st.text(max_size=10), st.text(max_size=10), max_size=4),
+    path=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
+)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_put_and_read_any_text_round_trips(name: str, text: str, labels: dict[str, str], path: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        backend = BACKENDS[name](Path(folder))
+        version = backend.put(BOX, path, Plaintext(text), labels, expected_version=0)
+        stored = backend.read(BOX, path)
+    assert (stored.version, stored.secret.reveal(), stored.labels) == (version, text, labels)
+
+
+class Model(RuleBasedStateMachine):
+    """Any sequence of acts, beside a dictionary that says what should come of it."""
+
+    backend_name: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.expected: dict[int, tuple[VersionState, str]] = {}
+
+    @initialize()
+    def open(self) -> None:
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.backend = BACKENDS[self.backend_name](Path(folder))
+
+    def teardown(self) -> None:
+        self.stack.close()
+
+    @rule(offset=st.sampled_from([0, 0, 0, 1, -1]), text=st.text(max_size=5))
+    def put(self, offset: int, text: str) -> None:
+        after = len(self.expected) + offset
+        if offset:
+            with pytest.raises(BackendConflictError):
+                put(self.backend, text, after)
+        else:
+            assert put(self.backend, text, after) == after + 1
+            self.expected[after + 1] = (LIVE, text)
+
+    @rule(version=st.integers(0, 4), state=st.sampled_from([DELETED, DESTROYED]))
+    def end(self, version: int, state: VersionState) -> None:
+        act = self.backend.soft_delete if state is DELETED else self.backend.destroy
+        act(BOX, "a", version)
+        before, text = self.expected.get(version, (None, ""))
+        if before is not None and before is not DESTROYED:
+            self.expected[version] = (state, text)
+
+    @rule(version=st.integers(0, 4))
+    def undelete(self, version: int) -> None:
+        before, text = self.expected.get(version, (None, ""))
+        if before in {None, DESTROYED}:
+            with pytest.raises(BackendMissingError):
+                self.backend.undelete(BOX, "a", version)
+        else:
+            self.backend.undelete(BOX, "a", version)
+            self.expected[version] = (LIVE, text)
+
+    @rule(version=st.none() | st.integers(0, 4))
+    def read(self, version: int | None) -> None:
+        state, text = self.expected.get(len(self.expected) if version is None else version, (None, ""))
+        if state is LIVE:
+            assert text_at(self.backend, version) == text
+        else:
+            with pytest.raises(BackendMissingError):
+                self.backend.read(BOX, "a", version)
+
+    @invariant()
+    def versions_are_as_expected(self) -> None:
+        if hasattr(self, "backend"):
+            assert states(self.backend) == {number: state for number, (state, _) in self.expected.items()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_sequence_of_acts_does_what_the_contract_says(name: str) -> None:
+    class Machine(Model):
+        backend_name = name
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
+
+
+# --- several at once --------------------------------------------------------------------------------------
+
+
+def test_put_by_several_processes_at_once_is_won_by_exactly_one(
+    backend: SecretBackend, backend_name: str, tmp_path: Path
+) -> None:
+    """Two workers that publish at the same moment: one writes, the others are told, and nothing is lost."""
+    rounds = 12
+    processes = [started(backend_name, tmp_path, "race", str(who)) for who in range(4)]
+    with ExitStack() as stack:
+        for process in processes:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        assert [(said(process), said(process)) for process in processes] == [("ready", "opened")] * 4
+        for version in range(1, rounds + 1):
+            for process in processes:
+                cue(process)
+            answers = [said(process) for process in processes]
+            assert sorted(answers) == ["conflict"] * 3 + ["won"], version
+            assert backend.read(BOX, "raced", version).labels == {"who": str(answers.index("won"))}
+    assert states(backend, "raced") == dict.fromkeys(range(1, rounds + 1), LIVE)
+
+
+def test_put_by_several_threads_at_once_is_won_by_exactly_one(backend: SecretBackend) -> None:
+    def attempt(number: int) -> bool:
+        try:
+            put(backend, str(number), 0)
+        except BackendConflictError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [number for number, wins in enumerate(pool.map(attempt, range(16))) if wins]
+    assert len(won) == 1
+    assert text_at(backend) == str(won[0])
+
+
+def test_acts_by_several_threads_at_once_all_take_place(backend: SecretBackend) -> None:
+    """Writers of different paths do not lose each other's work, nor fail because others write too."""
+
+    def work(number: int) -> None:
+        path = f"path {number}"
+        for after, text in enumerate(("one", "two")):
+            put(backend, text, after, path=path)
+        backend.destroy(BOX, path, 1)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(12)))
+    for number in range(12):
+        assert states(backend, f"path {number}") == {1: DESTROYED, 2: LIVE}
+        assert text_at(backend, path=f"path {number}") == "two"
+
+
+def test_put_killed_in_the_middle_leaves_a_whole_store(
+    backend: SecretBackend, backend_name: str, tmp_path: Path
+) -> None:
+    """kill -9 at any moment: what was acknowledged is there, the rest is there or not, and nothing is torn."""
+    acknowledged = 0
+    for turn in range(6):
+        with started(backend_name, tmp_path, "pour", "poured") as process:
+            try:
+                assert (said(process), said(process)) == ("ready", "opened")
+                for _ in range(1 + 3 * turn):
+                    acknowledged = int(said(process))
+            finally:
+                process.kill()
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip():
+                    acknowledged = int(line)
+        found = [each.version for each in backend.versions(BOX, "poured")]
+        assert found == list(range(1, len(found) + 1))
+        assert acknowledged <= len(found) <= acknowledged + 1
+        for version in found:
+            stored = backend.read(BOX, "poured", version)
+            assert stored.labels == {"number": str(version)}
+            assert stored.secret.reveal().startswith(f"secret {version} ")
+    assert backend.put(BOX, "poured", Plaintext("after"), {}, expected_version=len(found)) == len(found) + 1
