@@ -23,7 +23,7 @@ from keyvault.services.authorization import authorize
 from keyvault.services.usage import usage_log
 from keyvault.services.verification import Presented, judge_presented
 from keyvault.wire.headers import API_KEY, read_bearer
-from rotation.policy import Proof
+from rotation.policy import LONGEST_SECONDS, Proof
 from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
 
 
@@ -35,9 +35,9 @@ class RotationRequest(StrictSerializer):
     proof = serializers.ChoiceField(choices=[proof.value for proof in Proof], required=False)
     proof_count = StrictInteger(required=False, min_value=1, max_value=1_000_000)
     proof_sources = StrictInteger(required=False, min_value=1, max_value=10_000)
-    soak_seconds = StrictInteger(required=False, min_value=0)
-    quiet_seconds = StrictInteger(required=False, min_value=1)
-    quarantine_seconds = StrictInteger(required=False, min_value=1)
+    soak_seconds = StrictInteger(required=False, min_value=0, max_value=LONGEST_SECONDS)
+    quiet_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
+    quarantine_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
     predecessor_may_expire = StrictBoolean(required=False)
 
@@ -60,7 +60,7 @@ class RotationsView(ServiceView):
             .first()
         )
         if credential is None:
-            raise NotFoundError("There is no such thing, or it is not yours to see.")
+            raise NotFoundError
         rotation = request_rotation(self.grant_for(credential.account), credential, form.wish())
         return Response(describe(get_rotation(rotation.rotation_id), self.now), status=201)
 

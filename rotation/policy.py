@@ -1,6 +1,6 @@
 """What a rotation is asked to do: the plan, its defaults by environment, and whether it can be met. PURE."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -101,6 +101,15 @@ DEFAULTS = {
 
 APPROVAL_LIFETIME = timedelta(days=7)
 LONGEST_SECONDS = 366 * 86_400
+FARTHEST = timedelta(days=2 * 366)
+"""No plan begins or ends later than that from now."""
+
+
+def find_far_faults(times: Mapping[str, datetime | None], now: datetime) -> Iterator[Fault]:
+    """Which of these times are too far away to plan with; asked before anything is computed from them."""
+    for name, at in times.items():
+        if at is not None and not now - FARTHEST <= at <= now + FARTHEST:
+            yield Fault(f"/{name}", f"within {FARTHEST.days} days from now")
 
 
 def default_quiet_seconds(environment: Environment, longest_gap_seconds: int) -> int:
@@ -123,9 +132,16 @@ def find_faults(
     ):
         if not floor <= value <= LONGEST_SECONDS:
             yield Fault(f"/{name}", f"{environment} takes {floor} to {LONGEST_SECONDS}")
+    if any(value > LONGEST_SECONDS for value in (plan.quiet_seconds, plan.soak_seconds)):
+        return  # Said above; and no clock goes that far.
     needed = plan.soak_seconds + plan.quiet_seconds
     if plan.deadline < max(now, plan.not_before) + timedelta(seconds=needed):
         yield Fault("/deadline", f"soak and quiet period need {needed} seconds, which is past the deadline")
+    if (
+        plan.expires_in_days is not None
+        and max(now, plan.not_before) + timedelta(days=plan.expires_in_days) < plan.deadline
+    ):
+        yield Fault("/expires_in_days", "the replacement would expire before the deadline; set an earlier deadline")
     if (
         predecessor_expires_at is not None
         and predecessor_expires_at < plan.deadline

@@ -85,6 +85,7 @@ class Facts:
     """All that `next_step` looks at.
 
     `observed_through`: up to when every live verifier has reported its uses; None while none is live.
+    `stalled_from`: of a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last found dead with uses that it may not have reported.
     `is_accepted`: every verifier would accept the replacement. `is_delivered`: the backend holds it.
     """
@@ -94,6 +95,7 @@ class Facts:
     entered_at: datetime
     predecessor: KeyFacts
     replacement: KeyFacts | None = None
+    stalled_from: RotationState | None = None
     has_approval: bool = False
     approval_expires_at: datetime | None = None
     is_accepted: bool = False
@@ -134,7 +136,7 @@ def next_step(facts: Facts, now: datetime) -> Wait | Move | Act:
     if facts.state in CLOSED:
         return Wait("nothing: it is closed")
     if facts.state is S.STALLED:
-        return Wait("an operator, who looks at why it stalled")
+        return _ends(facts) or Wait("an operator, who looks at why it stalled")
     return _ends(facts) or _stops(facts, now) or _FORWARD[facts.state](facts, now)
 
 
@@ -145,9 +147,10 @@ def _ends(facts: Facts) -> Move | None:
         return Move(S.CANCELLED, "the replacement is no longer usable")
     if not facts.predecessor.is_dead:
         return None
-    if facts.state in DELIVERED:
+    stage = facts.stalled_from or facts.state
+    if stage in DELIVERED:
         return Move(S.COMPLETED, "the predecessor ended by other means; silence is not claimed")
-    if facts.state in {S.STAGED, S.PUBLISHING}:
+    if stage in {S.STAGED, S.PUBLISHING}:
         return None  # The replacement is on its way, and now the only hope: it is delivered first.
     return Move(S.CANCELLED, "the predecessor ended before there was a replacement")
 
@@ -214,8 +217,12 @@ def _missing_proof(plan: Plan, replacement: KeyFacts, acknowledged_at: datetime 
 
 def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
     assert facts.replacement is not None  # noqa: S101  staged long before
-    if facts.replacement.last_used_at is None and facts.acknowledged_at is None:
-        return Wait("the replacement to carry traffic")
+    signs = [at for at in (facts.replacement.last_used_at, facts.acknowledged_at) if at is not None]
+    old_at = facts.predecessor.last_used_at
+    if not signs or (old_at is not None and max(signs) < old_at):
+        # Silence of the old key means something only while the new one carries the traffic: when both are
+        # silent, somebody may just be away.
+        return Wait("the replacement to be used after the predecessor was")
     quiet = timedelta(seconds=facts.plan.quiet_seconds)
     return _silence(facts, facts.predecessor.last_used_at, quiet) or Move(
         S.QUARANTINE, "the predecessor was silent for the quiet period"

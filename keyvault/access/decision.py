@@ -11,6 +11,7 @@ from keyvault.access.catalog import Bearer, Endpoint, Miss
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder, Operator, Principal, Service, System
 from keyvault.access.rules import EndpointRequest, EndpointRule, OperationRule, Rule, Target
+from keyvault.domain.errors import ABSENT
 from keyvault.domain.errors import ErrorCode as Code
 
 
@@ -110,7 +111,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
         return None
     return Denial(
         Code.NOT_FOUND,
-        "There is no such thing, or it is not yours to see.",
+        ABSENT,
         internal=f"{principal.actor} is not for merchant {target.merchant_id}",
     )
 
@@ -118,7 +119,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
 def _by_second_person(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     if not rule.second_person:
         return None
-    if isinstance(principal, Operator) and principal.person != target.requester_person:
+    if isinstance(principal, Operator) and target.requester_person not in {None, principal.person}:
         return None
     return Denial(
         Code.STATE_CONFLICT,
@@ -129,8 +130,9 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
 
 _OPERATION_STEPS: _Steps = (
     (Code.PERMISSION_MISSING, _holds_permission),
-    (Code.PERMISSION_MISSING, _within_environment),
+    # Merchants first: a foreign one's thing is absent, whichever environment it is in.
     (Code.NOT_FOUND, _within_merchants),
+    (Code.PERMISSION_MISSING, _within_environment),
     (Code.STATE_CONFLICT, _by_second_person),
 )
 

@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -83,7 +83,8 @@ class LocalKeystore:
         # Before SQLite makes it with the process's own umask.
         ensure_private_file(self._file)
         with self._connection() as connection:
-            _use_write_ahead_log(connection)
+            if not _in_turn(lambda: _use_write_ahead_log(connection)):
+                raise BackendUnavailableError("The local keystore is busy. Try again.", internal=f"{self._file}: busy")
             connection.executescript(_SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
@@ -152,8 +153,8 @@ class LocalKeystore:
             )
         with self._connection() as connection:
             # The write-ahead log still holds the page as it was, until no reader needs it.
-            is_blocked = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        if is_blocked:
+            is_erased = _in_turn(lambda: _empty_write_ahead_log(connection))
+        if not is_erased:
             raise BackendUnavailableError(
                 "The local keystore is too busy to erase the secret for certain. Try again.",
                 internal=f"{mount}/{path}@{version}: readers hold the write-ahead log of {self._file}",
@@ -231,18 +232,30 @@ class LocalKeystore:
             connection.execute("COMMIT")
 
 
-def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Waits its turn by itself: for this, unlike for all else, SQLite does not, and two first runs may meet."""
+def _use_write_ahead_log(connection: sqlite3.Connection) -> bool:
+    """False when others are in the way: two first runs may meet."""
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
+
+
+def _empty_write_ahead_log(connection: sqlite3.Connection) -> bool:
+    """False when others are in the way: a reader of what it holds, or somebody else at the same."""
+    return not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+
+
+def _in_turn(attempt: Callable[[], bool]) -> bool:
+    """Tries until it succeeds, or is late: for the two things that SQLite itself does not always wait for."""
     until = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
-                raise
-            time.sleep(0.01)
-        else:
-            return
+    while not attempt():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _newest_version(connection: sqlite3.Connection, mount: Mount, path: str) -> int:

@@ -75,8 +75,15 @@ class RequestInvalidError(KeyvaultError):
         self.faults = tuple(faults)
 
 
+ABSENT = "There is no such thing, or it is not yours to see."
+"""One text for both, so that nothing can be told from it."""
+
+
 class NotFoundError(KeyvaultError):
     code = ErrorCode.NOT_FOUND
+
+    def __init__(self, detail: str = ABSENT, *, internal: str = "") -> None:
+        super().__init__(detail, internal=internal)
 
 
 class PermissionMissingError(KeyvaultError):

@@ -50,11 +50,14 @@ _SHAPE = re.compile(
 )
 
 
-SHAPED_HEAD = r"(?:_|%5[Ff])(?:pub|prv|cat|svc)(?:_|%5[Ff])(?:sbx|prd|all)(?:_|%5[Ff])[0-9A-Za-z]{16}"
+# As itself; escaped for a URL, and escaped again by each hop (%255F); escaped in JSON, and in JSON within JSON.
+# Bounded, so that a long run of escapes costs no more than its length.
+_UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff]|\\{1,16}u005[Ff])"
+SHAPED_HEAD = rf"{_UNDERSCORE}(?:pub|prv|cat|svc){_UNDERSCORE}(?:sbx|prd|all){_UNDERSCORE}[0-9A-Za-z]{{16}}"
 SHAPED = re.compile(rf"(?P<head>{SHAPED_HEAD})[0-9A-Za-z]{{1,512}}")
 """Whatever looks like a key string but for its brand: of any or cut off, right checksum or not, longer or
 shorter than it should be (a line cut by a logger, a digit typed twice), its underscores escaped for a URL or
-not. The head is public, the rest must not be shown."""
+in JSON, up to a few times over, or not. The head is public, the rest must not be shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,13 @@ def _origin(text: str) -> str:
     return text.rstrip("/")
 
 
+def _secret_key(text: str) -> str:
+    """A short one is guessed, and whoever has guessed it signs sessions of their own."""
+    if text and len(text) < 50:
+        raise ValueError("50 characters or more, at random")
+    return text
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -103,6 +110,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_SECRET_KEY",
         "",
         "Signs admin sessions, 50 characters or more. Unset: `django.key` in the data folder, made alike.",
+        _secret_key,
     ),
     Setting(
         "KEYVAULT_ORIGIN",

@@ -4,10 +4,14 @@ from typing import Protocol
 
 from keyvault.access.decision import Grant
 from keyvault.access.principals import Channel, Operator
+from keyvault.access.rules import Target
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.break_glass import note_break_glass
+
+_NOBODY = "system:"
+"""What the creator of a token is called in the place of a person who has none, see `System.actor`."""
 
 
 class _Approvals(Protocol):
@@ -37,19 +41,22 @@ def approving_operator(
 
 
 def note_command_line_approval(grant: Grant, environment: str, event: str, subject: str) -> None:
-    """A command line proves no identity: in production an approval given there stays in sight until reviewed.
+    """A command line proves no identity: in production an approval that rests on one stays in sight until reviewed.
 
-    Inside the `recorded` block of the approval.
+    It was given there, or what it approves was asked with a token that was made there in nobody's name: then
+    the approver may be the very person who made the token, and no comparison of persons tells. Inside the
+    `recorded` block of the approval.
     """
     operator = grant.principal
-    if (
-        isinstance(operator, Operator)
-        and operator.channel is Channel.COMMAND_LINE
-        and environment == Environment.PRODUCTION
-    ):
-        note_break_glass(
-            grant, event=event, subject=subject, why="approved on a command line, which proves no identity"
-        )
+    if not isinstance(operator, Operator) or environment != Environment.PRODUCTION:
+        return
+    why = None
+    if operator.channel is Channel.COMMAND_LINE:
+        why = "approved on a command line, which proves no identity"
+    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_NOBODY):
+        why = "asked with a token that was made on the host in nobody's name"
+    if why is not None:
+        note_break_glass(grant, event=event, subject=subject, why=why)
 
 
 def locked(row: RecordedModel) -> None:

@@ -10,8 +10,10 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, Operator
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_text_fault
 from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
@@ -31,6 +33,7 @@ from keyvault.services.keys import activate_key, burn_key, note_stored, stage_ke
 from keyvault.services.leases import Lease, hold
 from keyvault.services.material import find_stored, newest_version, read_string, store_string
 from keyvault.services.operators import operator_row
+from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import recorded
 
 
@@ -131,7 +134,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
 
 
 def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=why[:300])
+    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=clean_text(why, 300))
 
 
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
@@ -161,6 +164,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
+    load_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:
@@ -320,8 +324,8 @@ def _require_pending(request: IssuanceRequest, now: datetime) -> None:
 
 def _refuse_faults(label: str, expires_in_days: int | None) -> None:
     faults = []
-    if not 1 <= len(label) <= 100 or not label.isprintable():
-        faults.append(Fault("/label", "1 to 100 printable characters"))
+    if (fault := find_text_fault(label, 100)) is not None:
+        faults.append(Fault("/label", fault))
     if expires_in_days is not None and not 1 <= expires_in_days <= 3650:
         faults.append(Fault("/expires_in_days", "1 to 3650, or nothing"))
     if faults:

@@ -16,7 +16,7 @@ from keyvault.access.principals import System
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import StateConflictError
-from keyvault.domain.keys import KeyKind, KeyState, Retirement, may_become
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement, may_become
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason, state_after
@@ -58,7 +58,8 @@ def activate_key(grant: Grant, key: Key) -> None:
 
 
 def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
-    """The secret backend holds the key's string as that version."""
+    """The secret backend holds the key's string as that version; a dead key's is to be destroyed."""
+    material = Material.DESTROY_DUE if KeyState(key.state) in DEAD_STATES else Material.HELD
     with recorded(
         grant,
         _ENGINE,
@@ -67,7 +68,7 @@ def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
         backend_version=backend_version,
         **_about(key),
     ):
-        key.compare_and_swap(backend_version=backend_version, material=Material.HELD)
+        key.compare_and_swap(backend_version=backend_version, material=material)
 
 
 def suspend_key(grant: Grant, key: Key) -> Record:

@@ -21,6 +21,7 @@ finds its lease gone when it comes to record the outcome."""
 
 _FIRST_BACKOFF_SECONDS = 1
 _LONGEST_BACKOFF_SECONDS = 60
+_PAUSE_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,17 @@ class Lease:
     attempts: int
 
 
-def claim(subject: str, now: datetime) -> Lease | None:
-    """The lease on a piece of work, or None while another holds it or it is not due. Its own transaction."""
+def claim(subject: str, now: datetime, *, now_or_never: bool = False) -> Lease | None:
+    """The lease on a piece of work, or None while another holds it or it is not due. Its own transaction.
+
+    `now_or_never`: due or not, for somebody who waits for the answer.
+    """
     token = secrets.token_hex(16)
     free = Q(until__isnull=True) | Q(until__lte=now)
     due = Q(due_at__isnull=True) | Q(due_at__lte=now)
-    rows = WorkLease.objects.filter(free, due, subject=subject)
+    rows = WorkLease.objects.filter(free, subject=subject)
+    if not now_or_never:
+        rows = rows.filter(due)
     if rows.update(token=token, until=now + LEASE, attempts=F("attempts") + 1) == 1:
         return Lease(subject, token, WorkLease.objects.values_list("attempts", flat=True).get(subject=subject))
     try:
@@ -65,14 +71,27 @@ def release(lease: Lease, *, due_at: datetime | None = None) -> None:
 
 def postpone(lease: Lease, now: datetime, error: str) -> None:
     """Gives the work back after a failure, to be tried again after a pause that doubles up to a minute."""
-    pause = min(_LONGEST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10))
-    jitter = secrets.randbelow(250) / 1000
+    doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
+    _give_back(lease, now + timedelta(seconds=min(_LONGEST_BACKOFF_SECONDS, doubled * _jitter())), error)
+
+
+def pause(lease: Lease, now: datetime, error: str) -> None:
+    """Gives the work back while a server that it needs is away: no attempt is used up, and it is soon tried again."""
+    _give_back(lease, now + timedelta(seconds=_PAUSE_SECONDS * _jitter()), error, attempts=0)
+
+
+def _give_back(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
         token="",
         until=None,
-        due_at=now + timedelta(seconds=pause * (1 + jitter)),
+        due_at=due_at,
         last_error=error[:300],
+        **changes,
     )
+
+
+def _jitter() -> float:
+    return 1 + secrets.randbelow(250) / 1000
 
 
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:

@@ -108,6 +108,13 @@ def destroy_string(grant: Grant, key: Key) -> None:
         key.compare_and_swap(material=Material.DESTROYED)
 
 
+def forget_string(key: Key) -> None:
+    """Destroys the copy that the key's row names, because a newer one takes its place. Repeatable."""
+    credential = key.credential
+    if key.backend_version is not None:
+        secret_backend().destroy(MOUNT[credential.environment], credential.backend_path, key.backend_version)
+
+
 def list_to_destroy() -> list[Key]:
     due = Key.objects.select_related("credential__account__merchant").filter(material=Material.DESTROY_DUE)
     return list(due.order_by("created_at")[:100])

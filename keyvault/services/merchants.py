@@ -5,6 +5,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.audit import account_chain
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.ids import is_merchant_id
 from keyvault.models import Account, Merchant, MerchantStatus
 from keyvault.services.audit import open_chain
@@ -19,8 +20,8 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
     faults = []
     if not is_merchant_id(merchant_id):
         faults.append(Fault("/merchant_id", "1 to 64 of a-z, 0-9 and inner hyphens"))
-    if not 1 <= len(name) <= 200 or not name.isprintable():
-        faults.append(Fault("/name", "1 to 200 printable characters"))
+    if (fault := find_text_fault(name, 200)) is not None:
+        faults.append(Fault("/name", fault))
     if faults:
         raise RequestInvalidError("The merchant cannot be made like that.", faults)
     if Merchant.objects.filter(merchant_id=merchant_id).exists():

@@ -8,8 +8,13 @@
 written rows name, and adds one change row for each and one audit entry. Blocks may nest: the outermost one
 commits, and takes the locks of the audit chains last of all and in the order of their names, so that two
 transactions never wait for each other.
+
+The details of an entry are kept for good, so they are redacted here, whoever wrote them. An act on a command
+line is recorded with the user of the host.
 """
 
+import getpass
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,11 +25,12 @@ from django.db import transaction
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Operator
+from keyvault.access.principals import Channel, Operator, Principal
 from keyvault.access.rules import OperationRule, Target
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import PermissionMissingError
+from keyvault.domain.redaction import redact
 from keyvault.models import Account, Change
 from keyvault.models.recording import Subject, collect_subjects
 from keyvault.services.audit import append_entry
@@ -106,9 +112,9 @@ def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:
     for record in sorted(unit.records, key=lambda record: record.chain):
         record.sequence = sequence
         principal = record.grant.principal
-        details = dict(record.details)
-        if isinstance(principal, Operator) and principal.host_user is not None:
-            details["host_user"] = principal.host_user
+        details = {name: _redacted(value) for name, value in record.details.items()}
+        if (host_user := _host_user(principal)) is not None:
+            details["host_user"] = host_user
         append_entry(
             chain=record.chain,
             at=record.grant.at,
@@ -117,6 +123,29 @@ def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:
             channel=principal.channel,
             details=details,
         )
+
+
+def _redacted(value: JsonValue) -> JsonValue:
+    """The value with every secret masked, however deep it lies."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact(name): _redacted(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return value
+
+
+def _host_user(principal: Principal) -> str | None:
+    """Who sat at the command line: an operator's door has said so, the host's owner is whoever runs this."""
+    if isinstance(principal, Operator):
+        return principal.host_user
+    if principal.channel is not Channel.COMMAND_LINE:
+        return None
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # A container's user need not have a name.
+        return f"uid {os.getuid()}"
 
 
 def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:

@@ -11,6 +11,7 @@ from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.principals import Operator
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
@@ -38,8 +39,8 @@ def create_service_token(
     wanted = sorted(set(permissions))
     chosen = None if merchants is None else sorted(set(merchants))
     faults = [Fault("/permission", f"a service token cannot hold {p}") for p in wanted if p not in SERVICE_PERMISSIONS]
-    if not 1 <= len(name) <= 100 or not name.isprintable():
-        faults.append(Fault("/name", "1 to 100 printable characters"))
+    if (fault := find_text_fault(name, 100)) is not None:
+        faults.append(Fault("/name", fault))
     if not wanted:
         faults.append(Fault("/permission", "at least one permission"))
     if not 1 <= lifetime_days <= LONGEST_DAYS:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.domain.errors import KeyvaultError, StateConflictError
+from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services import issuance, keys, leases, material
 from keyvault.services.authorization import authorize
@@ -34,9 +34,9 @@ def issue_one(request: IssuanceRequest) -> bool:
         if fresh is None:
             return False
         issuance.issue_approved(fresh, lease, now)
-    except StateConflictError as error:
-        leases.release(lease)
-        _log.info("issuance went another way", extra={"request_id": request.request_id, "why": error.internal})
+    except DependencyUnavailableError as error:
+        leases.pause(lease, now, error.internal or error.detail)
+        _log.warning("issuance paused", extra={"request_id": request.request_id, "why": error.internal})
         return False
     except KeyvaultError as error:
         leases.postpone(lease, now, error.internal or error.detail)

@@ -16,9 +16,10 @@ from datetime import UTC, datetime, timedelta
 from multiprocessing.util import Finalize
 
 from django.db import close_old_connections, connections, transaction
-from django.db.models import F, Max, Min
+from django.db.models import F, Max, Min, QuerySet
 from django.db.models.functions import Greatest, Least
 
+from keyvault.domain.free_text import clean_text
 from keyvault.models import KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
 
@@ -29,6 +30,9 @@ LOST_AFTER = timedelta(seconds=10)
 """A live reporter reports every FLUSH_SECONDS; one this late is taken for dead."""
 
 _MOST_BUCKETS = 20_000
+
+_READ = 512
+"""Of what a client says about itself no more than this is looked at: a longer text costs the request path nothing."""
 
 
 def utc_now() -> datetime:
@@ -69,15 +73,22 @@ class UsageLog:
     _thread: threading.Thread | None = None
 
     def note(self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome) -> None:
-        """A few microseconds and no I/O, but for a flood of distinct sources, which is written at once.
+        """Some microseconds and no I/O, but for a flood of distinct sources, which is written at once.
+
+        What a client says about itself is noted without the secrets that it may have put there.
 
         The time is taken under the lock that `flush` takes its own under: no use is older than a watermark
         that was given without it.
         """
+        source, user_agent, endpoint = (
+            clean_text(source[:_READ], 64),
+            clean_text(user_agent[:_READ], 120),
+            clean_text(endpoint[:_READ], 100),
+        )
         with self._lock:
             at = self.now()
             minute = at.replace(second=0, microsecond=0)
-            use = Use(key_id, minute, source[:64], user_agent[:120], endpoint[:100], outcome)
+            use = Use(key_id, minute, source, user_agent, endpoint, outcome)
             count = self._counts.get(use)
             if count is None:
                 self._counts[use] = _Count(1, at, at)
@@ -183,17 +194,21 @@ class Observation:
     lost_at: datetime | None
 
 
-def observe(now: datetime) -> Observation:
-    """Also marks reporters that are overdue as lost: a dead one must not hold up silence for ever."""
-    overdue = UsageReporter.objects.filter(
-        stopped_at__isnull=True, lost_at__isnull=True, flushed_through_at__lt=now - LOST_AFTER
-    )
-    overdue.update(lost_at=now)
-    live = UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
+def note_lost(now: datetime) -> None:
+    """Marks overdue reporters as lost: a dead one must not hold up silence for ever. For the engine's turn."""
+    _live().filter(flushed_through_at__lt=now - LOST_AFTER).update(lost_at=now)
+
+
+def observe() -> Observation:
+    """Reads only."""
     return Observation(
-        live.aggregate(through=Min("flushed_through_at"))["through"],
+        _live().aggregate(through=Min("flushed_through_at"))["through"],
         UsageReporter.objects.aggregate(at=Max("lost_at"))["at"],
     )
+
+
+def _live() -> QuerySet[UsageReporter]:
+    return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
 
 
 def longest_gap_seconds(key_id: str) -> int:

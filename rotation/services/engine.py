@@ -15,21 +15,31 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, Key
+from keyvault.models import Account, Key, Material
 from keyvault.services import leases
 from keyvault.services.authorization import authorize
 from keyvault.services.keys import activate_key, burn_key, note_stored, resume_key, revoke_key, stage_key, suspend_key
 from keyvault.services.leases import Lease
-from keyvault.services.material import ForeignWriterError, destroy_string, find_stored, newest_version, store_string
+from keyvault.services.material import (
+    ForeignWriterError,
+    destroy_string,
+    find_stored,
+    forget_string,
+    newest_version,
+    read_string,
+    store_string,
+)
+from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import recorded
-from keyvault.services.usage import utc_now
+from keyvault.services.usage import note_lost, utc_now
 from rotation.models import EvidenceKind, LedgerEntry, LedgerState, Rotation
 from rotation.services.facts import gather_facts, note_evidence, proof_seen, silence_seen
-from rotation.services.requests import get_rotation, list_open
+from rotation.services.requests import get_rotation, list_open, subject_of
 from rotation.states import CLOSED, TRANSITIONS, Facts, Move, RotationState, Wait, next_step
 
 S = RotationState
@@ -47,7 +57,7 @@ _MOST_STEPS = 20
 
 def list_due(now: datetime) -> list[str]:
     """The open rotations that nobody is at work on and whose time has come."""
-    subjects = {_subject(rotation_id): rotation_id for rotation_id in list_open()}
+    subjects = {subject_of(rotation_id): rotation_id for rotation_id in list_open()}
     return [subjects[subject] for subject in leases.list_due(subjects, now)]
 
 
@@ -57,28 +67,19 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     None: another worker holds it, or it is not due. A failure is noted and tried again later; a step that
     keeps failing, or meets a foreign writer, stalls the rotation, with both keys as they are.
     """
-    lease = leases.claim(_subject(rotation_id), clock())
+    lease = leases.claim(subject_of(rotation_id), clock())
     if lease is None:
         return None
     run = _Run(lease, clock)
     try:
         wait = run.to_the_next_wait(rotation_id)
-    except ForeignWriterError as error:
-        run.stall(rotation_id, error.detail, error.internal)
-    except StateConflictError as error:
-        # An operator or another worker was faster: look again at once, at what is true now.
-        _log.info("rotation went another way", extra={"rotation_id": rotation_id, "why": error.internal})
-        leases.release(lease)
     except DependencyUnavailableError as error:
-        # A pause, not a failure: nothing is used up, and verification goes on without the backend.
+        # Not a failure: nothing is used up, and verification goes on without the backend.
         _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
-        leases.postpone(lease, clock(), error.internal or error.detail)
+        leases.pause(lease, clock(), error.internal or error.detail)
     except KeyvaultError as error:
-        _log.error("rotation step failed", extra={"rotation_id": rotation_id, "why": error.internal or error.detail})
-        if lease.attempts >= MOST_ATTEMPTS:
-            run.stall(rotation_id, "a step kept failing", error.internal or error.detail)
-        else:
-            leases.postpone(lease, clock(), error.internal or error.detail)
+        # Often somebody was merely faster, and the next look finds what is true now.
+        run.give_up_or_try_again(rotation_id, error)
     else:
         now = clock()
         due_at = now + LOOK_AGAIN
@@ -107,6 +108,7 @@ class _Run:
     def to_the_next_wait(self, rotation_id: str) -> Wait:
         for _ in range(_MOST_STEPS):
             now = self.clock()
+            note_lost(now)
             rotation = get_rotation(rotation_id)
             facts = gather_facts(rotation, now)
             step = next_step(facts, now)
@@ -114,6 +116,8 @@ class _Run:
                 return step
             grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
             if isinstance(step, Move):
+                if step.to is S.CANCELLED:
+                    self._write_back(grant, rotation)
                 self._move(grant, rotation, facts, step)
             else:
                 self._act(grant, rotation)
@@ -134,6 +138,7 @@ class _Run:
     def _stage(self, grant: Grant, rotation: Rotation) -> None:
         """Makes a replacement, and burns the one before it, if any, that was never delivered."""
         newest = newest_version(rotation.credential)
+        load_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=_account(rotation), **_about(rotation)):
             leases.hold(self.lease)
             if rotation.replacement is not None:
@@ -168,6 +173,39 @@ class _Run:
             seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
             note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
         self._finish(entry, f"stored as version {version}")
+
+    def _write_back(self, grant: Grant, rotation: Rotation) -> None:
+        """Before a rotation is cancelled: what the merchant reads from the backend is the predecessor again.
+
+        The replacement may be there (a worker died before it could say so); it is dead, and is noted so that
+        its copy is destroyed. May be killed anywhere: the newest version says how far it came.
+        """
+        predecessor, replacement = rotation.predecessor, rotation.replacement
+        stored = None if replacement is None else find_stored(rotation.credential)
+        if replacement is None or stored is None:
+            return
+        entry = self._begin(rotation, predecessor, grant.at)
+        version = stored.version
+        if stored.labels.get("key_id") == replacement.key_id:
+            if replacement.backend_version is None:
+                self._note(grant, rotation, replacement, version)
+            if predecessor.material != Material.HELD:
+                self._finish(entry, "the predecessor was never in the backend, or is dead")
+                return
+            text = read_string(predecessor)
+            version = store_string(predecessor, text, purpose=rotation.rotation_id, after=version)
+        if version != predecessor.backend_version:
+            # The older copy goes before its number is forgotten.
+            forget_string(predecessor)
+            self._note(grant, rotation, predecessor, version)
+        self._finish(entry, f"the predecessor is version {version}")
+
+    def _note(self, grant: Grant, rotation: Rotation, key: Key, version: int) -> None:
+        with recorded(
+            grant, P.ROTATIONS_ADVANCE, "rotation.written_back", account=_account(rotation), **_about(rotation)
+        ):
+            leases.hold(self.lease)
+            note_stored(grant, key, version)
 
     def _begin(self, rotation: Rotation, key: Key, now: datetime) -> LedgerEntry:
         """The ledger row precedes the side effect, in a transaction of its own."""
@@ -223,22 +261,40 @@ class _Run:
         if to is S.CANCELLED:
             self._restore(grant, rotation)
         if to is S.STALLED:
-            return {"stalled_from": rotation.state}
+            # With both keys good: a quarantine that cannot go on is undone, and silence is waited for anew.
+            self._restore(grant, rotation)
+            return {"stalled_from": S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state}
         return {}
 
     def _restore(self, grant: Grant, rotation: Rotation) -> None:
         """A predecessor that we had merely suspended is good again; a dead one never."""
         predecessor = rotation.predecessor
-        if rotation.state == S.QUARANTINE and predecessor.state == KeyState.SUSPENDED:
+        if (
+            rotation.state == S.QUARANTINE
+            and predecessor.state == KeyState.SUSPENDED
+            and not _is_expired(predecessor, grant.at)
+        ):
             resume_key(grant, predecessor)
 
-    def stall(self, rotation_id: str, why: str, internal: str) -> None:
-        """Stops here, by name, with both keys as they are, for a person to look at."""
-        _log.error("rotation stalled", extra={"rotation_id": rotation_id, "why": internal})
+    def give_up_or_try_again(self, rotation_id: str, error: KeyvaultError) -> None:
+        """A foreign writer, or a step that keeps failing, stalls the rotation by name, for a person to look at."""
+        why = error.internal or error.detail
+        _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
+        is_foreign = isinstance(error, ForeignWriterError)
+        if is_foreign or self.lease.attempts >= MOST_ATTEMPTS:
+            try:
+                self._stall(rotation_id, error.detail if is_foreign else f"a step kept failing: {why}")
+            except KeyvaultError as second:
+                why = second.internal or second.detail
+            else:
+                return
+        leases.postpone(self.lease, self.clock(), why)
+
+    def _stall(self, rotation_id: str, why: str) -> None:
+        """Raises StateConflictError in a state that cannot stall."""
         rotation = get_rotation(rotation_id)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=self.clock())
-        if S.STALLED in TRANSITIONS[rotation.current_state]:
-            self._move(grant, rotation, gather_facts(rotation, grant.at), Move(S.STALLED, why[:300]))
+        self._move(grant, rotation, gather_facts(rotation, grant.at), Move(S.STALLED, why[:300]))
         leases.release(self.lease)
 
 
@@ -248,10 +304,14 @@ def _require_living_replacement(rotation: Rotation, now: datetime) -> None:
     The row is locked, so that a revocation of the replacement comes either before (and this stops) or after.
     """
     key = Key.objects.select_for_update().get(pk=_replacement(rotation).pk)
-    if key.state != KeyState.ACTIVE or (key.expires_at is not None and now >= key.expires_at):
+    if key.state != KeyState.ACTIVE or _is_expired(key, now):
         raise StateConflictError(
             "The replacement is no longer good.", internal=f"{rotation.rotation_id}: {key.key_id} is {key.state}"
         )
+
+
+def _is_expired(key: Key, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
 
 
 def _replacement(rotation: Rotation) -> Key:
@@ -266,7 +326,3 @@ def _account(rotation: Rotation) -> Account:
 
 def _about(rotation: Rotation) -> dict[str, JsonValue]:
     return {"rotation_id": rotation.rotation_id, "credential_id": rotation.credential_id}
-
-
-def _subject(rotation_id: str) -> str:
-    return f"rotation:{rotation_id}"

@@ -3,21 +3,21 @@
 import secrets
 from datetime import datetime
 
-from django.db.models import Max, Sum
+from django.db.models import Count, Max, Min, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, Material, UseBucket
-from keyvault.models.usage import KeyUse, Outcome
+from keyvault.models.usage import Outcome
 from keyvault.services.usage import observe
 from rotation.models import Evidence, EvidenceKind, Rotation
-from rotation.states import Facts, KeyFacts
+from rotation.states import Facts, KeyFacts, RotationState
 
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
-    """Reads only, but for verifiers that are found overdue."""
-    observation = observe(now)
+    """Reads only."""
+    observation = observe()
     replacement = rotation.replacement
     return Facts(
         state=rotation.current_state,
@@ -25,6 +25,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         entered_at=rotation.entered_at,
         predecessor=_key_facts(rotation.predecessor, now, refused_since=rotation.entered_at),
         replacement=None if replacement is None else _key_facts(replacement, now),
+        stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
         has_approval=rotation.approvals.count() >= rotation.approvals_needed,
         approval_expires_at=rotation.approval_expires_at,
         is_accepted=replacement is not None and is_accepted_everywhere(replacement),
@@ -44,19 +45,26 @@ def is_accepted_everywhere(key: Key) -> bool:
     return KeyState(key.state) is KeyState.ACTIVE
 
 
+ACKNOWLEDGEMENT = "credentials.acknowledge"
+"""An endpoint of ours: using it is a sign of life, but no traffic that proves anything."""
+
+
 def _key_facts(key: Key, now: datetime, refused_since: datetime | None = None) -> KeyFacts:
-    use = KeyUse.objects.filter(key=key).first()
     buckets = UseBucket.objects.filter(key=key)
+    allowed = buckets.filter(outcome=Outcome.ALLOWED)
+    traffic = allowed.exclude(endpoint=ACKNOWLEDGEMENT).aggregate(
+        count=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at")
+    )
     refused = buckets.filter(outcome=Outcome.REFUSED)
     if refused_since is not None:
         refused = refused.filter(last_at__gte=refused_since)
     return KeyFacts(
         state=KeyState(key.state),
         is_expired=key.expires_at is not None and now >= key.expires_at,
-        count=0 if use is None else use.count,
-        sources=buckets.filter(outcome=Outcome.ALLOWED).values("source").distinct().count(),
-        first_used_at=None if use is None else use.first_at,
-        last_used_at=None if use is None else use.last_at,
+        count=traffic["count"] or 0,
+        sources=traffic["sources"],
+        first_used_at=traffic["first"],
+        last_used_at=allowed.aggregate(at=Max("last_at"))["at"],
         refused_at=refused.aggregate(at=Max("last_at"))["at"],
         material_destroyed=key.material in {Material.NONE, Material.DESTROYED},
     )

@@ -13,6 +13,7 @@ from keyvault.access.principals import KeyHolder, Operator, Service
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
@@ -22,13 +23,21 @@ from keyvault.services.break_glass import note_break_glass
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.issuance import approvals_needed
 from keyvault.services.keys import burn_key
-from keyvault.services.leases import wake
-from keyvault.services.material import read_string
+from keyvault.services.leases import claim, hold, release, wake
+from keyvault.services.material import find_stored, read_string
 from keyvault.services.operators import operator_row
 from keyvault.services.recording import recorded
 from keyvault.services.usage import longest_gap_seconds
 from rotation.models import Rotation, RotationApproval
-from rotation.policy import APPROVAL_LIFETIME, DEFAULTS, Plan, Proof, default_quiet_seconds, find_faults
+from rotation.policy import (
+    APPROVAL_LIFETIME,
+    DEFAULTS,
+    Plan,
+    Proof,
+    default_quiet_seconds,
+    find_far_faults,
+    find_faults,
+)
 from rotation.services.facts import gather_facts, list_users
 from rotation.states import CLOSED, UNPUBLISHED, RotationState, next_step
 
@@ -58,6 +67,9 @@ def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotati
     Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
     has an open rotation, or not exactly one key to replace.
     """
+    faults = list(find_far_faults({"not_before": wish.not_before, "deadline": wish.deadline}, grant.at))
+    if faults:
+        raise RequestInvalidError("The rotation cannot be done like that.", faults)
     predecessor = _predecessor(credential)
     environment = credential.environment
     plan = _plan(credential, predecessor, wish, grant.at)
@@ -137,7 +149,7 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         )
         if rotation.approvals.count() >= rotation.approvals_needed:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
-    wake(f"rotation:{rotation.rotation_id}")
+    wake(subject_of(rotation.rotation_id))
     return rotation
 
 
@@ -150,35 +162,56 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
         "rotation.rejected",
         account=rotation.credential.account,
         **_about(rotation),
-        why=why[:300],
+        why=clean_text(why, 300),
     ):
-        rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=why[:300])
+        rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
     return rotation
 
 
 def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     """Ends a rotation whose replacement nobody has been given; the replacement, if made, is burned.
 
-    Raises StateConflictError afterwards: the merchant may already use it.
+    Raises StateConflictError afterwards, since the merchant may already use it, and while a worker is in the
+    middle of a step; BackendUnavailableError when the backend cannot say whether it holds the replacement.
     """
-    state = (
-        S(rotation.stalled_from) if rotation.state == S.STALLED and rotation.stalled_from else rotation.current_state
-    )
-    if (state != S.AWAITING_APPROVAL and state not in UNPUBLISHED) or rotation.delivered_at is not None:
-        raise StateConflictError("The replacement was delivered; the merchant may already use it.")
-    with recorded(
-        grant,
-        P.ROTATIONS_WRITE,
-        "rotation.cancelled",
-        account=rotation.credential.account,
-        **_about(rotation),
-        why=why[:300],
-    ):
-        # Keys before the rotation, as the engine locks them.
-        if rotation.replacement is not None:
-            burn_key(grant, rotation.replacement)
-        rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=why[:300])
+    state = S(rotation.stalled_from) if rotation.stalled_from else rotation.current_state
+    if state != S.AWAITING_APPROVAL and state not in UNPUBLISHED:
+        raise StateConflictError(_TOO_LATE)
+    lease = claim(subject_of(rotation.rotation_id), grant.at, now_or_never=True)
+    if lease is None:
+        raise StateConflictError("A worker is at it this moment. Try again.")
+    try:
+        _require_undelivered(rotation)
+        with recorded(
+            grant,
+            P.ROTATIONS_WRITE,
+            "rotation.cancelled",
+            account=rotation.credential.account,
+            **_about(rotation),
+            why=clean_text(why, 300),
+        ):
+            hold(lease)
+            # Keys before the rotation, as the engine locks them.
+            if rotation.replacement is not None:
+                burn_key(grant, rotation.replacement)
+            rotation.compare_and_swap(
+                state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300)
+            )
+    finally:
+        release(lease)
     return rotation
+
+
+_TOO_LATE = "The replacement was delivered; the merchant may already use it."
+
+
+def _require_undelivered(rotation: Rotation) -> None:
+    """A worker may have died between writing to the backend and saying so: the backend knows."""
+    stored = None if rotation.replacement is None else find_stored(rotation.credential)
+    if rotation.delivered_at is not None or (
+        stored is not None and stored.labels.get("key_id") == rotation.replacement_id
+    ):
+        raise StateConflictError(_TOO_LATE)
 
 
 def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
@@ -189,7 +222,7 @@ def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
         grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **_about(rotation)
     ):
         rotation.compare_and_swap(state=rotation.stalled_from, stalled_from=None, entered_at=grant.at, why="")
-    wake(f"rotation:{rotation.rotation_id}")
+    wake(subject_of(rotation.rotation_id))
     return rotation
 
 
@@ -223,7 +256,7 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
         key_id=holder.key_id,
     ):
         rotation.compare_and_swap(acknowledged_at=grant.at)
-    wake(f"rotation:{rotation.rotation_id}")
+    wake(subject_of(rotation.rotation_id))
 
 
 def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
@@ -295,12 +328,17 @@ def get_rotation(rotation_id: str) -> Rotation:
     """Raises NotFoundError."""
     rotation = _rotations().filter(rotation_id=rotation_id).first()
     if rotation is None:
-        raise NotFoundError("There is no such rotation.")
+        raise NotFoundError
     return rotation
 
 
 def list_open() -> list[str]:
     return list(Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at").values_list("rotation_id", flat=True))
+
+
+def subject_of(rotation_id: str) -> str:
+    """What the lease on a rotation's work is called."""
+    return f"rotation:{rotation_id}"
 
 
 def _rotations() -> QuerySet[Rotation]:
@@ -330,7 +368,7 @@ def _plan(credential: Credential, predecessor: Key, wish: Wish, now: datetime) -
     return Plan(
         credential_id=credential.credential_id,
         predecessor_key_id=predecessor.key_id,
-        reason=wish.reason[:300],
+        reason=clean_text(wish.reason, 300),
         not_before=not_before,
         deadline=wish.deadline or longest,
         proof=wish.proof or Proof.TRAFFIC,

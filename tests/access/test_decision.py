@@ -88,7 +88,8 @@ holders = st.builds(
     account_active=st.booleans(),
     reports_origin=st.booleans(),
 )
-rules = st.sampled_from([*ENDPOINTS, Miss(), Miss(("GET", "POST"))]).map(lambda endpoint: EndpointRule(endpoint))
+REQUESTED: list[Endpoint | Miss] = [*ENDPOINTS, Miss(), Miss(("GET", "POST"))]
+rules = st.sampled_from([EndpointRule(each) for each in REQUESTED])
 requests = st.builds(
     EndpointRequest,
     named_merchant=st.sampled_from([None, "acme", "globex", ""]),
@@ -243,7 +244,7 @@ def test_decide_wrong_method_tells_the_right_ones() -> None:
 
 # --- the trace --------------------------------------------------------------------------------------------
 
-RULES = [name for name in CONTRACT_ORDER[CONTRACT_ORDER.index("merchant_mismatch") :]]
+RULES = CONTRACT_ORDER[CONTRACT_ORDER.index("merchant_mismatch") :]
 
 
 def test_trace_of_a_grant_names_every_rule_in_order() -> None:

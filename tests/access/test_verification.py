@@ -1,4 +1,4 @@
-"""Is the presented key good here and now: what dies before a look-up, what a proof is, and what nobody can tell apart."""
+"""Is the presented key good here and now: what dies before a look-up, what proves it, what nobody can tell apart."""
 
 import hmac
 from collections.abc import Callable
@@ -312,7 +312,7 @@ S, EXPIRED, REVOKED = KeyState, Retirement.EXPIRED, Retirement.REVOKED
 def test_judge_key_by_its_state(
     state: KeyState, retirement: Retirement | None, expires_at: object, code: str | None
 ) -> None:
-    """The contract's row of `key_*` verdicts: deactivated by expiry is expired; compromised and destroyed are revoked."""
+    """The contract's row of `key_*` verdicts: expiry deactivated what is expired; a compromise is a revocation."""
     found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
     if code is None:
         assert isinstance(found, KeyHolder)

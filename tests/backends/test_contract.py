@@ -1,6 +1,7 @@
 """The contract of every secret backend (`keyvault.backends.base`), asked of each that there is."""
 
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -245,7 +246,7 @@ def test_store_opened_again_holds_what_was_put(backend: SecretBackend, backend_n
 def test_errors_show_no_secret(backend: SecretBackend) -> None:
     """What goes wrong with a secret is told without it, to the caller and to the log."""
     put(backend, "hunter2", 0)
-    failing = [
+    failing: list[Callable[[], object]] = [
         lambda: put(backend, "hunter2", 0),
         lambda: backend.read(BOX, "a", 9),
         lambda: backend.undelete(BOX, "a", 9),

@@ -252,6 +252,15 @@ def test_chain_whose_columns_disagree_is_found_there(entries: list[ChainedEntry]
     assert found_at(entries, original) == at + 1
 
 
+@given(chains, st.data())
+def test_chain_whose_link_was_altered_is_found_there(entries: list[ChainedEntry], data: st.DataObject) -> None:
+    """What an entry says that it leans on is checked too, though its hash does not hang on that column."""
+    at = index(data, entries)
+    original = list(entries)
+    entries[at] = replace(entries[at], previous=data.draw(st.sampled_from([b"", bytes(31), b"x" * 32])))
+    assert found_at(entries, original) == at + 1
+
+
 @given(chains)
 def test_chain_of_another_account_does_not_pass_for_this_one(entries: list[ChainedEntry]) -> None:
     """A whole, intact chain in another's place, its head with it, is noticed."""

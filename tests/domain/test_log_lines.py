@@ -104,6 +104,7 @@ WAYS: dict[str, Callable[[Log], None]] = {
     "JSON in the message": lambda log: log.logger.info(json.dumps({"x-api-key": OPAQUE})),
     "extra with a quote": lambda log: log.logger.info("sent", extra={"x_api_key": f'a"b{OPAQUE}'}),
     "wire in the message": lambda log: log.logger.info("GET /\r\nX-Api-Key: %s\r\n\r\n", OPAQUE),
+    "wire with a quote in the message": lambda log: log.logger.info('GET /\r\nX-Api-Key: a"b%s\r\n\r\n', OPAQUE),
     "cut short": lambda log: log.logger.info("sent %.40s", KEY),
 }
 

@@ -317,6 +317,25 @@ def test_redact_stream_of_a_long_line_cut_anywhere_is_redact_of_the_whole(parts:
     assert SECRET not in clean
 
 
+LONG = {
+    "escapes": '{"X-Api-Key": "' + '\\\\\\"ab' * 2500 + '", "b": "c"}',
+    "glued words": "xbearer 0aaaaaaaaaaaaaaaa" * 500,
+    "words": "bearer 0aaaaaaaaaaaaaaaa xs.Y2fQn6uqkjmVCfWkGu1t s.Y2fQn6uqkjmVCfWkGu1tYqVR " * 150,
+    "keys": (KEY + "." + KEY + " ") * 80,
+    "quoted headers": ("'x-api-key': 'a\\\\' + \\'x-api-key': 'b', \\\\'x-api-key\\': 'c' ") * 200,
+    "one long line of headers": "\n" + "> Authorization: a" * 800,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("size", [*range(1021, 1034), 4096, 5000])
+def test_redact_stream_of_a_long_line_cut_at_every_sort_of_place_is_redact_of_the_whole(name: str, size: int) -> None:
+    """In the middle of an escape, of a word, of a key; what stood before the cut is remembered as far as it matters."""
+    text = LONG[name]
+    clean = "".join(redact_stream(text[at : at + size] for at in range(0, len(text), size)))
+    assert clean == redact(text)
+
+
 @given(keystrings, st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 700))
 def test_redact_stream_key_string_across_chunks_leaks_nothing(text: str, before: int, after: int, size: int) -> None:
     """No secret slips through the joint between two reads, wherever the joint is."""

@@ -923,7 +923,7 @@ def test_simulation_replacement_revoked_in_quarantine_gives_the_predecessor_back
             world.become(world.predecessor, end)
         world.become(world.replacement, K.DEACTIVATED)
         world.turn()
-        assert world.state is S.CANCELLED
+        assert world.moves[-1][1] is S.CANCELLED
         assert world.predecessor.state is expected
 
 

@@ -80,6 +80,6 @@ class CredentialsView(ServiceView):
 def _visible_key(view: ServiceView, key_id: str) -> Key:
     key = get_key(key_id)
     if key is None:
-        raise NotFoundError("There is no such thing, or it is not yours to see.")
+        raise NotFoundError
     view.grant_for(key.credential.account)
     return key
