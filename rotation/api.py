@@ -12,17 +12,18 @@ from keyvault.access.catalog import find_endpoint
 from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder
+from keyvault.access.verification import find_exposed
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import NotFoundError
+from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.models import Credential
 from keyvault.models.usage import Outcome
 from keyvault.services.authorization import authorize
 from keyvault.services.usage import usage_log
 from keyvault.services.verification import Presented, judge_presented
-from keyvault.wire.headers import API_KEY, read_bearer
+from keyvault.wire.headers import API_KEY, came_twice, read_bearer
 from rotation.policy import LONGEST_SECONDS, Proof
 from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
 
@@ -74,9 +75,13 @@ class RotationView(ServiceView):
         return Response(describe(rotation, self.now))
 
 
+_AMBIGUOUS = Denial(ErrorCode.CREDENTIAL_AMBIGUOUS, "The Authorization header came more than once, or holds a comma.")
+
+
 class AcknowledgeView(APIView):
     """POST {base_url}/credentials/acknowledge, with the replacement itself in X-Api-Key."""
 
+    http_method_names = ["post"]
     permission_classes = (AllowAny,)  # the judgement below is the permission
     environment: Environment = Environment.SANDBOX
 
@@ -84,12 +89,16 @@ class AcknowledgeView(APIView):
         usage_log.start()
         now = datetime.now(UTC)
         headers = request.headers
+        url = request.get_full_path()
+        if came_twice(headers.get("Authorization")):
+            # Before the key, as the table of verdicts has it; only what stands in the URL comes earlier.
+            raise DeniedError(find_exposed(url) or _AMBIGUOUS)
         judgement = judge_presented(
             Presented(
                 key=headers.get(API_KEY),
                 environment=self.environment,
                 endpoint=find_endpoint("credentials.acknowledge"),
-                url=request.get_full_path(),
+                url=url,
                 bearer=read_bearer(headers.get("Authorization")),
                 origin=headers.get("Origin"),
             ),

@@ -1,7 +1,7 @@
 """Whatever goes wrong behind a REST door, as a problem document (RFC 9457)."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
@@ -9,6 +9,7 @@ from django.db import DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpResponse, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
+from rest_framework.views import APIView
 
 from keyvault.access.decision import Denial
 from keyvault.api.middleware import request_id_of
@@ -35,14 +36,19 @@ class DeniedError(Exception):
 def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response | None:
     """REST framework's exception handler. What is not known here is a fault of ours: 500, told to the log."""
     request_id = request_id_of(getattr(context.get("request"), "_request", None))
-    found = _problem(error, request_id)
+    view: APIView = context["view"]
+    # Every Django view has an `options`; without metadata none of ours answers to it.
+    view_methods = [method for method in view.allowed_methods if method != "OPTIONS"]
+    found = _problem(error, request_id, view_methods)
     if found is None:
         _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
-    return Response(dict(found.body), found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)
+    # REST framework copies the view's headers over those of the answer: so these are given to the view.
+    view.headers = {**view.headers, "Allow": ", ".join(view_methods), **found.headers}
+    return Response(dict(found.body), found.status, content_type=CONTENT_TYPE)
 
 
-def _problem(error: Exception, request_id: str) -> Problem | None:
+def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> Problem | None:
     match error:
         case DeniedError(denial=denial):
             return problem(denial.code, denial.detail, request_id, allowed_methods=denial.allowed_methods)
@@ -61,7 +67,6 @@ def _problem(error: Exception, request_id: str) -> Problem | None:
         case drf.ParseError():
             return problem(ErrorCode.REQUEST_INVALID, str(error.detail), request_id)
         case drf.MethodNotAllowed():
-            view_methods = getattr(error, "allowed_methods", ())
             return problem(ErrorCode.METHOD_NOT_ALLOWED, str(error.detail), request_id, allowed_methods=view_methods)
         case drf.UnsupportedMediaType():
             detail = "The body must be application/json."

@@ -19,20 +19,24 @@ _APPEND_ONLY = (
 )
 """Tables whose rows are written once and never again."""
 
-_KEPT = {
-    "keyvault_account": "id",
-    "keyvault_credential": "credential_id",
-    "keyvault_key": "key_id",
-    "keyvault_issuancerequest": "request_id",
-    "keyvault_breakglass": "act_id",
-    "rotation_rotation": "rotation_id",
+_KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
+    "keyvault_account": (("id",), ("merchant_id", "environment")),
+    "keyvault_credential": (("credential_id",),),
+    "keyvault_key": (("key_id",),),
+    "keyvault_issuancerequest": (("request_id",),),
+    "keyvault_breakglass": (("act_id",),),
+    "keyvault_operator": (("id",), ("username",)),
+    "keyvault_servicetoken": (("token_id",),),
+    "rotation_rotation": (("rotation_id",),),
 }
-"""Tables whose rows stay, each with its key: to take one away and put another in its place is refused like the
-update that it would be."""
+"""Tables whose rows stay, each with every set of columns that is unique in it: to take a row away and put another
+in its place, by any of them, is refused like the update that it would be. An update that changes such a column
+(SQLite's UPDATE OR REPLACE makes room for itself too) is refused by the table's `…_stays`."""
 
 _UNTRUNCATED = (*_APPEND_ONLY, "keyvault_auditchain", *_KEPT)
 
 _DEAD = "('deactivated', 'compromised', 'destroyed')"
+_CLOSED = "('cancelled', 'completed', 'expired', 'rejected')"
 _APPROVED = "('approved', 'issued', 'collected')"
 
 
@@ -88,15 +92,26 @@ def _conditions() -> Iterator[Refusal]:
         "EXISTS (SELECT 1 FROM rotation_evidence e WHERE e.evidence_id = NEW.evidence_id)",
         "evidence is append-only",
     )
-    for table, key in _KEPT.items():
+    for table, unique in _KEPT.items():
         short = table.split("_", 1)[1]
         yield Refusal(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} rows are never deleted")
         yield Refusal(
             f"{short}_no_replace",
             table,
             "INSERT",
-            f"EXISTS (SELECT 1 FROM {table} t WHERE t.{key} = NEW.{key})",  # noqa: S608  our own names only
+            f"EXISTS (SELECT 1 FROM {table} t WHERE {_same(unique)})",  # noqa: S608  our own names only
             f"{short} rows are never replaced",
+        )
+    for when in ("INSERT", "UPDATE"):
+        # Unique among the open ones: REPLACE would delete the open one to make room.
+        yield Refusal(
+            f"rotation_one_open_{when.lower()}",
+            "rotation_rotation",
+            when,
+            f"NEW.state NOT IN {_CLOSED} AND EXISTS (SELECT 1 FROM rotation_rotation r "  # noqa: S608  our own names only
+            f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> NEW.rotation_id "
+            f"AND r.state NOT IN {_CLOSED})",
+            "a credential has one open rotation",
         )
     yield Refusal("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted")
     yield Refusal(
@@ -131,22 +146,43 @@ def _conditions() -> Iterator[Refusal]:
         "account_stays",
         "keyvault_account",
         "UPDATE",
-        "NEW.environment <> OLD.environment OR NEW.merchant_id <> OLD.merchant_id",
+        "NEW.id <> OLD.id OR NEW.environment <> OLD.environment OR NEW.merchant_id <> OLD.merchant_id",
         "an account never changes its merchant or environment",
     )
     yield Refusal(
         "operator_stays",
         "keyvault_operator",
         "UPDATE",
-        "NEW.person <> OLD.person",
+        "NEW.id <> OLD.id OR NEW.username <> OLD.username OR NEW.person <> OLD.person",
         "a log-in never passes to another person",
     )
     yield Refusal(
         "credential_stays",
         "keyvault_credential",
         "UPDATE",
-        "NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind",
+        "NEW.credential_id <> OLD.credential_id OR NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind",
         "a credential never changes its account or kind",
+    )
+    yield Refusal(
+        "breakglass_stays",
+        "keyvault_breakglass",
+        "UPDATE",
+        "NEW.act_id <> OLD.act_id OR NEW.event <> OLD.event OR NEW.subject <> OLD.subject OR NEW.person <> OLD.person",
+        "an act under break-glass stays as it was noted",
+    )
+    yield Refusal(
+        "servicetoken_no_revival",
+        "keyvault_servicetoken",
+        "UPDATE",
+        "OLD.revoked_at IS NOT NULL AND (NEW.revoked_at IS NULL OR NEW.revoked_at <> OLD.revoked_at)",
+        "a revoked token stays revoked",
+    )
+    yield Refusal(
+        "servicetoken_stays",
+        "keyvault_servicetoken",
+        "UPDATE",
+        "NEW.token_id <> OLD.token_id OR NEW.creator_person <> OLD.creator_person",
+        "a token keeps its name and who answers for it",
     )
     yield Refusal(
         "key_no_revival",
@@ -198,6 +234,11 @@ def _conditions() -> Iterator[Refusal]:
         "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
         frozen=("credential_id", "predecessor_id", "plan"),
     )
+
+
+def _same(unique: tuple[tuple[str, ...], ...]) -> str:
+    """That the row `t` is equal to the new one in any of these sets of columns."""
+    return " OR ".join("(" + " AND ".join(f"t.{column} = NEW.{column}" for column in key) + ")" for key in unique)
 
 
 _WRONG_MODE = (
@@ -265,7 +306,7 @@ def _four_eyes(
     )
     changed = " OR ".join(
         f"coalesce(CAST(NEW.{column} AS TEXT), '') <> coalesce(CAST(OLD.{column} AS TEXT), '')"
-        for column in ("plan_digest", "approvals_needed", "requester_person", *frozen)
+        for column in (key, "plan_digest", "approvals_needed", "requester_person", *frozen)
     )
     yield Refusal(f"{short}_stays", request, "UPDATE", changed, "what was asked is not changed afterwards")
 

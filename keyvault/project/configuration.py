@@ -118,11 +118,16 @@ SETTINGS: tuple[Setting, ...] = (
         "Scheme and host under which the service is reached. Plain http on this machine only.",
         _origin,
     ),
-    Setting("KEYVAULT_SANDBOX_BASE_URL", "", "Base URL of the sandbox. Unset: `<origin>/sandbox`.", _origin),
+    Setting(
+        "KEYVAULT_SANDBOX_BASE_URL",
+        "",
+        "Base URL of the sandbox. Unset: `<origin>/sandbox`. A host other than the origin's serves nothing else.",
+        _origin,
+    ),
     Setting(
         "KEYVAULT_PRODUCTION_BASE_URL",
         "",
-        "Base URL of production. Unset: `<origin>/production`.",
+        "Base URL of production. Unset: `<origin>/production`. A host other than the origin's serves nothing else.",
         _origin,
     ),
     Setting(

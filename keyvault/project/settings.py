@@ -64,6 +64,7 @@ INSTALLED_APPS = [
 MIDDLEWARE = [
     "keyvault.api.middleware.RequestMiddleware",
     "django.middleware.security.SecurityMiddleware",
+    "keyvault.api.middleware.EnvironmentMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
@@ -146,6 +147,8 @@ REST_FRAMEWORK = {
     "DEFAULT_CONTENT_NEGOTIATION_CLASS": "keyvault.api.negotiation.AlwaysJSON",
     "DEFAULT_PARSER_CLASSES": ["keyvault.api.parsers.StrictJSONParser"],
     "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
+    # OPTIONS would tell names and docstrings of views: it is answered as any other method that a view lacks.
+    "DEFAULT_METADATA_CLASS": None,
     "UNAUTHENTICATED_USER": None,
     "URL_FORMAT_OVERRIDE": None,
 }
@@ -178,6 +181,7 @@ CELERY_BEAT_SCHEDULE = {
 
 # --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------
 
+_SENT_BY_ANYBODY = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -191,6 +195,9 @@ LOGGING = {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
         "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
+        # Django takes these for errors and adds a traceback, though anybody can send one at will. The line of
+        # `keyvault.requests` at INFO stays.
+        **{f"django.security.{name}": {"level": "CRITICAL"} for name in _SENT_BY_ANYBODY},
         # Every task a second or two, twice; what a task did is logged by what it did.
         "celery.worker.strategy": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},

@@ -5,14 +5,12 @@ from django.views import defaults
 
 from keyvault.access.verification import find_exposed
 from keyvault.api.exceptions import problem_response
-from keyvault.domain.environments import Environment
+from keyvault.api.middleware import INTEGRATION_ROUTES
 from keyvault.domain.errors import ErrorCode
-
-_INTEGRATION = tuple(f"/{environment}/" for environment in Environment)
 
 
 def _is_console(request: HttpRequest) -> bool:
-    return request.path.startswith("/admin/")
+    return request.path_info.startswith("/admin/")
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -32,7 +30,7 @@ def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     if _is_console(request):
         return defaults.page_not_found(request, exception)
-    if request.path.startswith(_INTEGRATION):
+    if request.path_info.startswith(INTEGRATION_ROUTES):
         exposed = find_exposed(request.get_full_path())
         if exposed is not None:
             return problem_response(exposed.code, exposed.detail, request)

@@ -134,7 +134,8 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
 
 
 def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=clean_text(why, 300))
+    told = clean_text(why, 300)
+    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=told)
 
 
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:

@@ -2,6 +2,10 @@
 
 WSGI and ASGI servers join repeated headers with a comma, which no credential of ours contains: so a comma
 stands for "came twice", and what came twice is refused rather than chosen from.
+
+What nothing here can see: a WSGI environ has one name, HTTP_X_API_KEY, for `X-Api-Key` and `X_Api_Key`, and
+Granian (2.8) does not join the two spellings but keeps the last that came, without a trace of the other. Whoever
+stands before it has to drop header names with an underscore; tests/doors keeps watch over this.
 """
 
 from keyvault.domain.base62 import RandomBytes, random_digits
@@ -24,6 +28,11 @@ def clean_client_request_id(value: str | None) -> str | None:
     if not value.isascii() or not all(char.isalnum() or char in "._-" for char in value):
         return None
     return value
+
+
+def came_twice(value: str | None) -> bool:
+    """Whether a credential header came more than once, or holds the comma that stands for it."""
+    return value is not None and "," in value
 
 
 def read_bearer(authorization: str | None) -> str | None:

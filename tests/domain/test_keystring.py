@@ -256,7 +256,8 @@ def test_keystring_cut_or_mistyped_is_still_noticed(text: str, cut: int) -> None
     wrong = text[:-1] + ("A" if text[-1] != "A" else "B")
     assert SHAPED.search(wrong) is not None
     assert SHAPED.search(text[:-cut]) is not None
-    assert SHAPED.search(text.replace("_", "%5F")) is not None
+    for escape in ("%5F", "%255F", "%25255f", "\\u005f", "\\\\u005F"):
+        assert SHAPED.search(text.replace("_", escape)) is not None
 
 
 @given(keystrings)

@@ -44,9 +44,11 @@ def insert_copy(table: str, changes: Row, *, verb: str = "INSERT", tail: str = "
     insert(table, row, verb=verb, tail=tail)
 
 
-def update(table: str, changes: Row, **where: Any) -> None:
+def update(table: str, changes: Row, *, or_replace: bool = False, **where: Any) -> None:
+    """`or_replace`: SQLite deletes whatever row stands in the way; PostgreSQL knows no such thing."""
     assignments = ", ".join(f"{column} = %s" for column in changes)
-    sql = f"UPDATE {table} SET {assignments} {_where(where)}"  # noqa: S608  our own names only
+    verb = "UPDATE OR REPLACE" if or_replace and connection.vendor == "sqlite" else "UPDATE"
+    sql = f"{verb} {table} SET {assignments} {_where(where)}"  # noqa: S608  our own names only
     assert execute(sql, *changes.values(), *where.values()), "the attack met no row"
 
 

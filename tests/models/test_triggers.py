@@ -14,7 +14,7 @@ from django.core.management import call_command
 from django.db import connection, models
 
 from keyvault.models import IssuanceApproval, Key, Operator
-from keyvault.models.triggers import _UNTRUNCATED, drop_triggers, ensure_triggers, expected_triggers, list_triggers
+from keyvault.models.triggers import _KEPT, _UNTRUNCATED, drop_triggers, ensure_triggers, expected_triggers, list_triggers
 from tests.factories import make_operator
 
 from .attacks import (
@@ -40,6 +40,12 @@ REPLACE = "INSERT OR REPLACE"
 def _replace(table: str, changes: Row | None = None, **where: Any) -> None:
     """SQLite puts the new row over the old one without asking a DELETE trigger; PostgreSQL only knows INSERT."""
     insert_copy(table, changes or {}, verb=REPLACE if connection.vendor == "sqlite" else "INSERT", **where)
+
+
+def _column(table: str, column: str) -> list[tuple[Any, ...]]:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {column} FROM {table} ORDER BY 1")  # noqa: S608  our own names only
+        return list(cursor.fetchall())
 
 
 def _row_of(username: str) -> Operator:
@@ -68,6 +74,23 @@ def _approve(table: str, world: World, **changes: object) -> None:
 
 def _by_tam(world: World) -> Row:
     return {"approver_id": _row_of("tam").pk, "person": world.tam.person}
+
+
+def _elsewhere(world: World) -> Row:
+    """A new rotation of a credential that has no open one."""
+    return {"rotation_id": fresh_id(), "credential_id": world.dead_key.credential_id}
+
+
+def _reopen(world: World) -> None:
+    """SQLite would delete the open rotation to make room for the one that was closed."""
+    closed = {"rotation_id": fresh_id(), "state": "cancelled"}
+    insert_copy("rotation_rotation", closed, rotation_id=world.waiting.pk)
+    update("rotation_rotation", {"state": "awaiting_approval"}, or_replace=True, rotation_id=closed["rotation_id"])
+
+
+def _revive_token(world: World, revoked_at: object) -> None:
+    update("keyvault_servicetoken", {"revoked_at": world.token.created_at}, token_id=world.token.pk)
+    update("keyvault_servicetoken", {"revoked_at": revoked_at}, token_id=world.token.pk)
 
 
 def _third_active(write: Callable[[World], None]) -> Callable[[World], None]:
@@ -173,12 +196,12 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "rotation_requester_is_person": lambda world: insert_copy(
         "rotation_rotation",
-        {"rotation_id": fresh_id(), "requester_person": "per_nobody"},
+        {**_elsewhere(world), "requester_person": "per_nobody"},
         rotation_id=world.waiting.pk,
     ),
     "rotation_same_digest": lambda world: _approve("rotation_rotationapproval", world, plan_digest="0" * 64),
     "rotation_enough_insert": lambda world: insert_copy(
-        "rotation_rotation", {"rotation_id": fresh_id(), "state": "scheduled"}, rotation_id=world.waiting.pk
+        "rotation_rotation", {**_elsewhere(world), "state": "scheduled"}, rotation_id=world.waiting.pk
     ),
     "rotation_enough_update": lambda world: update(
         "rotation_rotation", {"state": "scheduled"}, rotation_id=world.waiting.pk
@@ -193,7 +216,25 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "rotation_no_delete": lambda world: delete("rotation_rotation", rotation_id=world.waiting.pk),
     "rotation_no_replace": lambda world: _replace("rotation_rotation", {"why": "x"}, rotation_id=world.waiting.pk),
+    "rotation_one_open_insert": lambda world: _replace(
+        "rotation_rotation", {"rotation_id": fresh_id()}, rotation_id=world.waiting.pk
+    ),
+    "rotation_one_open_update": lambda world: _reopen(world),
+    # Who asks and who answers for it.
+    "operator_no_delete": lambda _: delete("keyvault_operator", username="admin"),
+    "operator_no_replace": lambda world: _replace(
+        "keyvault_operator", {"person": world.approver.person}, username="tam"
+    ),
+    "servicetoken_no_delete": lambda world: delete("keyvault_servicetoken", token_id=world.token.pk),
+    "servicetoken_no_replace": lambda world: _replace(
+        "keyvault_servicetoken", {"permissions": '["keys:revoke"]'}, token_id=world.token.pk
+    ),
+    "servicetoken_no_revival": lambda world: _revive_token(world, None),
+    "servicetoken_stays": lambda world: update(
+        "keyvault_servicetoken", {"creator_person": world.approver.person}, token_id=world.token.pk
+    ),
     # An act under break-glass stays in sight.
+    "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
     "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
 }
@@ -247,6 +288,54 @@ def test_triggers_dead_key_deleted_and_inserted_anew_is_refused(world: World) ->
     defer_foreign_keys()
     with refused("key rows are never deleted"):
         delete("keyvault_key", key_id=world.dead_key.key_id)
+
+
+def test_triggers_account_replaced_by_its_merchant_and_environment_is_refused(world: World) -> None:
+    """The other way to the same row: a new number for the same merchant's place in the same environment."""
+    with refused("account rows are never replaced"):
+        _replace("keyvault_account", {"id": None, "status": "active"}, id=world.production.pk)
+
+
+def test_triggers_log_in_replaced_by_its_name_is_refused(world: World) -> None:
+    """A new row under an old name would answer for the old one's acts."""
+    with refused("operator rows are never replaced"):
+        _replace("keyvault_operator", {"id": None, "person": "per_nobody"}, username="tam")
+
+
+def test_triggers_every_unique_set_of_a_kept_table_is_known(subtests: pytest.Subtests) -> None:
+    """A unique constraint that a later migration adds opens no way to replace a row."""
+    with connection.cursor() as cursor:
+        for table, known in _KEPT.items():
+            with subtests.test(table):
+                found = connection.introspection.get_constraints(cursor, table).values()
+                partial = {("credential_id",)} if table == "rotation_rotation" else set()
+                assert {tuple(each["columns"]) for each in found if each["unique"]} == set(known) | partial
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "because"),
+    [
+        ("keyvault_account", "id", "an account never changes"),
+        ("keyvault_credential", "credential_id", "a credential never changes"),
+        ("keyvault_key", "key_id", "a key keeps"),
+        ("keyvault_operator", "id", "a log-in never passes"),
+        ("keyvault_operator", "username", "a log-in never passes"),
+        ("keyvault_issuancerequest", "request_id", "what was asked is not changed"),
+        ("rotation_rotation", "rotation_id", "what was asked is not changed"),
+    ],
+)
+def test_triggers_row_moved_onto_another_is_refused(world: World, table: str, key: str, because: str) -> None:
+    """UPDATE OR REPLACE deletes the row whose key it takes, without asking a DELETE trigger."""
+    first, second, *_ = [value for (value,) in _column(table, key)]
+    with refused(because):
+        update(table, {key: first}, or_replace=True, **{key: second})
+
+
+@pytest.mark.parametrize("revoked_at", [None, "2099-01-01 00:00:00+00:00"])
+def test_triggers_revoked_token_given_another_time_is_refused(world: World, revoked_at: str | None) -> None:
+    """A revoked token proves nothing ever again, neither at once nor from some later day."""
+    with refused("a revoked token stays revoked"):
+        _revive_token(world, revoked_at)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 2, 10])

@@ -74,6 +74,7 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_KEY_BRAND": "Bad_Brand"}, "a-z"),
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
         ({"KEYVAULT_BACKEND": "vault"}, "one of local"),
+        ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
     ],
 )
 def test_start_with_a_setting_that_cannot_be_meant_is_refused(

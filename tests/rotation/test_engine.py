@@ -19,7 +19,7 @@ from keyvault.services.usage import UsageLog
 from rotation.models import LedgerEntry, Rotation
 from rotation.policy import Proof
 from rotation.services.engine import advance_rotation
-from rotation.services.requests import get_rotation, resume_rotation
+from rotation.services.requests import abort_rotation, get_rotation, resume_rotation
 from rotation.states import RotationState as S
 
 from . import scene
@@ -152,9 +152,22 @@ def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier:
         clock.tick(4)
         scene.use(verifier, rotation.predecessor_id)
         assert advance(rotation, clock).state == S.OVERLAP
+    scene.use(verifier, rotation.replacement_id or "")
     clock.tick(6)
     verifier.flush()
     assert advance(rotation, clock).state == S.QUARANTINE
+
+
+def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -> None:
+    """An outage or a weekend is no silence: the replacement has to be used after the predecessor was."""
+    rotation = overlapping(clock, verifier)
+    clock.tick(4)
+    scene.use(verifier, rotation.predecessor_id, 1000)
+    clock.tick(4 * 86_400)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.OVERLAP
+    scene.use(verifier, rotation.replacement_id or "")
+    assert advance(rotation, clock, 3).state == S.QUARANTINE
 
 
 def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageLog) -> None:
@@ -262,6 +275,115 @@ def test_predecessor_resumed_in_quarantine_stalls_instead_of_revoking(clock: Clo
     verifier.flush()
     assert advance(rotation, clock).state == S.STALLED
     assert key_states(rotation) == ("active", "active")
+
+
+def test_replacement_suspended_in_quarantine_brings_the_predecessor_back_and_stalls(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """A quarantine that cannot go on is undone: the merchant is not left with two refused keys."""
+    rotation = quarantined(clock, verifier)
+    key = get_key(rotation.replacement_id or "")
+    assert key is not None
+    place = key.credential.account
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, place, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+    assert key_states(rotation) == ("active", "suspended")
+
+
+def test_replacement_compromised_while_stalled_cancels(clock: Clock, verifier: UsageLog) -> None:
+    """A stalled rotation still hears of a key's end."""
+    rotation = quarantined(clock, verifier)
+    key = get_key(rotation.replacement_id or "")
+    assert key is not None
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, key.credential.account, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    revoke(key, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    assert key_states(rotation) == ("active", "compromised")
+
+
+def test_cancelled_after_delivery_the_merchant_reads_the_predecessor_again(clock: Clock, verifier: UsageLog) -> None:
+    """The newest version in the backend is never a dead key's once a rotation is cancelled."""
+    rotation = advance(begun(clock), clock)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.predecessor_id
+    kept = get_key(rotation.predecessor_id)
+    assert kept is not None
+    assert (kept.state, kept.backend_version) == (KeyState.ACTIVE, stored.version)
+    versions = secret_backend().versions(Mount.SANDBOX, rotation.credential.backend_path)
+    assert [version.state for version in versions] == ["destroyed", "live", "live"]
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+
+
+@pytest.mark.parametrize("how", ["abort", "revoke"])
+def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A worker died right after it had written to the backend: ending the rotation then must look there first."""
+    rotation = begun(clock)
+    put = LocalKeystore.put
+
+    def put_and_die(*args: object, **kwargs: object) -> int:
+        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as death, pytest.raises(KeyboardInterrupt):
+        death.setattr(LocalKeystore, "put", put_and_die)
+        advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    assert (rotation.state, rotation.delivered_at) == (S.PUBLISHING, None)
+    assert rotation.replacement is not None
+    clock.tick(60)
+    if how == "abort":
+        grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+        with pytest.raises(StateConflictError, match="delivered"):
+            abort_rotation(grant, rotation, "changed our mind")
+        assert advance(rotation, clock, 3).state == S.AWAITING_PROOF
+        return
+    revoke(rotation.replacement, clock)
+    assert advance(rotation, clock, 60).state == S.CANCELLED
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.predecessor_id
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+
+
+def test_step_that_keeps_being_refused_stalls_by_name(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No endless silent loop: after a bounded number of tries a person is asked."""
+    rotation = begun(clock)
+
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise StateConflictError("always", internal="always the same")
+
+    monkeypatch.setattr(LocalKeystore, "put", refuse)
+    for _ in range(13):
+        rotation = advance(rotation, clock, 80)
+    assert rotation.state == S.STALLED
+    assert "always the same" in rotation.why
+
+
+def test_outage_spends_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After hours of a sealed backend, a first real failure is still only the first."""
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", unavailable)
+        for _ in range(30):
+            advance(rotation, clock, 80)
+
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise StateConflictError("once")
+
+    with monkeypatch.context() as failure:
+        failure.setattr(LocalKeystore, "put", refuse)
+        assert advance(rotation, clock, 80).state == S.PUBLISHING
+    assert advance(rotation, clock, 80).state == S.AWAITING_PROOF
 
 
 # --- the secret backend -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from keyvault.services.lookup import prove_service_token
 from keyvault.services.tokens import LONGEST_DAYS, create_service_token, revoke_service_token
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_merchant, make_token, now
 
+from tests.domain.minting import mint
 from .conftest import Scene
 from .rows import dump_tables
 
@@ -140,6 +141,7 @@ def test_token_whose_permission_was_written_past_the_service_still_approves_noth
         ({"name": ""}, "/name"),
         ({"name": "x" * 101}, "/name"),
         ({"name": "a\x00b"}, "/name"),
+        ({"name": mint()}, "/name"),
     ],
 )
 def test_token_that_does_not_fit_is_not_made(scene: Scene, asked: dict[str, object], pointer: str) -> None:

@@ -13,7 +13,7 @@ from django.db import DatabaseError
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
 from keyvault.services import usage
-from keyvault.services.usage import LOST_AFTER, UsageLog, longest_gap_seconds, observe
+from keyvault.services.usage import LOST_AFTER, Observation, UsageLog, longest_gap_seconds, note_lost, observe
 from tests.factories import account, issue, make_merchant
 
 from .racing import PATIENCE_SECONDS, race, start
@@ -22,6 +22,12 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
+
+
+def seen_at(now: datetime) -> Observation:
+    """What a turn of the engine sees."""
+    note_lost(now)
+    return observe()
 
 
 @dataclass
@@ -166,7 +172,7 @@ def test_usage_watermark_is_the_time_of_the_flush(key: Key, log: UsageLog, clock
     clock.tick(2)
     log.flush()
     assert watermark(log) == NOON + 2 * SECOND
-    assert observe(clock()).through == NOON + 2 * SECOND
+    assert seen_at(clock()).through == NOON + 2 * SECOND
 
 
 def test_usage_flush_that_fails_keeps_counts_and_watermark(
@@ -305,14 +311,14 @@ def test_usage_silence_goes_as_far_as_the_slowest_live_reporter(clock: Clock) ->
         UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
     clock.tick(3)
     fast.flush()
-    assert observe(clock()).through == NOON
+    assert seen_at(clock()).through == NOON
     slow.flush()
-    assert observe(clock()).through == NOON + 3 * SECOND
+    assert seen_at(clock()).through == NOON + 3 * SECOND
 
 
 def test_usage_without_any_reporter_is_no_silence() -> None:
     """Nobody who looks means nothing that was seen."""
-    seen = observe(NOON)
+    seen = seen_at(NOON)
     assert (seen.through, seen.lost_at) == (None, None)
 
 
@@ -322,30 +328,30 @@ def test_usage_reporter_that_died_is_lost_and_holds_up_no_longer(log: UsageLog, 
     UsageReporter.objects.create(reporter_id=other.reporter_id, started_at=NOON, flushed_through_at=NOON)
     clock.tick(LOST_AFTER.total_seconds())
     other.flush()
-    assert observe(clock()).lost_at is None, "late, but not yet lost"
+    assert seen_at(clock()).lost_at is None, "late, but not yet lost"
     at = clock.tick(0.001)
-    seen = observe(at)
+    seen = seen_at(at)
     assert seen.lost_at == at
     assert seen.through == watermark(other)
     clock.tick(1)
     other.flush()
-    assert observe(clock()).lost_at == at, "being missed once is noted once"
+    assert seen_at(clock()).lost_at == at, "being missed once is noted once"
 
 
 def test_usage_reporter_that_comes_back_was_not_lost(key: Key, log: UsageLog, clock: Clock) -> None:
     """A reporter that was only slow has its counts still, and says so by writing them."""
     use(log, key)
     clock.tick(LOST_AFTER.total_seconds() + 1)
-    assert observe(clock()).lost_at is not None
+    assert seen_at(clock()).lost_at is not None
     log.flush()
-    assert observe(clock()).lost_at is None
+    assert seen_at(clock()).lost_at is None
     assert counted(key) == 1
 
 
 def test_usage_reporter_that_said_farewell_is_never_lost(log: UsageLog, clock: Clock) -> None:
     log.flush(farewell=True)
     clock.tick(3600)
-    seen = observe(clock())
+    seen = seen_at(clock())
     assert (seen.through, seen.lost_at) == (None, None)
 
 

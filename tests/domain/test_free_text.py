@@ -1,0 +1,46 @@
+"""Free text that is kept for good: no key string stays in it, and no chosen name may have one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.domain.free_text import clean_text, find_text_fault
+from keyvault.domain.keystring import SHAPED
+
+from .minting import keystrings, mint
+
+KEY = mint(seed="free text")
+
+
+@given(st.text(max_size=60), keystrings, st.text(max_size=60), st.integers(0, 200))
+def test_clean_text_holds_no_key_string_and_is_no_longer_than_asked(
+    before: str, text: str, after: str, longest: int
+) -> None:
+    """The cut never leaves half a secret: what is cut is masked already."""
+    clean = clean_text(before + text + after, longest)
+    assert len(clean) <= longest
+    assert text[text.rindex("_") + 17 :][:8] not in clean
+    assert clean_text(clean, longest) == clean
+
+
+def test_clean_text_leaves_what_is_no_secret() -> None:
+    assert clean_text("leaked by acme, see INC-12", 300) == "leaked by acme, see INC-12"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 11, "a\x00b", "a\nb"])
+def test_find_text_fault_of_a_name_that_does_not_fit_says_what_would(name: str) -> None:
+    assert find_text_fault(name, 10) == "1 to 10 printable characters"
+
+
+@pytest.mark.parametrize("name", [KEY, f"shop {KEY}", KEY[:40], KEY.replace("_", "%255F")])
+def test_find_text_fault_of_a_key_string_is_told_without_quoting_it(name: str) -> None:
+    fault = find_text_fault(name, 200)
+    assert fault is not None
+    assert "key string" in fault
+    assert SHAPED.search(fault) is None
+
+
+@pytest.mark.parametrize("name", ["x", "Acme & Söhne", "kv_prv_sbx checkout", KEY[:27]])
+def test_find_text_fault_of_a_good_name_is_none(name: str) -> None:
+    """The public part of a key string is none: support names keys by it."""
+    assert find_text_fault(name, 100) is None
