@@ -4,6 +4,7 @@ Doors look here and nowhere else for the credential, the Bearer and the context 
 Upstream endpoints that operators add, limits and failure policies come on top of these built-in entries.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -137,10 +138,9 @@ def match_endpoint(method: str, path: str, base_path: str = "") -> Endpoint | Mi
     return Miss(tuple(endpoint.method for endpoint in allowed))
 
 
+# What RFC 3986 (section 3.3) lets stand in a segment as it is, less `;`, which some servers cut at.
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,=:@-]+")
+
+
 def _is_plain(segment: str) -> bool:
-    return (
-        segment not in {"", ".", ".."}
-        and segment.isascii()
-        and segment.isprintable()
-        and not set(segment) & set("%;\\# ")
-    )
+    return segment not in {".", ".."} and _PLAIN.fullmatch(segment) is not None

@@ -119,7 +119,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
 def _by_second_person(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
     if not rule.second_person:
         return None
-    if isinstance(principal, Operator) and target.requester_person not in {None, principal.person}:
+    if isinstance(principal, Operator) and principal.person != target.requester_person:
         return None
     return Denial(
         Code.STATE_CONFLICT,

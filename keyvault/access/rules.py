@@ -36,7 +36,8 @@ def operation(permission: Permission) -> OperationRule:
 class Target:
     """What an operation is about. None: the operation is about no particular one.
 
-    `requester_person` is who asked for what is now to be approved or reviewed.
+    `requester_person` is who asked for what is now to be approved or reviewed; None asks whether they may approve
+    at all. Whoever writes the approval compares the persons again, and so does the database.
     """
 
     environment: Environment | None = None

@@ -68,16 +68,20 @@ class EnvironmentMiddleware:
         if bases is None:
             host, bases = self._origin, self._bases.get(self._origin, [])
         path = request.path_info
+        if path in _HEALTH:
+            return self.get_response(request)
         for base, environment in bases:
             if path.startswith(f"{base}/"):
                 request.path_info = f"/{environment}{path.removeprefix(base)}"
                 return self.get_response(request)
-        if path.startswith(INTEGRATION_ROUTES) or (host != self._origin and path not in _HEALTH):
+        if path.startswith(INTEGRATION_ROUTES) or host != self._origin:
             raise Http404
         return self.get_response(request)
 
 
 INTEGRATION_ROUTES = tuple(f"/{environment}/" for environment in Environment)
+"""What `path_info` begins with on the integration plane."""
+
 _HEALTH = frozenset({"/healthz", "/readyz"})
 
 

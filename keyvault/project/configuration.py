@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -183,6 +184,31 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if wrong:
         raise ImproperlyConfigured("; ".join(wrong))
     return values
+
+
+_TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz"})
+
+
+def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
+    """Every environment's base URL. Raises ImproperlyConfigured where a request could belong to two of them,
+    or to one of them and to the service plane or the console."""
+    origin = values["KEYVAULT_ORIGIN"]
+    found = {
+        environment.value: values[f"KEYVAULT_{environment.name}_BASE_URL"] or f"{origin}/{environment}"
+        for environment in Environment
+    }
+    parts = {name: urlsplit(url) for name, url in found.items()}
+    for name, base in parts.items():
+        if base.hostname == urlsplit(origin).hostname and base.path.strip("/").partition("/")[0] in _TAKEN:
+            raise ImproperlyConfigured(
+                f"KEYVAULT_{name.upper()}_BASE_URL: wants a path of its own on the origin's host, such as /{name}"
+            )
+        for other, its in parts.items():
+            if name != other and base.hostname == its.hostname and f"{its.path}/".startswith(f"{base.path}/"):
+                raise ImproperlyConfigured(
+                    f"KEYVAULT_{name.upper()}_BASE_URL: wants another host or path than {other}'s"
+                )
+    return found
 
 
 def settings_table() -> str:

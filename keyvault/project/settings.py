@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import dj_database_url
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
-from keyvault.project.configuration import ROOT, read_settings
+from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.spool import spool_url
 
 _chosen = read_settings()
@@ -16,10 +16,7 @@ _chosen = read_settings()
 DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
 KEY_BRAND: str = _chosen["KEYVAULT_KEY_BRAND"]
 ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
-BASE_URLS = {
-    "sandbox": _chosen["KEYVAULT_SANDBOX_BASE_URL"] or f"{ORIGIN}/sandbox",
-    "production": _chosen["KEYVAULT_PRODUCTION_BASE_URL"] or f"{ORIGIN}/production",
-}
+BASE_URLS = find_base_urls(_chosen)
 APPROVALS_NEEDED = {
     "sandbox": _chosen["KEYVAULT_SANDBOX_APPROVALS"],
     "production": _chosen["KEYVAULT_PRODUCTION_APPROVALS"],

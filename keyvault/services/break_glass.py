@@ -36,6 +36,8 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     operator = grant.principal
     if not isinstance(operator, Operator):
         raise TypeError("only an operator reviews")
+    if operator.person == act.person:
+        raise StateConflictError("This takes a second person: whoever did it cannot review it.")
     with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
         act.compare_and_swap(
             reviewed_at=grant.at,

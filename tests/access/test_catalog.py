@@ -134,7 +134,7 @@ def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
 
 @pytest.mark.parametrize(
     "token",
-    ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "<order_token>", "..."],
+    ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "a!$*b", "..."],
 )
 def test_match_variable_takes_any_one_plain_segment(token: str) -> None:
     assert name_of(match_endpoint("GET", f"/merchants/orders/{token}")) == "orders.retrieve"
@@ -180,6 +180,11 @@ AMBIGUOUS = [
     "/merchants/orders/a\x7f",
     "/merchants/orders/a#b",
     "/merchants/orders/a/b",
+    "/merchants/orders/<order_token>",
+    "/merchants/orders/{order_token}",
+    '/merchants/orders/a"b',
+    "/merchants/orders/a|b",
+    "/merchants/orders/a^b`[c]",
     "/Merchants/orders/a",
     "/MERCHANTS/ORDERS/a",
     "merchants/orders/a",

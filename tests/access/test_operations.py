@@ -112,6 +112,14 @@ def test_operation_four_eyes_compare_persons_not_names(permission: P) -> None:
     assert asked(operator(Role.APPROVER, person="per_bert", username="anna"), permission, target) == "allowed"
 
 
+def test_operation_four_eyes_on_nothing_in_particular_ask_whether_they_may_at_all() -> None:
+    """Without a requester the question is the role's alone; the services that write an approval compare persons again."""
+    for permission in (P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW):
+        assert asked(operator(Role.APPROVER), permission, PLATFORM) == "allowed"
+        assert asked(operator(Role.AUDITOR), permission, PLATFORM) == "permission_missing"
+        assert asked(service(permission), permission, PLATFORM) == "state_conflict"
+
+
 def test_operation_four_eyes_are_asked_for_where_the_contract_wants_them() -> None:
     assert {permission for permission in P if operation(permission).second_person} == {
         P.ISSUANCE_APPROVE,

@@ -96,6 +96,12 @@ def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Cli
         (URL, {"X-Api-Key": ""}, "credential_invalid"),
         (URL, {"X-Api-Key": token}, "credential_invalid"),
         (URL, {"X-Api-Key": f"{private.reveal()}, {private.reveal()}"}, "credential_ambiguous"),
+        (URL, {"X-Api-Key": private.reveal(), "Authorization": "Bearer x,Bearer x"}, "credential_ambiguous"),
+        (URL, {"X-Api-Key": private.reveal(), "Authorization": "Basic x, y"}, "credential_ambiguous"),
+        (URL, {"X-Api-Key": private.reveal(), "Authorization": ",Bearer x"}, "credential_ambiguous"),
+        (URL, {"Authorization": "Bearer x,Bearer x"}, "credential_ambiguous"),
+        (URL, {"X-Api-Key": "malformed", "Authorization": "a,b"}, "credential_ambiguous"),
+        (URL + f"?key={private.reveal()}", {"Authorization": "a,b"}, "credential_in_url"),
         (URL, {"X-Api-Key": public.reveal()}, "method_not_supported"),
         (URL, {"X-Api-Key": private.reveal(), "Authorization": "Bearer x"}, "bearer_not_supported"),
         (URL, {"X-Api-Key": private.reveal(), "Origin": "https://shop.example"}, "private_key_in_browser"),
@@ -106,6 +112,8 @@ def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Cli
         assert response.json()["code"] == code, code
         if response.status_code == 401:
             assert "WWW-Authenticate" in response
+        if code == "credential_ambiguous":
+            assert response.status_code == 400
 
 
 def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:

@@ -58,9 +58,7 @@ def test_environment_answers_on_its_base_url_and_on_no_other(
     make_merchant("acme")
     for environment, expected in ((Environment.SANDBOX, sandbox), (Environment.PRODUCTION, production)):
         _, key = issue(find_account("acme", environment))
-        response = client.post(
-            f"{base}/credentials/acknowledge", headers={"Host": host, "X-Api-Key": key.reveal()}
-        )
+        response = client.post(f"{base}/credentials/acknowledge", headers={"Host": host, "X-Api-Key": key.reveal()})
         # A good key that replaces no other: the endpoint itself has judged it.
         met = SERVED if "replacement of a rotation" in response.json()["detail"] else response.json()["code"]
         assert met == expected
@@ -82,7 +80,10 @@ def test_host_of_an_environment_serves_nothing_else(settings: Any) -> None:
     [
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://a.example"}, "another host or path"),
         ({"SANDBOX_BASE_URL": "https://a.example", "PRODUCTION_BASE_URL": "https://A.example/p"}, "another host"),
-        ({"SANDBOX_BASE_URL": "https://a.example/x", "PRODUCTION_BASE_URL": "https://a.example:8443/x"}, "another host"),
+        (
+            {"SANDBOX_BASE_URL": "https://a.example/x", "PRODUCTION_BASE_URL": "https://a.example:8443/x"},
+            "another host",
+        ),
         ({"SANDBOX_BASE_URL": "https://keys.example"}, "a path of its own"),
         ({"PRODUCTION_BASE_URL": "https://keys.example/v1/keys"}, "a path of its own"),
     ],

@@ -36,8 +36,35 @@ def test_request_that_nothing_answers_is_a_problem(
 ) -> None:
     response = call(method, path)
     assert refused(response) == expected
-    if expected[0] == 405:
-        assert response["Allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        *(
+            (method, "/sandbox/credentials/acknowledge", "POST")
+            for method in ("GET", "HEAD", "OPTIONS", "TRACE", "BREW")
+        ),
+        ("OPTIONS", "/v1/keys/verify", "POST"),
+        ("OPTIONS", "/v1/credentials", "GET, HEAD"),
+        ("TRACE", "/v1/keys/0000000000000000", "GET, HEAD"),
+    ],
+)
+def test_method_that_a_view_lacks_is_refused_with_those_it_has(
+    call: Call, method: str, path: str, allowed: str
+) -> None:
+    """OPTIONS is such a method too: it would tell a view's name and docstring, and without a key."""
+    response = call(method, path)
+    assert response["Allow"] == allowed
+    assert response.status_code == 405
+    if method != "HEAD":
+        assert refused(response) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("authorization", ["Bearer {0},Bearer {0}", "Bearer {0},", ",Bearer {0}"])
+def test_service_token_sent_twice_is_service_token_invalid(call: Call, token: str, authorization: str) -> None:
+    response = call("GET", "/v1/credentials", HTTP_AUTHORIZATION=authorization.format(token))
+    assert refused(response) == (401, "service_token_invalid")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +124,34 @@ def test_fault_of_ours_tells_nothing_about_itself(call: Call, monkeypatch: pytes
     assert b"hunter2" not in response.content
 
 
-def test_host_that_is_not_ours_is_refused(client: Client) -> None:
-    assert refused(client.get("/healthz", headers={"Host": "evil.example"})) == (400, "request_invalid")
+@pytest.mark.parametrize("host", ["evil.example", "a b", "a,b", ""])
+def test_host_that_is_not_ours_is_refused(client: Client, caplog: pytest.LogCaptureFixture, host: str) -> None:
+    """And told to the log in one plain line: anybody could fill the log of errors otherwise."""
+    caplog.set_level("INFO")
+    assert refused(client.get("/healthz", headers={"Host": host})) == (400, "request_invalid")
+    assert [(record.name, record.levelname, record.exc_info) for record in caplog.records] == [
+        ("keyvault.requests", "INFO", None)
+    ]
+
+
+def test_form_too_large_is_refused_without_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    form = b"username=" + b"x" * 70_000
+    response = Client().post("/admin/login/", form, "application/x-www-form-urlencoded")
+    assert response.status_code == 400
+    assert [record for record in caplog.records if record.levelname in {"ERROR", "CRITICAL"}] == []
+
+
+@pytest.mark.parametrize("place", ["/sandbox/{}", "/v1/keys/{}", "/sandbox/" + "x" * 240 + "/{}"])
+def test_path_is_redacted_before_it_is_cut_and_logged(
+    client: Client, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """Half a key no longer looks like one: cut first, it would stay readable."""
+    caplog.set_level("INFO")
+    client.get(place.format("kv_prv_sbx_" + "k" * 16 + "s" * 49))
+    paths = [vars(record)["path"] for record in caplog.records if record.name == "keyvault.requests"]
+    assert len(paths) == 1
+    assert "ss" not in paths[0]
+    assert "kv_prv_sbx_" in paths[0]
 
 
 def test_health_lives_without_a_database_and_readiness_names_what_is_missing(

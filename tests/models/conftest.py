@@ -76,14 +76,10 @@ def world(db: None) -> World:
     approve_rotation(allowed, scheduled, scheduled.plan_digest)
     for environment, mode in ((SANDBOX, "test"), (PRODUCTION, "live")):
         _connect(account("acme", environment), mode)
-    with recorded(
-        grant(approver, Permission.ROTATIONS_APPROVE, production),
-        Permission.ROTATIONS_APPROVE,
-        "test.noted",
-        account=production,
-    ):
+    allowed = grant(approver, Permission.ROTATIONS_APPROVE, production, scheduled.requester_person)
+    with recorded(allowed, Permission.ROTATIONS_APPROVE, "test.noted", account=production):
         note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
-        note_break_glass(grant(approver, Permission.ROTATIONS_APPROVE, production), event="x", subject="y", why="z")
+        note_break_glass(allowed, event="x", subject="y", why="z")
     log = UsageLog()
     log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=Outcome.ALLOWED)
     log.flush()

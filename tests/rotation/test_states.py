@@ -70,6 +70,7 @@ def facts(state: RotationState, **changes: Any) -> Facts:
             K.SUSPENDED if suspended else K.DEACTIVATED if revoked else K.ACTIVE, material_destroyed=not revoked
         ),
         replacement=KeyFacts(K.ACTIVE) if has_replacement else None,
+        stalled_from=S.OVERLAP if state is S.STALLED else None,
         has_approval=state not in BEFORE_APPROVAL,
         approval_expires_at=NOW + DAY,
     )
@@ -156,10 +157,32 @@ def test_step_closed_is_closed_whatever_happens(state: RotationState, key: KeyFa
         assert found.until is None
 
 
-@dead
-def test_step_stalled_waits_for_a_person(key: KeyFacts) -> None:
+@pytest.mark.parametrize("stalled_from", TIMED)
+@pytest.mark.parametrize("key", [KeyFacts(K.ACTIVE), KeyFacts(K.SUSPENDED)], ids=lambda key: key.state)
+def test_step_stalled_waits_for_a_person(stalled_from: RotationState, key: KeyFacts) -> None:
+    """As long as both keys live, no time and no evidence sets a stalled rotation going again by itself."""
     for far in (NOW, NOW + 10_000 * DAY):
-        assert told(step(S.STALLED, far, predecessor=key, acknowledged_at=NOW, observed_through=far)) == "wait"
+        known = {"stalled_from": stalled_from, "acknowledged_at": NOW, "observed_through": far}
+        assert told(step(S.STALLED, far, predecessor=key, **known)) == "wait"
+        assert told(step(S.STALLED, far, replacement=key, **known)) == "wait"
+
+
+@pytest.mark.parametrize(
+    ("stalled_from", "expected"),
+    [
+        (S.SCHEDULED, "to cancelled"),
+        (S.STAGED, "wait"),
+        (S.PUBLISHING, "wait"),
+        (S.AWAITING_PROOF, "to completed"),
+        (S.OVERLAP, "to completed"),
+    ],
+)
+@dead
+def test_step_stalled_with_a_dead_predecessor(stalled_from: RotationState, expected: str, key: KeyFacts) -> None:
+    """A stall does not outlive what it waits for: it ends as the state that it stalled in would."""
+    assert told(step(S.STALLED, stalled_from=stalled_from, predecessor=key)) == expected
+    both = step(S.STALLED, stalled_from=stalled_from, predecessor=key, replacement=key)
+    assert told(both) == "to cancelled"
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -176,7 +199,7 @@ def test_step_with_a_dead_predecessor(state: RotationState, key: KeyFacts) -> No
         S.OVERLAP: "to completed",
         S.QUARANTINE: "to completed",
         S.REVOKING: "to completed",
-        S.STALLED: "wait",
+        S.STALLED: "to completed",
     }
     assert told(step(state, predecessor=key)) == expected[state]
 
@@ -185,14 +208,14 @@ def test_step_with_a_dead_predecessor(state: RotationState, key: KeyFacts) -> No
 @dead
 def test_step_with_a_dead_replacement(state: RotationState, key: KeyFacts) -> None:
     """The replacement revoked or reported: cancelled, before the predecessor is gone; never revoked for a dead one."""
-    expected = {S.STALLED: "wait", S.REVOKING: "act"}
+    expected = {S.REVOKING: "act"}
     assert told(step(state, replacement=key)) == expected.get(state, "to cancelled")
 
 
 @pytest.mark.parametrize("state", OPEN)
 def test_step_with_a_dead_predecessor_and_a_dead_replacement(state: RotationState) -> None:
     gone = KeyFacts(K.COMPROMISED, material_destroyed=True)
-    expected = {S.STALLED: "wait", S.REVOKING: "to completed"}
+    expected = {S.REVOKING: "to completed"}
     assert told(step(state, predecessor=gone, replacement=gone)) == expected.get(state, "to cancelled")
 
 
@@ -336,6 +359,7 @@ def test_step_awaiting_soak_says_when_to_look_again() -> None:
 
 
 CARRIES = used(1, 1, NOW)
+OLD_USE = NOW - QUIET
 
 
 @pytest.mark.parametrize(
@@ -389,13 +413,24 @@ def test_step_overlap_ends_only_by_observed_silence(
         (KeyFacts(K.ACTIVE), None, "wait"),
         (KeyFacts(K.ACTIVE), NOW, "to quarantine"),
         (CARRIES, None, "to quarantine"),
+        (used(1, 1, OLD_USE), None, "to quarantine"),
+        (used(1, 1, OLD_USE - SECOND), None, "wait"),
+        (used(1, 1, OLD_USE - SECOND), OLD_USE, "to quarantine"),
+        (used(1, 1, OLD_USE - SECOND), OLD_USE - SECOND, "wait"),
+        (KeyFacts(K.ACTIVE), OLD_USE - SECOND, "wait"),
     ],
 )
-def test_step_overlap_ends_only_while_the_replacement_is_alive(
+def test_step_overlap_ends_only_while_the_replacement_carries_the_traffic(
     replacement: KeyFacts, acknowledged_at: datetime | None, expected: str
 ) -> None:
-    """Silence on both keys is an outage, not a rotation."""
-    found = step(S.OVERLAP, replacement=replacement, acknowledged_at=acknowledged_at, observed_through=NOW)
+    """Silence on both keys is an outage, not a rotation: the last one heard of has to be the new one."""
+    found = step(
+        S.OVERLAP,
+        predecessor=KeyFacts(K.ACTIVE, last_used_at=OLD_USE),
+        replacement=replacement,
+        acknowledged_at=acknowledged_at,
+        observed_through=NOW,
+    )
     assert told(found) == expected
 
 
@@ -449,8 +484,11 @@ key_facts = st.builds(
 )
 any_plan = st.builds(plan, proof=st.sampled_from(Proof), not_before=moments, deadline=moments)
 any_facts = st.builds(
-    Facts,
+    lambda state, stalled_from, **known: Facts(
+        state, stalled_from=stalled_from if state is S.STALLED else None, **known
+    ),
     state=st.sampled_from(S),
+    stalled_from=st.sampled_from(TIMED),
     plan=any_plan,
     entered_at=moments,
     predecessor=key_facts,
@@ -610,6 +648,7 @@ class World:
     def resume(self) -> None:
         if self.state is S.STALLED and self.stalled_from is not None:
             self._enter(self.stalled_from)
+            self.stalled_from = None
 
     # What the engine does.
 
@@ -622,6 +661,7 @@ class World:
                 self.predecessor.facts(self.now, self.entered_at), material_destroyed=self.is_destroyed
             ),
             replacement=None if self.replacement is None else self.replacement.facts(self.now, self.entered_at),
+            stalled_from=self.stalled_from,
             has_approval=self.has_approval,
             approval_expires_at=NOW + 7 * DAY,
             is_accepted=self.replacement is not None and self.replacement.state is K.ACTIVE,
@@ -664,9 +704,11 @@ class World:
             self.predecessor.state = K.SUSPENDED
         if move.to is S.REVOKING:
             self.predecessor.state = K.DEACTIVATED
-        if move.to is S.CANCELLED and self.state is S.QUARANTINE and self.predecessor.state is K.SUSPENDED:
+        ours = self.state is S.QUARANTINE and self.predecessor.state is K.SUSPENDED
+        if ours and move.to in {S.CANCELLED, S.STALLED}:
             self.become(self.predecessor, K.ACTIVE)
-        self.stalled_from = self.state if move.to is S.STALLED else None
+        if move.to is S.STALLED:
+            self.stalled_from = S.OVERLAP if self.state is S.QUARANTINE else self.state
         self._enter(move.to)
 
     def _enter(self, state: RotationState) -> None:
@@ -687,12 +729,23 @@ class World:
     def check_move(self, to: RotationState) -> None:
         if to is S.QUARANTINE:
             self.check_proof()
-            self.check_silence([at for at, _ in self.predecessor.used], QUIET)
+            self.check_silence([at for at, _ in self.predecessor.used], self.predecessor.reported, QUIET)
+            assert self.replacement is not None
+            self.check_order(self.replacement)
         if to is S.REVOKING:
             self.check_proof()
             assert self.state is S.QUARANTINE
             assert self.predecessor.state is K.SUSPENDED
-            self.check_silence([at for at in self.predecessor.refused if at >= self.entered_at], QUARANTINE)
+            tried, reported = self.predecessor.refused, self.predecessor.refused_reported
+            before = sum(at < self.entered_at for at in tried)
+            self.check_silence(tried[before:], reported - before, QUARANTINE)
+
+    def check_order(self, replacement: Key) -> None:
+        """The last one that was heard of is the new one."""
+        new = [at for at, _ in replacement.used] + [at for at in [self.acknowledged_at] if at is not None]
+        old = [at for at, _ in self.predecessor.used[: self.predecessor.reported]]
+        assert new
+        assert not old or max(new) >= max(old)
 
     def check_proof(self) -> None:
         assert self.replacement is not None
@@ -703,12 +756,13 @@ class World:
         else:
             assert len(self.replacement.used) >= self.plan.proof_count
 
-    def check_silence(self, seen: list[datetime], period: timedelta) -> None:
-        """Of all that was really done up to where the verifiers have reported, the last is a whole period ago."""
+    def check_silence(self, done: list[datetime], reported: int, period: timedelta) -> None:
+        """Of all that was really done before the verifiers' last report, the last is a whole period ago."""
         assert self.observed_through is not None
         assert self.entered_at + period <= self.observed_through
-        for at in seen:
-            assert at > self.observed_through or at + period <= self.observed_through
+        for number, at in enumerate(done):
+            if number < reported or at < self.observed_through:
+                assert at + period <= self.observed_through
         if self.lost_at is not None and self.lost_at <= self.observed_through:
             assert self.lost_at + period <= self.observed_through
 
@@ -932,7 +986,7 @@ def test_facts_every_field_is_looked_at_by_a_test() -> None:
     drawn = {field.name for field in fields(Facts)}
     assert drawn == {
         *("state", "plan", "entered_at", "predecessor", "replacement", "has_approval", "approval_expires_at"),
-        *("is_accepted", "is_delivered", "acknowledged_at", "observed_through", "lost_at"),
+        *("is_accepted", "is_delivered", "acknowledged_at", "observed_through", "lost_at", "stalled_from"),
     }
 
 

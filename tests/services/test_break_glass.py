@@ -11,7 +11,9 @@ from keyvault.models import BreakGlass
 from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.break_glass import note_break_glass, review_break_glass
 from keyvault.services.issuance import collect_key
-from tests.factories import approve, grant, issue_request, make_operator, request_key
+from keyvault.services.lookup import prove_service_token
+from rotation.services.requests import Wish, approve_rotation, request_rotation
+from tests.factories import approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 
 from .conftest import Scene
 
@@ -41,7 +43,8 @@ def test_break_glass_act_is_not_reviewed_by_its_own_person(scene: Scene, act: Br
     too = make_operator("tam-too", Role.KEY_ADMINISTRATOR, person=scene.tam.person)
     with pytest.raises(StateConflictError, match="second person"):
         grant(too, P.BREAK_GLASS_REVIEW, requester_person=act.person)
-    misplaced = grant(too, P.BREAK_GLASS_REVIEW)
+    misplaced = grant(too, P.BREAK_GLASS_REVIEW, requester_person="per_another")
+    act.person = "per_another"  # A service that is told so is stopped by the database, which knows better.
     with pytest.raises(IntegrityError, match="break_glass_second_person"), transaction.atomic():
         review_break_glass(misplaced, act)
     assert BreakGlass.objects.get().reviewed_at is None
@@ -63,3 +66,18 @@ def test_break_glass_is_a_person_s(scene: Scene) -> None:
     """Our own machinery has no glass to break."""
     with pytest.raises(TypeError):
         note_break_glass(grant(HOST, P.MERCHANTS_WRITE), event="x", subject="y", why="z")
+
+
+@pytest.mark.parametrize("by_host", [True, False])
+def test_break_glass_approval_of_what_a_token_of_nobody_asked_is_noted(scene: Scene, by_host: bool) -> None:
+    """Whoever made a token on the host in nobody's name may be the approver: no comparison of persons tells."""
+    key, _ = issue(scene.production)
+    _, text = make_token(P.ROTATIONS_WRITE, by=HOST if by_host else scene.admin)
+    service = prove_service_token(text.reveal(), now())
+    assert service is not None
+    asked = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, Wish())
+    allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, asked.requester_person)
+    approve_rotation(allowed, asked, asked.plan_digest)
+    noted = list(BreakGlass.objects.values_list("event", "subject", "why"))
+    why = "asked with a token that was made on the host in nobody's name"
+    assert noted == ([("rotation.approved", asked.pk, why)] if by_host else [])

@@ -33,6 +33,7 @@ from keyvault.services import issuance, leases, material, upkeep
 from keyvault.services.keys import revoke_key
 from keyvault.services.material import ForeignWriterError, read_string
 from keyvault.services.secret_backends import secret_backend
+from tests.domain.minting import mint
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -225,6 +226,7 @@ def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
         ({"label": "x" * 101}, "/label"),
         ({"label": "a\nb"}, "/label"),
         ({"label": "a\x00b"}, "/label"),
+        ({"label": f"checkout {mint()}"}, "/label"),
         ({"expires_in_days": 0}, "/expires_in_days"),
         ({"expires_in_days": 3651}, "/expires_in_days"),
     ],

@@ -14,6 +14,7 @@ from keyvault.domain.errors import (
 from keyvault.models import Account, AuditChain, Merchant
 from keyvault.services import merchants
 from keyvault.services.merchants import create_merchant, find_account
+from tests.domain.minting import mint
 from tests.factories import PRODUCTION, grant, issue, make_merchant
 
 from .conftest import Scene
@@ -45,7 +46,7 @@ def test_merchant_id_that_is_no_slug_is_refused(db: None, merchant_id: str) -> N
     assert not Merchant.objects.exists()
 
 
-@pytest.mark.parametrize("name", ["", "x" * 201, "a\x00b"])
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\x00b", f"shop {mint()}"])
 def test_merchant_name_that_does_not_fit_is_refused(db: None, name: str) -> None:
     """The same on both databases, whatever the column would take."""
     with pytest.raises(RequestInvalidError):

@@ -1,8 +1,10 @@
 """Every act leaves exactly its entries and its change rows, in its own transaction, or nothing at all."""
 
+import getpass
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keystring import StringScope
@@ -23,6 +26,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditChain, AuditEntry, BreakGlass, Change, IssuanceRequest, Key, Merchant, Operator
 from keyvault.services import break_glass, issuance, keys, leases, material, merchants, operators, recording, tokens
 from keyvault.services.authorization import operator_principal
+from tests.domain.minting import mint
 from tests.factories import (
     PASSWORD,
     approve,
@@ -369,6 +373,47 @@ def test_recorded_entry_names_actor_channel_and_host_user(scene: Scene) -> None:
     body = last_body("key.suspended")
     assert (body["actor"], body["channel"], body["details"]["host_user"]) == ("operator:admin", "command_line", "root")
     assert body["details"]["key_id"] == key.key_id
+
+
+def test_recorded_act_of_the_host_names_its_user(scene: Scene) -> None:
+    """Whoever has a shell on the host acts in nobody's name; who it was is in the log."""
+    make_merchant("globex")
+    assert last_body("merchant.created")["details"]["host_user"] == getpass.getuser()
+    issue(scene.sandbox)
+    assert "host_user" not in last_body("issuance.issued")["details"], "our own worker has no shell"
+
+
+def test_recorded_act_of_a_nameless_host_user_names_the_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the user need not have a name, and the act does not fail for it."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    make_merchant("globex")
+    assert last_body("merchant.created")["details"]["host_user"] == f"uid {os.getuid()}"
+
+
+def test_recorded_details_hold_no_secret_however_deep(scene: Scene) -> None:
+    """The log is kept for good: a key string in any text of any act is masked before it gets there."""
+    shown = mint(seed="shown by mistake")
+    allowed = grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox)
+    deep: JsonValue = {"inner": [1, None, {shown: f"see {shown}"}], "flag": True}
+    with recording.recorded(allowed, P.KEYS_SUSPEND, "test.told", account=scene.sandbox, why=shown, deep=deep):
+        pass
+    masked = f"{shown[:27]}***"
+    assert last_body("test.told")["details"] == {
+        "why": masked,
+        "deep": {"inner": [1, None, {masked: f"see {masked}"}], "flag": True},
+    }
+
+
+def test_recorded_rejection_holds_no_secret_of_its_reason(scene: Scene) -> None:
+    shown = mint(seed="shown by mistake")
+    request = request_key(scene.production)
+    issuance.reject_issuance(grant(scene.approver, P.ISSUANCE_REJECT, scene.production), request, f"leaked: {shown}")
+    assert last_body("issuance.rejected")["details"]["why"] == f"leaked: {shown[:27]}***"
+    assert shown[27:] not in repr(dump_tables())
 
 
 def test_recorded_sequence_is_that_of_its_change_row(scene: Scene) -> None:

@@ -16,9 +16,9 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import ServiceToken
 from keyvault.services.lookup import prove_service_token
 from keyvault.services.tokens import LONGEST_DAYS, create_service_token, revoke_service_token
+from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_merchant, make_token, now
 
-from tests.domain.minting import mint
 from .conftest import Scene
 from .rows import dump_tables
 

@@ -14,6 +14,7 @@ from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
 from keyvault.services import usage
 from keyvault.services.usage import LOST_AFTER, Observation, UsageLog, longest_gap_seconds, note_lost, observe
+from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 
 from .racing import PATIENCE_SECONDS, race, start
@@ -91,6 +92,20 @@ def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 
 
 # ------------------------------------------------------------------------------------------------------- counting
+
+
+@pytest.mark.parametrize("field", ["source", "user_agent", "endpoint"])
+@pytest.mark.parametrize("before", ["", "x" * 20, "x" * 480])
+def test_usage_of_a_client_that_shows_its_key_keeps_no_secret(key: Key, log: UsageLog, field: str, before: str) -> None:
+    """What a client says about itself is shown to those who rotate its key: a key string in it is masked."""
+    shown = mint(seed="shown by mistake")
+    told = {"source": "192.0.2.1", "user_agent": "curl", "endpoint": "orders.create"}
+    told[field] = f"{before}{shown}tail"
+    log.note(key.key_id, **told, outcome=Outcome.ALLOWED)
+    log.flush()
+    noted = getattr(UseBucket.objects.get(), field)
+    assert noted
+    assert f"{before}{shown[:27]}***".startswith(noted)
 
 
 def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog, clock: Clock) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.wire.headers import clean_client_request_id, mint_request_id, read_bearer
+from keyvault.wire.headers import came_twice, clean_client_request_id, mint_request_id, read_bearer
 from tests.domain.minting import drawn_from, mint
 
 TOKEN = mint()
@@ -80,6 +80,14 @@ def test_bearer_any_header_is_read_without_a_fault(authorization: str) -> None:
 def test_bearer_header_joined_with_another_is_refused(token: str, other: str) -> None:
     """Servers join repeated headers with a comma: which of the two was meant is never guessed."""
     assert read_bearer(f"Bearer {token}, {other}") == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, False), ("", False), (TOKEN, False), ("a,b", True), (",", True), (f",{TOKEN}", True), ("Basic x, y", True)],
+)
+def test_credential_header_with_a_comma_came_twice(value: str | None, expected: bool) -> None:
+    assert came_twice(value) is expected
 
 
 @pytest.mark.parametrize("value", ["a", "A-b_c.9", "0" * 64, "550e8400-e29b-41d4-a716-446655440000"])
