@@ -19,12 +19,12 @@ from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSeriali
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.models import Credential
-from keyvault.models.usage import Outcome
 from keyvault.services.authorization import authorize
 from keyvault.services.usage import usage_log
-from keyvault.services.verification import Presented, judge_presented
+from keyvault.services.verification import Presented, judge_presented, note_use
 from keyvault.wire.headers import API_KEY, came_twice, read_bearer
 from rotation.policy import LONGEST_SECONDS, Proof
+from rotation.services.facts import ACKNOWLEDGEMENT
 from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
 
 
@@ -97,25 +97,25 @@ class AcknowledgeView(APIView):
             Presented(
                 key=headers.get(API_KEY),
                 environment=self.environment,
-                endpoint=find_endpoint("credentials.acknowledge"),
+                endpoint=find_endpoint(ACKNOWLEDGEMENT),
                 url=url,
                 bearer=read_bearer(headers.get("Authorization")),
                 origin=headers.get("Origin"),
             ),
             now,
         )
+        note_use(
+            judgement,
+            usage_log,
+            source=request.META.get("REMOTE_ADDR") or "unknown",
+            user_agent=headers.get("User-Agent", ""),
+            endpoint=ACKNOWLEDGEMENT,
+        )
         if isinstance(judgement.verdict, Denial):
             raise DeniedError(judgement.verdict)
         holder = judgement.verdict.principal
         if not isinstance(holder, KeyHolder):
             raise TypeError("only a key holder is granted an endpoint")
-        usage_log.note(
-            holder.key_id,
-            source=request.META.get("REMOTE_ADDR") or "unknown",
-            user_agent=headers.get("User-Agent", ""),
-            endpoint="credentials.acknowledge",
-            outcome=Outcome.ALLOWED,
-        )
         rotation = find_introduction(holder.key_id)
         if rotation is None:
             raise NotFoundError("The key is not the replacement of a rotation.")

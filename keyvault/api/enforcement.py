@@ -38,6 +38,7 @@ class ServiceView(APIView):
 
     authentication_classes = (ServiceTokenAuthentication,)
     permission_classes = (HasServiceToken,)
+    http_method_names = ["get", "head", "post"]
     permission: Permission
 
     def initial(self, request: Request, *args: object, **kwargs: object) -> None:

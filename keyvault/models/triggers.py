@@ -102,14 +102,14 @@ def _conditions() -> Iterator[Refusal]:
             f"EXISTS (SELECT 1 FROM {table} t WHERE {_same(unique)})",  # noqa: S608  our own names only
             f"{short} rows are never replaced",
         )
-    for when in ("INSERT", "UPDATE"):
+    for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD")):
         # Unique among the open ones: REPLACE would delete the open one to make room.
         yield Refusal(
             f"rotation_one_open_{when.lower()}",
             "rotation_rotation",
             when,
             f"NEW.state NOT IN {_CLOSED} AND EXISTS (SELECT 1 FROM rotation_rotation r "  # noqa: S608  our own names only
-            f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> NEW.rotation_id "
+            f"WHERE r.credential_id = NEW.credential_id AND r.rotation_id <> {row}.rotation_id "
             f"AND r.state NOT IN {_CLOSED})",
             "a credential has one open rotation",
         )

@@ -1,5 +1,6 @@
 """The whole judgement of a presented key, for the doors that look keys up in the database."""
 
+import logging
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -13,9 +14,13 @@ from keyvault.access.verification import find_exposed, judge_key, read_key
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
-from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keys import KeyRecord, KeyState
+from keyvault.models.usage import Outcome
 from keyvault.services.lookup import BASE_URLS, find_key_record
 from keyvault.services.peppers import load_peppers
+from keyvault.services.usage import UsageLog
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +80,21 @@ def before_proof(denial: Denial) -> Judgement:
 def _state_checks(failed: ErrorCode | None) -> list[Check]:
     applied = _STATES if failed is None else _STATES[: _STATES.index(failed) + 1]
     return [Check(code, code is not failed) for code in applied]
+
+
+def note_use(judgement: Judgement, log: UsageLog, *, source: str, user_agent: str, endpoint: str) -> None:
+    """Notes what a door has judged: real use is evidence, a try on a suspended key restarts its quarantine and alerts.
+
+    Nothing is noted before proof: whoever merely names a key id leaves no trace on the key.
+    """
+    holder, record = judgement.holder, judgement.record
+    if holder is None or record is None:
+        return
+    if isinstance(judgement.verdict, Grant):
+        outcome = Outcome.ALLOWED
+    elif record.state is KeyState.SUSPENDED:
+        outcome = Outcome.REFUSED
+        _log.warning("suspended key was tried", extra={"key_id": holder.key_id, "source": source})
+    else:
+        return
+    log.note(holder.key_id, source=source, user_agent=user_agent, endpoint=endpoint, outcome=outcome)

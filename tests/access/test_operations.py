@@ -113,7 +113,7 @@ def test_operation_four_eyes_compare_persons_not_names(permission: P) -> None:
 
 
 def test_operation_four_eyes_on_nothing_in_particular_ask_whether_they_may_at_all() -> None:
-    """Without a requester the question is the role's alone; the services that write an approval compare persons again."""
+    """Without a requester the question is the role's alone; whoever writes an approval compares persons again."""
     for permission in (P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW):
         assert asked(operator(Role.APPROVER), permission, PLATFORM) == "allowed"
         assert asked(operator(Role.AUDITOR), permission, PLATFORM) == "permission_missing"

@@ -6,13 +6,17 @@ import pytest
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from keyvault.models import UseBucket
+from keyvault.services.keys import get_key, suspend_key
 from keyvault.services.material import read_string
 from keyvault.services.merchants import find_account
+from keyvault.services.usage import UsageLog
 from rotation.services.engine import advance_rotation
 from rotation.services.requests import get_rotation
-from tests.factories import issue, make_token
+from tests.factories import grant, issue, make_token, the_operator
 from tests.rotation import scene
 
 from .conftest import Call
@@ -119,3 +123,15 @@ def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Cli
 def test_acknowledgement_cannot_be_given_by_a_service(call: Call) -> None:
     """No service token can say for the merchant that a key arrived."""
     assert call("POST", URL).body["code"] == "credential_missing"
+
+
+def test_acknowledgement_tried_with_a_suspended_key_is_an_attempt_in_quarantine(
+    client: Client, token: str, usage: UsageLog
+) -> None:
+    """Our own door counts too: a quarantine is not called untried after somebody tried the key here."""
+    key, text = issue(find_account("acme", Environment.SANDBOX))
+    admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)
+    assert client.post(URL, headers={"X-Api-Key": text.reveal()}).json()["code"] == "key_not_active"
+    usage.flush()
+    assert UseBucket.objects.get().outcome == "refused"

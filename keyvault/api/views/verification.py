@@ -19,11 +19,9 @@ from keyvault.api.exceptions import DeniedError
 from keyvault.api.middleware import request_id_of
 from keyvault.api.serializers import VerifyRequest
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyState
-from keyvault.models.usage import Outcome
 from keyvault.services.lookup import BASE_URLS
 from keyvault.services.usage import usage_log
-from keyvault.services.verification import Judgement, Presented, before_proof, judge_presented
+from keyvault.services.verification import Judgement, Presented, before_proof, judge_presented, note_use
 from keyvault.wire.problems import PROBLEM_TYPES, problem
 
 _log = logging.getLogger(__name__)
@@ -58,7 +56,13 @@ def verify(asked: dict[str, Any], service: Service, request_id: str, now: dateti
     judgement = _within_scope(judge_presented(presented, now), service)
     is_dry = asked.get("dry_run", False)
     if not is_dry:
-        _note_use(judgement, asked, endpoint, service)
+        note_use(
+            judgement,
+            usage_log,
+            source=asked.get("client_ip") or f"token:{service.token_id}",
+            user_agent=asked.get("user_agent") or "",
+            endpoint=endpoint.name if isinstance(endpoint, Endpoint) else "",
+        )
     answer = _answer(judgement, request_id)
     if is_dry:
         answer["trace"] = [{"rule": check.rule, "passed": check.passed} for check in judgement.trace]
@@ -78,27 +82,6 @@ def _within_scope(judgement: Judgement, service: Service) -> Judgement:
     if holder is None or merchants is None or holder.merchant_id in merchants:
         return judgement
     return before_proof(INVALID)
-
-
-def _note_use(judgement: Judgement, asked: dict[str, Any], endpoint: Endpoint | Miss, service: Service) -> None:
-    """Real use is evidence for rotation; an attempt on a suspended key restarts its quarantine and alerts."""
-    holder, record = judgement.holder, judgement.record
-    if holder is None or record is None:
-        return
-    if isinstance(judgement.verdict, Grant):
-        outcome = Outcome.ALLOWED
-    elif record.state is KeyState.SUSPENDED:
-        outcome = Outcome.REFUSED
-        _log.warning("suspended key was tried", extra={"key_id": holder.key_id, "source": asked.get("client_ip") or ""})
-    else:
-        return
-    usage_log.note(
-        holder.key_id,
-        source=asked.get("client_ip") or f"token:{service.token_id}",
-        user_agent=asked.get("user_agent") or "",
-        endpoint=endpoint.name if isinstance(endpoint, Endpoint) else "",
-        outcome=outcome,
-    )
 
 
 def _answer(judgement: Judgement, request_id: str) -> dict[str, Any]:
