@@ -69,7 +69,7 @@ def destroy_due() -> None:
 def _burn_withdrawn(now: datetime) -> None:
     """Under the lease of its issuance, so that no worker is in the middle of it."""
     for request in issuance.list_withdrawn():
-        lease = leases.claim(f"issuance:{request.request_id}", now)
+        lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)
         if lease is not None:
             with _one_by_one():
                 issuance.burn_withdrawn(request, lease, now)

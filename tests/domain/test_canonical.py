@@ -103,7 +103,7 @@ AMBIGUOUS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", AMBIGUOUS, ids=repr)
+@pytest.mark.parametrize("value", AMBIGUOUS, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("depth", ["bare", "in a list", "in an object", "deep"])
 def test_canonical_anything_ambiguous_is_refused(value: Any, depth: str) -> None:
     """What could be written in two ways, or not at all, is never guessed at, however deep it lies."""

@@ -629,7 +629,7 @@ def test_issuance_with_the_backend_down_waits_and_completes_later(
         assert upkeep.issue_one(request) is False
     assert fresh(request).state == S.APPROVED
     assert upkeep.issue_one(request) is False, "not before its pause is over"
-    key = issue_request(fresh(request), at=now() + timedelta(seconds=5))
+    key = issue_request(fresh(request), at=now() + timedelta(seconds=10))
     assert sorted(Key.objects.filter(credential=key.credential).values_list("state", flat=True)) == [
         "active",
         "destroyed",
