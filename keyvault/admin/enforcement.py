@@ -68,6 +68,10 @@ def grant_for(
     )
 
 
+_LOOKUPS = ("", "__exact", "__id__exact", "__isnull", "__gte", "__lt", "__lte", "__gt")
+"""What the console's own filters send; no regular expression or the like comes in by the address."""
+
+
 class Guarded(_ModelAdmin):
     """The mixin. Nobody sees the rows until `view_permissions` names who may; any one of them opens them."""
 
@@ -96,7 +100,7 @@ class Guarded(_ModelAdmin):
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Only the filters that the list shows: no other column can be probed through the address."""
         shown = map(_filter_name, self.get_list_filter(request))
-        return any(lookup == name or lookup.startswith(f"{name}__") for name in shown)
+        return any(lookup == f"{name}{how}" for name in shown for how in _LOOKUPS)
 
     def guarded(self, permissions: tuple[Permission, ...], methods: Sequence[str], view: View) -> View:
         """The view, for operators with one of the permissions only; it asks again once it knows its row."""

@@ -9,6 +9,7 @@ from rest_framework.views import APIView
 from keyvault.access.decision import Denial, Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
+from keyvault.access.verification import find_exposed
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.permissions import HasServiceToken
 from keyvault.domain.errors import ErrorCode
@@ -42,6 +43,9 @@ class ServiceView(APIView):
     permission: Permission
 
     def initial(self, request: Request, *args: object, **kwargs: object) -> None:
+        exposed = find_exposed(request.get_full_path())
+        if exposed is not None:
+            raise DeniedError(exposed)
         super().initial(request, *args, **kwargs)
         self.now = datetime.now(UTC)
         authorize(self.service, self.permission, now=self.now)

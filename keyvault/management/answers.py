@@ -15,6 +15,7 @@ from django.db import OperationalError, ProgrammingError
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Operator
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
+from keyvault.domain.redaction import redact
 from keyvault.models import Account
 from keyvault.services.authorization import authorize
 from keyvault.services.operators import find_operator
@@ -43,11 +44,11 @@ class AnsweringCommand(BaseCommand):
             answer = self.answer(options)
         except RequestInvalidError as error:
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
-            raise CommandError(f"{error.code}: {error.detail}{faults}") from error
+            raise CommandError(redact(f"{error.code}: {error.detail}{faults}")) from error
         except KeyvaultError as error:
             # Whoever has a shell here may know the inside of it too.
             inside = f" ({error.internal})" if error.internal else ""
-            raise CommandError(f"{error.code}: {error.detail}{inside}") from error
+            raise CommandError(redact(f"{error.code}: {error.detail}{inside}")) from error
         except (OperationalError, ProgrammingError) as error:
             raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.words(answer))

@@ -5,6 +5,7 @@ with stopping_on_signals(), supervise(port) as service:
 """
 
 import errno
+import fcntl
 import http.client
 import json
 import os
@@ -12,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from django.conf import settings
@@ -67,6 +69,19 @@ def local_url(port: int) -> str:
 def origin_for(port: int, environ: Mapping[str, str] = os.environ) -> str:
     """Where the service is reached: the host's choice, else the port that it listens on."""
     return environ.get("KEYVAULT_ORIGIN") or local_url(port)
+
+
+@contextmanager
+def alone_in_data_folder() -> Iterator[None]:
+    """One supervisor for each data folder. Raises ServiceError while another one is at work there."""
+    with (settings.DATA_DIR / "run.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServiceError(
+                f"Another Keyvault runs on the data in {settings.DATA_DIR}. Stop it, or choose another folder."
+            ) from None
+        yield
 
 
 def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:

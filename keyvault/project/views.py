@@ -30,10 +30,10 @@ def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     if _is_console(request):
         return defaults.page_not_found(request, exception)
+    exposed = find_exposed(request.get_full_path())
+    if exposed is not None:
+        return problem_response(exposed.code, exposed.detail, request)
     if request.path_info.startswith(INTEGRATION_ROUTES):
-        exposed = find_exposed(request.get_full_path())
-        if exposed is not None:
-            return problem_response(exposed.code, exposed.detail, request)
         return problem_response(ErrorCode.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", request)
     return problem_response(ErrorCode.NOT_FOUND, "There is no such address.", request)
 

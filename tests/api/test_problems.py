@@ -169,3 +169,16 @@ def test_health_lives_without_a_database_and_readiness_names_what_is_missing(
     assert client.get("/healthz").status_code == 200
     response = client.get("/readyz")
     assert (response.status_code, response.json()["checks"]["database"]) == (503, "failing")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_is_only_read(client: Client, method: str, path: str) -> None:
+    response = Client(enforce_csrf_checks=True).generic(method, path)
+    assert refused(response) == (405, "method_not_allowed")
+    assert response["Allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("path", ["/v1/credentials?key=", "/v1/keys/", "/v1/nowhere?x="])
+def test_key_in_a_url_of_the_service_plane_is_told_so(call: Call, path: str) -> None:
+    assert refused(call("GET", path + "kv_prv_sbx_" + "a" * 65)) == (400, "credential_in_url")

@@ -184,3 +184,18 @@ def test_command_exit_code_tells_refused_from_misused(words: list[str], code: in
     if code:
         assert done.stdout == ""
         assert done.stderr
+
+
+def test_create_service_token_for_both_environments_serves_both(seeded: Any) -> None:
+    """`--environment` is repeatable: none of those named is silently dropped."""
+    words = ["create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify", "--reveal"]
+    assert "_svc_sbx_" in run(*words)["token"]
+    assert "_svc_all_" in run(*words, "--environment", "production")["token"]
+
+
+def test_command_error_repeats_no_key_string(seeded: Any) -> None:
+    """A whole key pasted where an id belongs is not printed again."""
+    key = issue("sandbox", "--reveal")["key"]
+    with pytest.raises(CommandError) as refused:
+        run("show_key", key)
+    assert key not in str(refused.value)

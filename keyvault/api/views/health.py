@@ -1,20 +1,39 @@
 """Whether the process lives, and whether it can judge: what a load balancer asks."""
 
-from django.db import DatabaseError, connection
-from django.http import HttpRequest, JsonResponse
-from django.views.decorators.http import require_safe
+from collections.abc import Callable
+from functools import wraps
 
+from django.db import DatabaseError, connection
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.views.decorators.csrf import csrf_exempt
+
+from keyvault.api.exceptions import problem_response
+from keyvault.domain.errors import ErrorCode
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers import pepper_health
 
 
-@require_safe
+def _read_only(view: Callable[[HttpRequest], HttpResponse]) -> Callable[[HttpRequest], HttpResponse]:
+    """GET and HEAD; anything else is a problem document, and no form that could be forged."""
+
+    @csrf_exempt
+    @wraps(view)
+    def answer(request: HttpRequest) -> HttpResponse:
+        if request.method not in {"GET", "HEAD"}:
+            detail = "This is only read."
+            return problem_response(ErrorCode.METHOD_NOT_ALLOWED, detail, request, allowed_methods=("GET", "HEAD"))
+        return view(request)
+
+    return answer
+
+
+@_read_only
 def healthz(request: HttpRequest) -> JsonResponse:
     """The process answers; nothing else is asked, so that an outage elsewhere restarts nothing."""
     return JsonResponse({"status": "ok"})
 
 
-@require_safe
+@_read_only
 def readyz(request: HttpRequest) -> JsonResponse:
     """Each thing that a verdict needs, by name: the database with its rules in force, and the peppers."""
     checks = {"database": _database_is_ready()}

@@ -19,7 +19,13 @@ class Command(AnsweringCommand):
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("name")
-        parser.add_argument("--environment", required=True, choices=["all", *(env.value for env in Environment)])
+        parser.add_argument(
+            "--environment",
+            action="append",
+            required=True,
+            choices=["all", *(env.value for env in Environment)],
+            help="repeatable; both together are all",
+        )
         parser.add_argument(
             "--permission", action="append", required=True, choices=sorted(p.value for p in SERVICE_PERMISSIONS)
         )
@@ -33,11 +39,11 @@ class Command(AnsweringCommand):
             grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
         else:
             grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
-        named = options["environment"]
+        named = set(options["environment"])
         token, text = create_service_token(
             grant,
             name=options["name"],
-            scope=StringScope.ALL if named == "all" else STRING_SCOPE[Environment(named)],
+            scope=StringScope.ALL if "all" in named or len(named) > 1 else STRING_SCOPE[Environment(*named)],
             permissions=[Permission(permission) for permission in options["permission"]],
             merchants=options["merchant"],
             lifetime_days=options["days"],

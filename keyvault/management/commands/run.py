@@ -20,6 +20,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.management.calls import call
 from keyvault.management.service import (
     ServiceError,
+    alone_in_data_folder,
     local_url,
     origin_for,
     refuse_taken_port,
@@ -50,7 +51,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         port: int = options["port"]
         try:
-            with stopping_on_signals():
+            with stopping_on_signals(), alone_in_data_folder():
                 self._serve(port)
         except StopRequestedError as stop:
             self.stderr.write(f"{stop}: everything has stopped.")
