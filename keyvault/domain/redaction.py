@@ -57,8 +57,8 @@ _SECRETS = (
     ),
     # A pair, as lists of headers have them.
     _secret(
-        rf"(?P<head>[(\[]{_BLANKS}{_QUOTE}[\w-]{{0,32}}{_NAME}\\{{0,16}}[\"']{_BLANKS},{_BLANKS}{_QUOTE}{_FIRST})"
-        r"[^\"'\\\r\n]",
+        rf"(?P<head>[(\[]{_BLANKS}b?(?P<quote>\\{{0,16}}[\"'])[\w-]{{0,32}}{_NAME}(?P=quote)"
+        rf"{_BLANKS},{_BLANKS}{_QUOTE}{_FIRST})[^\s\"'\\,;:[\]{{}}()]",
         r"[^\"'\\\r\n]",
         _ANY_CASE,
     ),

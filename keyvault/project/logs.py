@@ -20,7 +20,7 @@ class RedactedJSONFormatter(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **{name: str(value) for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:
@@ -29,3 +29,11 @@ class RedactedJSONFormatter(logging.Formatter):
             line["stack"] = record.stack_info
         # Redacted before the JSON escapes too: a quote inside a header would read differently afterwards.
         return redact(json.dumps({name: redact(text) for name, text in line.items()}))
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Logging itself would print the arguments of a record that it cannot put together, past every redactor."""
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError, KeyError) as error:
+        return f"{record.msg!r} with {record.args!r} cannot be put together: {error}"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keyvault.domain.plaintext import Plaintext
@@ -187,6 +187,9 @@ def test_log_line_cannot_be_forged(text: str, log: Log) -> None:
 
 
 @given(tangles | st.text(max_size=40), tangles | st.text(max_size=40), st.sampled_from(["header", "authorization"]))
+@example("", '["Authorization', "header")
+@example("", "['x-api-key', ", "header")
+@example("x-api-key: [", "'authorization': '", "authorization")
 def test_log_line_of_any_text_is_one_json_object(message: str, extra: str, name: str) -> None:
     """Whatever is sent to us, every line can be read by a machine, has its fields, and shows no secret."""
     log = Log()
@@ -202,7 +205,6 @@ def test_log_line_of_every_kind_of_key_is_masked(log: Log) -> None:
     assert log.read()["message"].count("***") == 20
 
 
-@pytest.mark.xfail(reason="logging prints the arguments of a record that it cannot format, past the formatter")
 def test_log_line_that_cannot_be_made_shows_no_secret_either(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong format string is a programmer's error; it is no way round the redactor."""
     log.logger.info("sent %d", KEY)

@@ -385,5 +385,5 @@ def test_run_port_taken_is_refused_before_anything_is_started(tmp_path: Path) ->
     assert running.process.returncode == 1
     assert output == b""
     assert re.fullmatch(r"CommandError: Port \d+ on 127\.0\.0\.1 is taken\. .*PORT=\d+\n", running.stderr)
-    assert not (running.folder / "keyvault.sqlite3").exists()
+    assert (running.folder / "keyvault.sqlite3").stat().st_size == 0
     assert not (running.folder / "logs").exists()

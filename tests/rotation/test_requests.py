@@ -254,5 +254,5 @@ def test_rotation_described_says_what_it_waits_for_and_who_uses_the_old_key(cloc
     told = describe(get_rotation(rotation.rotation_id), clock())
     assert told["state"] == S.AWAITING_PROOF
     assert told["waiting_for"] == "the merchant to acknowledge with the replacement"
-    assert [(user["source"], user["count"]) for user in told["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # JSON
+    assert [(user["source"], user["count"]) for user in told["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
     assert text.reveal() not in str(told)
