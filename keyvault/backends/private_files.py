@@ -64,5 +64,15 @@ def _make_once(path: Path, text: str) -> None:
             os.link(temporary, path)
         except FileExistsError:
             return
+        _sync_folder(path.parent)
     finally:
         os.unlink(temporary)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new name in the folder last through a power cut: data sealed by a lost key would be lost too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

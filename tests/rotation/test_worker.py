@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,11 +51,14 @@ def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[byte
             env=environment,
             stdout=output,
             stderr=output,
+            start_new_session=True,
         )
     try:
         yield process
     finally:
-        process.kill()
+        # Its embedded beat is a child of its own, and outlives a worker that was killed.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
