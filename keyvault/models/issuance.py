@@ -5,7 +5,7 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import APPROVED_STATES, Delivery, IssuancePlan, IssuanceState
+from keyvault.domain.issuance import Delivery, IssuancePlan, IssuanceState
 from keyvault.domain.keys import KeyKind
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.keys import Credential, Key
@@ -75,10 +75,6 @@ class IssuanceRequest(RecordedModel):
             delivery=Delivery(self.delivery),
             expires_in_days=self.expires_in_days,
         )
-
-    @property
-    def is_approved(self) -> bool:
-        return IssuanceState(self.state) in APPROVED_STATES
 
 
 class IssuanceApproval(RecordedModel):
