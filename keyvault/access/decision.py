@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from keyvault.access.catalog import Bearer, Endpoint, Miss
+from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder, Operator, Principal, Service, System
 from keyvault.access.rules import EndpointRequest, EndpointRule, OperationRule, Rule, Target
 from keyvault.domain.errors import ABSENT
 from keyvault.domain.errors import ErrorCode as Code
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.networks import is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Denial:
     internal: str = ""
     holder: KeyHolder | None = None
     allowed_methods: tuple[str, ...] = ()
+    retry_after_seconds: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,22 @@ def _steps(rule: Rule) -> _Steps:
 # --- operations on our own data ---------------------------------------------------------------------------
 
 
-_KEY_PERMISSIONS = frozenset({Permission.ROTATIONS_ACKNOWLEDGE})
-"""An API key opens nothing of ours but the acknowledgement of its own arrival (D4, D15)."""
+_KEY_PERMISSIONS = {
+    KeyKind.PUBLIC: frozenset[Permission](),
+    KeyKind.PRIVATE: frozenset(
+        {
+            Permission.ROTATIONS_ACKNOWLEDGE,
+            Permission.KEYS_REVOKE_SELF,
+            Permission.ORDERS_CREATE,
+            Permission.CUSTOMER_TOKENS_WRITE,
+        }
+    ),
+}
+"""What an API key's holder may write: its merchant's own things, the news of its arrival, and its own end (D4, D15)."""
 
 
 def _holds_permission(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
-    held = _KEY_PERMISSIONS if isinstance(principal, KeyHolder) else principal.permissions
+    held = _KEY_PERMISSIONS[principal.kind] if isinstance(principal, KeyHolder) else principal.permissions
     if rule.permission in held:
         return None
     return Denial(
@@ -141,12 +155,13 @@ _OPERATION_STEPS: _Steps = (
 
 
 def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    if request.named_merchant in {None, holder.merchant_id}:
+    named = {request.named_merchant, request.merchant_context} - {None}
+    if named <= {holder.merchant_id}:
         return None
     return Denial(
         Code.MERCHANT_MISMATCH,
         "The key belongs to another merchant than the one that the request names.",
-        internal=f"the request names {request.named_merchant}, the key is {holder.merchant_id}'s",
+        internal=f"the request names {' and '.join(sorted(map(str, named)))}, the key is {holder.merchant_id}'s",
         holder=holder,
     )
 
@@ -180,11 +195,11 @@ def deny_miss(miss: Miss, holder: KeyHolder | None) -> Denial:
 
 def _is_right_kind(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
     endpoint = _endpoint(rule)
-    if holder.kind is endpoint.credential:
+    if holder.kind in endpoint.credentials:
         return None
     return Denial(
         Code.METHOD_NOT_SUPPORTED,
-        f"{endpoint.name} takes the {endpoint.credential} API key, not the {holder.kind} one.",
+        f"{endpoint.name} takes the {endpoint.kinds} API key, not the {holder.kind} one.",
         holder=holder,
     )
 
@@ -201,13 +216,38 @@ def _takes_bearer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
 
 
 def _is_not_in_browser(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    if not request.has_origin or _endpoint(rule).credential.value != "private" or holder.reports_origin:
+    if not request.has_origin or holder.kind is not KeyKind.PRIVATE or holder.reports_origin:
         return None
     return Denial(
         Code.PRIVATE_KEY_IN_BROWSER,
         "A private key came with an Origin header: it belongs in a trusted backend only.",
         holder=holder,
     )
+
+
+def _is_from_network(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    address = request.client_address
+    if not holder.networks or (address is not None and is_within(address, holder.networks)):
+        return None
+    detail = (
+        "The credential is for certain networks only, and no client address was given."
+        if address is None
+        else f"The credential is not for use from {address}."
+    )
+    return Denial(Code.IP_NOT_ALLOWED, detail, holder=holder)
+
+
+def _has_context(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    endpoint = _endpoint(rule)
+    for what, source, context in (
+        ("merchant", endpoint.merchant_from, request.merchant_context),
+        ("store", endpoint.store_from, request.store_context),
+    ):
+        if source is not None and not (context or "").strip():
+            return Denial(
+                Code.CONTEXT_MISSING, f"{endpoint.name} needs a {what} context, read from {source}.", holder=holder
+            )
+    return None
 
 
 def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
@@ -221,10 +261,26 @@ def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
 
 
 def _proves_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    if not request.has_bearer:
+    # A Bearer that nobody judged is not taken for a good one.
+    if not request.has_bearer or isinstance(request.customer, Customer) or _is_outlived(request.customer):
         return None
-    # No customer access token has ever been issued here, so that each one presented is unknown.
     return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
+
+
+def _is_outlived(customer: Customer | CustomerFault | None) -> bool:
+    return customer in {CustomerFault.EXPIRED, CustomerFault.REVOKED}
+
+
+def _customer_has_not_expired(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if request.customer is not CustomerFault.EXPIRED:
+        return None
+    return Denial(Code.CUSTOMER_TOKEN_EXPIRED, "The customer access token has expired.", holder=holder)
+
+
+def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
+    if request.customer is not CustomerFault.REVOKED:
+        return None
+    return Denial(Code.CUSTOMER_TOKEN_REVOKED, "The customer access token was revoked.", holder=holder)
 
 
 def _endpoint(rule: EndpointRule) -> Endpoint:
@@ -240,6 +296,10 @@ _ENDPOINT_STEPS: _Steps = (
     (Code.METHOD_NOT_SUPPORTED, _is_right_kind),
     (Code.BEARER_NOT_SUPPORTED, _takes_bearer),
     (Code.PRIVATE_KEY_IN_BROWSER, _is_not_in_browser),
+    (Code.IP_NOT_ALLOWED, _is_from_network),
+    (Code.CONTEXT_MISSING, _has_context),
     (Code.CUSTOMER_TOKEN_MISSING, _has_customer),
     (Code.CUSTOMER_TOKEN_INVALID, _proves_customer),
+    (Code.CUSTOMER_TOKEN_EXPIRED, _customer_has_not_expired),
+    (Code.CUSTOMER_TOKEN_REVOKED, _customer_is_not_revoked),
 )

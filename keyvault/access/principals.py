@@ -10,6 +10,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role, permissions_of
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.networks import IPNetwork
 
 
 class Channel(StrEnum):
@@ -42,7 +43,10 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A backend service or gateway that proved a service token. `merchants` None: all of them."""
+    """A backend service or gateway that proved a service token. `merchants` None: all of them.
+
+    `lineage` is the first token of a row of rotated ones: what one of them began, its successor may go on with.
+    """
 
     token_id: str
     name: str
@@ -50,6 +54,7 @@ class Service:
     permissions: frozenset[Permission]
     environments: frozenset[Environment]
     merchants: frozenset[str] | None = None
+    lineage: str = ""
     channel: Channel = field(default=Channel.REST, init=False)
 
     @property
@@ -59,7 +64,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """Whoever proved possession of an API key's secret."""
+    """Whoever proved possession of an API key's secret. `networks` empty: good from everywhere."""
 
     key_id: str
     credential_id: str
@@ -69,6 +74,7 @@ class KeyHolder:
     merchant_active: bool = True
     account_active: bool = True
     reports_origin: bool = False
+    networks: tuple[IPNetwork, ...] = ()
     channel: Channel = field(default=Channel.REST, init=False)
 
     @property

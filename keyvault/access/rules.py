@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 
@@ -51,8 +52,15 @@ PLATFORM = Target()
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """The rest of a request for an endpoint, as the door saw it; untrusted but for its presence."""
+    """The rest of a request for an endpoint, as the door saw it; untrusted but for its presence.
+
+    `customer` is what became of the Bearer, judged beforehand: None when there was none or the endpoint takes none.
+    """
 
     named_merchant: str | None = None
     has_bearer: bool = False
     has_origin: bool = False
+    client_address: str | None = None
+    merchant_context: str | None = None
+    store_context: str | None = None
+    customer: Customer | CustomerFault | None = None

@@ -4,7 +4,8 @@ read_key(presented) -> KeyString | Denial       no look-up: what is malformed di
 judge_key(keystring, record, ...) -> KeyHolder | Denial
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from urllib.parse import unquote
 
@@ -33,16 +34,38 @@ _API_KEYS = frozenset({StringKind.PUBLIC, StringKind.PRIVATE})
 
 def find_exposed(url: str) -> Denial | None:
     """Denies a path and query that carry something shaped like a key string, escaped or not."""
+    return _EXPOSED if any(SHAPED.search(text) for text in _unescaped(url)) else None
+
+
+def read_exposed(url: str, brand: str) -> KeyString | None:
+    """The first well-formed API key in a URL: whose it is, is only told after proof."""
+    found = (match[0] for text in _unescaped(url) for match in _WHOLE.finditer(text))
+    parsed = (parse_keystring(text, brand) for text in found)
+    return next((keystring for keystring in parsed if keystring and keystring.kind in _API_KEYS), None)
+
+
+def _unescaped(url: str) -> Iterator[str]:
+    """The URL as it is, and as often unescaped as there is something to."""
+    yield url
     for _ in range(_MOST_ESCAPES):
-        if SHAPED.search(url):
-            return Denial(
-                Code.CREDENTIAL_IN_URL,
-                "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, "
-                "and have this one rotated.",
-            )
         if "%" not in url:
-            break
+            return
         url = unquote(url)
+        yield url
+
+
+_EXPOSED = Denial(
+    Code.CREDENTIAL_IN_URL,
+    "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, and have this one rotated.",
+)
+_WHOLE = re.compile(r"[a-z][a-z0-9]{0,15}_(?:pub|prv)_(?:sbx|prd)_[0-9A-Za-z]{65}")
+
+
+def find_ambiguous(key: str | None, bearer: str | None) -> Denial | None:
+    """Denies a credential that came more than once: HTTP servers join what came twice with a comma."""
+    for name, value in (("X-Api-Key", key), ("Authorization", bearer)):
+        if value is not None and "," in value:
+            return Denial(Code.CREDENTIAL_AMBIGUOUS, f"The {name} header came more than once, or holds a comma.")
     return None
 
 
@@ -56,19 +79,20 @@ def read_key(
     """The parts of what was presented for this environment, or why it can be none of its keys."""
     if presented is None:
         return Denial(Code.CREDENTIAL_MISSING, "The endpoint needs an API key in the X-Api-Key header.")
-    if "," in presented:
-        return Denial(Code.CREDENTIAL_AMBIGUOUS, "The X-Api-Key header came more than once, or holds a comma.")
     keystring = parse_keystring(presented, brand)
     if keystring is None or keystring.kind not in _API_KEYS:
         return INVALID
     if keystring.scope is not STRING_SCOPE[environment]:
         home = next(env for env, scope in STRING_SCOPE.items() if scope is keystring.scope)
-        return Denial(
-            Code.ENVIRONMENT_MISMATCH,
-            f"This is a {home} key, and the request went to {environment}. "
-            f"The base URL of {home} is {base_urls[home]}.",
-        )
+        return deny_other_environment(home, environment, base_urls)
     return keystring
+
+
+def deny_other_environment(home: Environment, environment: Environment, base_urls: Mapping[Environment, str]) -> Denial:
+    return Denial(
+        Code.ENVIRONMENT_MISMATCH,
+        f"This is a {home} key, and the request went to {environment}. The base URL of {home} is {base_urls[home]}.",
+    )
 
 
 def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, now: datetime) -> KeyHolder | Denial:
@@ -78,6 +102,11 @@ def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, 
         return INVALID
     if not peppers.matches(keystring.text, record.digest, record.pepper_version):
         return INVALID
+    return judge_record(record, now)
+
+
+def judge_record(record: KeyRecord, now: datetime) -> KeyHolder | Denial:
+    """The judgement of a key whose possession is proved, or (to explain a verdict) assumed."""
     holder = KeyHolder(
         key_id=record.key_id,
         credential_id=record.credential_id,
@@ -87,6 +116,7 @@ def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, 
         merchant_active=record.merchant_active,
         account_active=record.account_active,
         reports_origin=record.reports_origin,
+        networks=record.networks,
     )
     return _judge_state(record, holder, now) or holder
 
@@ -95,7 +125,10 @@ def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial 
     if record.may_verify(now):
         return None
     if record.state in {KeyState.PRE_ACTIVATION, KeyState.SUSPENDED}:
-        code, detail = Code.KEY_NOT_ACTIVE, "The key is not active: not yet, or suspended by an operator."
+        code, detail = (
+            Code.KEY_NOT_ACTIVE,
+            "The key is not active: not yet, or suspended. Use its replacement if it has one.",
+        )
     elif record.state is KeyState.ACTIVE or (
         record.state is KeyState.DEACTIVATED and record.retirement is Retirement.EXPIRED
     ):

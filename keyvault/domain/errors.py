@@ -8,6 +8,7 @@ cannot be carried out or for broken machinery. Statuses and bodies are HTTP and 
     ├── NotFoundError               absent, or somebody else's: the same answer
     ├── PermissionMissingError      a proven caller who may not do this
     ├── StateConflictError          right request, wrong moment (state, version, four eyes)
+    ├── IdempotencyError            the same Idempotency-Key again: unusable, at work, or with another body
     ├── DependencyUnavailableError  a server that we need did not answer; try again
     └── IntegrityError              stored data contradicts itself; stop rather than run wrong
 """
@@ -35,15 +36,25 @@ class ErrorCode(StrEnum):
     METHOD_NOT_SUPPORTED = "method_not_supported"
     BEARER_NOT_SUPPORTED = "bearer_not_supported"
     PRIVATE_KEY_IN_BROWSER = "private_key_in_browser"
+    IP_NOT_ALLOWED = "ip_not_allowed"
+    CONTEXT_MISSING = "context_missing"
     CUSTOMER_TOKEN_MISSING = "customer_token_missing"  # noqa: S105  a code, no secret
     CUSTOMER_TOKEN_INVALID = "customer_token_invalid"  # noqa: S105  a code, no secret
+    CUSTOMER_TOKEN_EXPIRED = "customer_token_expired"  # noqa: S105  a code, no secret
+    CUSTOMER_TOKEN_REVOKED = "customer_token_revoked"  # noqa: S105  a code, no secret
+    RATE_LIMITED = "rate_limited"
+    VERIFIER_STALE = "verifier_stale"
     SERVICE_TOKEN_INVALID = "service_token_invalid"  # noqa: S105  a code, no secret
     PERMISSION_MISSING = "permission_missing"
     NOT_FOUND = "not_found"
     REQUEST_INVALID = "request_invalid"
+    URI_TOO_LONG = "uri_too_long"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     MEDIA_TYPE_UNSUPPORTED = "media_type_unsupported"
     STATE_CONFLICT = "state_conflict"
+    IDEMPOTENCY_KEY_MISSING = "idempotency_key_missing"
+    IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
+    IDEMPOTENCY_BODY_MISMATCH = "idempotency_body_mismatch"
     DEPENDENCY_UNAVAILABLE = "dependency_unavailable"
     INTERNAL_ERROR = "internal_error"
 
@@ -92,6 +103,15 @@ class PermissionMissingError(KeyvaultError):
 
 class StateConflictError(KeyvaultError):
     code = ErrorCode.STATE_CONFLICT
+
+
+class IdempotencyError(KeyvaultError):
+    """`code` is one of the three idempotency codes. `retry_after_seconds` while the first attempt is at work."""
+
+    def __init__(self, code: ErrorCode, detail: str, *, retry_after_seconds: int | None = None) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
 
 
 class DependencyUnavailableError(KeyvaultError):

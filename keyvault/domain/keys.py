@@ -10,6 +10,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from keyvault.domain.environments import Environment
+from keyvault.domain.networks import IPNetwork
 
 
 class KeyKind(StrEnum):
@@ -54,7 +55,10 @@ def may_become(current: KeyState, new: KeyState) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """The frozen view of a stored key that a verdict needs; a digest, never plaintext."""
+    """The frozen view of a stored key that a verdict needs; a digest, never plaintext.
+
+    `limit_…` is the account's own limit; None: the default of the environment.
+    """
 
     key_id: str
     credential_id: str
@@ -69,6 +73,11 @@ class KeyRecord:
     merchant_active: bool
     account_active: bool
     reports_origin: bool = False
+    networks: tuple[IPNetwork, ...] = ()
+    account_id: int = 0
+    limit_count: int | None = None
+    limit_seconds: int | None = None
+    account_version: int = 0
 
     def is_expired(self, now: datetime) -> bool:
         """Expiry is judged from the clock, so that a late sweep never leaves a key alive."""

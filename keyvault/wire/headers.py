@@ -1,12 +1,11 @@
-"""Credentials and request ids in HTTP headers, without a framework.
+"""Credentials, addresses and request ids in HTTP headers, without a framework.
 
-WSGI and ASGI servers join repeated headers with a comma, which no credential of ours contains: so a comma
-stands for "came twice", and what came twice is refused rather than chosen from.
-
-What nothing here can see: a WSGI environ has one name, HTTP_X_API_KEY, for `X-Api-Key` and `X_Api_Key`, and
-Granian (2.8) does not join the two spellings but keeps the last that came, without a trace of the other. Whoever
-stands before it has to drop header names with an underscore; tests/doors keeps watch over this.
+Repeated headers are joined with a comma, which no credential of ours contains: so a comma stands for "came
+twice", and what came twice is refused rather than chosen from.
 """
+
+from collections.abc import Iterable
+from ipaddress import IPv6Address, ip_address
 
 from keyvault.domain.base62 import RandomBytes, random_digits
 
@@ -30,6 +29,19 @@ def clean_client_request_id(value: str | None) -> str | None:
     return value
 
 
+def join_headers(sent: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The values by lower-case name, byte for byte (latin-1); of one that came twice, both with a comma between.
+
+    A name with an underscore is dropped: CGI, and all that follows it, would read it as the one with a hyphen.
+    """
+    joined: dict[str, str] = {}
+    for raw_name, raw_value in sent:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        if "_" not in name:
+            joined[name] = f"{joined[name]},{value}" if name in joined else value
+    return joined
+
+
 def came_twice(value: str | None) -> bool:
     """Whether a credential header came more than once, or holds the comma that stands for it."""
     return value is not None and "," in value
@@ -46,3 +58,41 @@ def read_bearer(authorization: str | None) -> str | None:
     if scheme.lower() != "bearer" or "," in token:
         return ""
     return token.strip(" ")
+
+
+def client_address(remote_address: str | None, forwarded_for: str | None, trusted_proxies: int) -> str | None:
+    """Who asked: the peer, or with n proxies of ours before us the n-th entry from the right of X-Forwarded-For.
+
+    What stands further left was written by somebody whom nobody vouches for. None when there are fewer entries
+    or it is no address. Canonical (RFC 5952), without a port; an IPv4-mapped address as IPv4.
+    """
+    if trusted_proxies == 0:
+        return _canonical_address(remote_address or "")
+    entries = (forwarded_for or "").split(",")
+    return _canonical_address(_without_port(entries[-trusted_proxies])) if trusted_proxies <= len(entries) else None
+
+
+def _without_port(entry: str) -> str:
+    """`192.0.2.1:80`, `[2001:db8::1]:80` and `[2001:db8::1]` as the address; anything else as it is."""
+    entry = entry.strip(" \t")
+    if entry.startswith("["):
+        address, bracket, port = entry[1:].partition("]")
+        return address if bracket and ":" in address and (port == "" or _is_port(port)) else ""
+    address, colon, port = entry.partition(":")
+    return address if colon and _is_port(f":{port}") else entry
+
+
+def _is_port(text: str) -> bool:
+    return text.startswith(":") and text[1:].isascii() and text[1:].isdecimal() and len(text) <= len(":65535")
+
+
+def _canonical_address(text: str) -> str | None:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address):
+        if address.scope_id is not None:
+            return None  # a link's name means nothing on another machine
+        return str(address.ipv4_mapped or address)
+    return str(address)

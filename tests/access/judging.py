@@ -1,4 +1,4 @@
-"""The whole judgement of a request, pure from end to end: what the doors do, with a look-up that is given.
+"""The whole judgement of a request, pure from end to end: what the doors do, with look-ups that are given.
 
 A `Case` is a request that would be allowed, unless its fields say otherwise.
 """
@@ -7,15 +7,23 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 
-from keyvault.access.catalog import Endpoint, Miss, find_endpoint
-from keyvault.access.decision import Check, Denial, Grant, decide
+from keyvault.access.catalog import BUILT_IN, Bearer, ContextPlace, ContextSource, Endpoint, Miss
+from keyvault.access.customers import (
+    Customer,
+    CustomerFault,
+    CustomerRecord,
+    judge_customer_token,
+    read_customer_token,
+)
+from keyvault.access.decision import Check, Denial, Grant, decide, deny_miss
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
-from keyvault.access.verification import find_exposed, judge_key, read_key
+from keyvault.access.verification import find_ambiguous, find_exposed, judge_key, read_key
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
-from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE
+from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, StringKind, StringScope
+from keyvault.domain.networks import IPNetwork
 from keyvault.domain.plaintext import Plaintext
 from tests.domain.minting import mint
 
@@ -26,6 +34,27 @@ PEPPERS = {
     environment: Peppers(PEPPER_SET[environment], {1: environment.value.encode().ljust(PEPPER_BYTES, b"\0")})
     for environment in Environment
 }
+CUSTOMER_TOKEN = mint(StringKind.CUSTOMER_TOKEN, StringScope.SANDBOX, seed="a customer")
+
+# Endpoints as operators add them: what no built-in one asks for.
+_IN_PATH, _IN_HEADER = ContextSource(ContextPlace.PATH, "merchant"), ContextSource(ContextPlace.HEADER, "X-Merchant")
+_STORE = ContextSource(ContextPlace.HEADER, "X-Store")
+_PRIVATE = frozenset({KeyKind.PRIVATE})
+PAYOUTS = Endpoint("payouts.list", "GET", "/payouts/<merchant>", _PRIVATE, merchant_from=_IN_PATH, is_built_in=False)
+SHELVES = Endpoint("shelves.list", "GET", "/shelves", _PRIVATE, store_from=_STORE, is_built_in=False)
+RATES = Endpoint("rates.read", "GET", "/rates", frozenset(KeyKind), is_built_in=False)
+WALLET = Endpoint(
+    "wallet.read",
+    "GET",
+    "/wallet",
+    _PRIVATE,
+    Bearer.REQUIRED,
+    merchant_from=_IN_HEADER,
+    store_from=_STORE,
+    is_built_in=False,
+)
+ADDED = (PAYOUTS, SHELVES, RATES, WALLET)
+CATALOG = BUILT_IN.with_added(ADDED)
 
 
 @cache
@@ -40,7 +69,10 @@ def stored_digest(text: str) -> tuple[bytes, int]:
 
 @dataclass(frozen=True)
 class Case:
-    """A request for an endpoint, and what is stored of its key. `presented`: None for the stored key itself."""
+    """A request for an endpoint, and what is stored of its key and its customer access token.
+
+    `presented` None: the stored key itself; `bearer` None: none is sent.
+    """
 
     kind: KeyKind = KeyKind.PRIVATE
     state: KeyState = KeyState.ACTIVE
@@ -53,11 +85,19 @@ class Case:
     url: str = ""
     endpoint: Endpoint | Miss | None = None
     named_merchant: str | None = None
+    merchant_context: str | None = "acme"
+    store_context: str | None = "store-1"
     merchant_active: bool = True
     account_active: bool = True
-    has_bearer: bool = False
     has_origin: bool = False
     reports_origin: bool = False
+    client_address: str | None = None
+    networks: tuple[IPNetwork, ...] = ()
+    bearer: str | None = None
+    is_customer_stored: bool = True
+    customer_merchant: str = "acme"
+    customer_expires_at: datetime = NOW + timedelta(minutes=15)
+    customer_revoked_at: datetime | None = None
 
     def but(self, **changes: object) -> "Case":
         return replace(self, **changes)  # type: ignore[arg-type]  # a test's own words
@@ -67,7 +107,7 @@ class Case:
         """The endpoint, or one that takes this kind of key."""
         if self.endpoint is not None:
             return self.endpoint
-        return find_endpoint("orders.create" if self.kind is KeyKind.PRIVATE else "client.configuration")
+        return CATALOG.find("orders.create" if self.kind is KeyKind.PRIVATE else "client.configuration")
 
     @property
     def text(self) -> str | None:
@@ -92,24 +132,69 @@ class Case:
             merchant_active=self.merchant_active,
             account_active=self.account_active,
             reports_origin=self.reports_origin,
+            networks=self.networks,
+        )
+
+    def customer_record(self) -> CustomerRecord:
+        digest, version = stored_digest(CUSTOMER_TOKEN)
+        return CustomerRecord(
+            token_id=CUSTOMER_TOKEN[11:27],
+            environment=SANDBOX,
+            merchant_id=self.customer_merchant,
+            customer_id="cust-1",
+            digest=digest,
+            pepper_version=version,
+            expires_at=self.customer_expires_at,
+            revoked_at=self.customer_revoked_at,
         )
 
 
 def judge(case: Case, trace: list[Check] | None = None) -> Grant | Denial:
     """The verdict, by the pure functions in the order in which every door calls them."""
-    exposed = find_exposed(case.url)
-    if exposed is not None:
-        return exposed
-    keystring = read_key(case.text, environment=case.environment, brand="kv", base_urls=BASE_URLS)
+    early = find_exposed(case.url) or find_ambiguous(case.text, case.bearer)
+    if early is not None:
+        return early
+    endpoint = case.own_endpoint
+    if case.text is None and isinstance(endpoint, Miss):
+        return deny_miss(endpoint, None)
+    holder = _judge_key(case.text, case.record() if case.is_stored else None, case.environment)
+    if isinstance(holder, Denial):
+        return holder
+    request = EndpointRequest(
+        named_merchant=case.named_merchant,
+        has_bearer=case.bearer is not None,
+        has_origin=case.has_origin,
+        client_address=case.client_address,
+        merchant_context=case.merchant_context,
+        store_context=case.store_context,
+        customer=judge_bearer(case, endpoint, holder),
+    )
+    return decide(EndpointRule(endpoint), holder, request, NOW, trace)
+
+
+@cache  # since most of a matrix's cases differ in other things
+def _judge_key(text: str | None, stored: KeyRecord | None, environment: Environment) -> KeyHolder | Denial:
+    keystring = read_key(text, environment=environment, brand="kv", base_urls=BASE_URLS)
     if isinstance(keystring, Denial):
         return keystring
-    stored = case.record()
-    record = stored if case.is_stored and keystring.key_id == stored.key_id else None
-    holder = judge_key(keystring, record, PEPPERS[case.environment], NOW)
-    if not isinstance(holder, KeyHolder):
-        return holder
-    request = EndpointRequest(case.named_merchant, case.has_bearer, case.has_origin)
-    return decide(EndpointRule(case.own_endpoint), holder, request, NOW, trace)
+    record = stored if stored is not None and keystring.key_id == stored.key_id else None
+    return judge_key(keystring, record, PEPPERS[environment], NOW)
+
+
+def judge_bearer(case: Case, endpoint: Endpoint | Miss, holder: KeyHolder) -> Customer | CustomerFault | None:
+    """None where there is no Bearer, or none is taken."""
+    if case.bearer is None or isinstance(endpoint, Miss) or endpoint.bearer is Bearer.NONE:
+        return None
+    return _judge_token(case.bearer, case.customer_record() if case.is_customer_stored else None, holder)
+
+
+@cache
+def _judge_token(text: str, stored: CustomerRecord | None, holder: KeyHolder) -> Customer | CustomerFault:
+    keystring = read_customer_token(text, environment=holder.environment, brand="kv")
+    if isinstance(keystring, CustomerFault):
+        return keystring
+    record = stored if stored is not None and keystring.key_id == stored.token_id else None
+    return judge_customer_token(keystring, record, holder, PEPPERS[holder.environment], NOW)
 
 
 def code_of(verdict: Grant | Denial) -> str:

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, Miss, find_endpoint, match_endpoint
+from keyvault.access.catalog import (
+    BUILT_IN,
+    ENDPOINTS,
+    Bearer,
+    Catalog,
+    ContextPlace,
+    ContextSource,
+    Endpoint,
+    LimiterLoss,
+    Miss,
+    parse_context,
+)
 from keyvault.domain.keys import KeyKind
 
 # The table of design/API.md, "Integration plane": name, method, path, credential, Bearer, idempotent by key.
@@ -50,7 +61,7 @@ def test_catalog_is_the_contract_s_table() -> None:
             each.name,
             each.method,
             each.path,
-            each.credential,
+            each.kinds,
             each.bearer,
             "idempotent" if each.idempotent_by_key else "-",
         ]
@@ -67,15 +78,10 @@ def test_catalog_names_and_request_lines_are_unique() -> None:
 def test_catalog_no_request_line_fits_two_endpoints() -> None:
     """Which rule applies never hangs on the order of the catalog: no path fits two templates of one method."""
 
-    def overlap(one: Endpoint, other: Endpoint) -> bool:
-        return len(one.segments) == len(other.segments) and all(
-            a == b or a.startswith("<") or b.startswith("<") for a, b in zip(one.segments, other.segments, strict=True)
-        )
-
     clashes = [
         (one.name, other.name)
         for one, other in product(ENDPOINTS, ENDPOINTS)
-        if one.name < other.name and one.method == other.method and overlap(one, other)
+        if one.name < other.name and one.overlaps(other)
     ]
     assert clashes == []
 
@@ -86,19 +92,30 @@ def test_catalog_entry_is_well_formed(endpoint: Endpoint) -> None:
     assert re.fullmatch(r"GET|POST|PUT|PATCH|DELETE", endpoint.method)
     assert re.fullmatch(r"(/([a-z-]+|<[a-z_]+>))+", endpoint.path)
     assert endpoint.summary.endswith(".")
-    assert endpoint.bearer is Bearer.NONE or endpoint.credential is KeyKind.PRIVATE
+    assert endpoint.bearer is Bearer.NONE or endpoint.credentials == {KeyKind.PRIVATE}
+    assert endpoint.is_built_in
+
+
+def test_catalog_only_ending_a_leaked_credential_spends_no_limit() -> None:
+    """Whoever found one could use the quota up and so keep it alive (services/test_verification.py)."""
+    assert [each.name for each in ENDPOINTS if not each.spends] == ["customer_tokens.revoke", "credentials.revoke_self"]
+
+
+def test_catalog_losing_the_limiter_is_never_unlimited() -> None:
+    assert {each.on_limiter_loss for each in ENDPOINTS} == {LimiterLoss.LOCAL_SHARE}
+    assert set(LimiterLoss) == {LimiterLoss.LOCAL_SHARE, LimiterLoss.REFUSE}
 
 
 @endpoints
 def test_endpoint_is_found_by_its_name(endpoint: Endpoint) -> None:
-    assert find_endpoint(endpoint.name) is endpoint
+    assert BUILT_IN.find(endpoint.name) is endpoint
 
 
 @pytest.mark.parametrize(
     "name", ["", "orders", "orders.Retrieve", "orders.retrieve ", "GET", "/merchants/orders", "\x00"]
 )
 def test_endpoint_of_another_name_is_a_miss(name: str) -> None:
-    assert find_endpoint(name) == Miss()
+    assert BUILT_IN.find(name) == Miss()
 
 
 # --- matching ---------------------------------------------------------------------------------------------
@@ -110,14 +127,14 @@ def test_catalog_every_endpoint_has_an_example() -> None:
 
 @endpoints
 def test_match_finds_the_endpoint_of_its_request_line(endpoint: Endpoint) -> None:
-    assert match_endpoint(endpoint.method, EXAMPLES[endpoint.name]) is endpoint
+    assert BUILT_IN.match(endpoint.method, EXAMPLES[endpoint.name]) is endpoint
 
 
 @endpoints
 @pytest.mark.parametrize("method", METHODS)
 def test_match_known_path_with_another_method_tells_the_right_ones(endpoint: Endpoint, method: str) -> None:
     """A wrong method is never let through as a right one: not in lower case, not as HEAD for GET."""
-    found = match_endpoint(method, EXAMPLES[endpoint.name])
+    found = BUILT_IN.match(method, EXAMPLES[endpoint.name])
     if method == endpoint.method:
         assert found is endpoint
     else:
@@ -127,7 +144,7 @@ def test_match_known_path_with_another_method_tells_the_right_ones(endpoint: End
 
 
 def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
-    found = match_endpoint("PUT", "/customers/access-tokens/access-tokens")
+    found = BUILT_IN.match("PUT", "/customers/access-tokens/access-tokens")
     assert isinstance(found, Miss)
     assert set(found.allowed) == {"POST", "DELETE"}
 
@@ -137,7 +154,7 @@ def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
     ["a", "ord_1", "A-Z.~_", "0" * 500, "a@b", "a:b", "a,b", "a=b&c", "a+b", "'a'", "(a)", "a!$*b", "..."],
 )
 def test_match_variable_takes_any_one_plain_segment(token: str) -> None:
-    assert name_of(match_endpoint("GET", f"/merchants/orders/{token}")) == "orders.retrieve"
+    assert name_of(BUILT_IN.match("GET", f"/merchants/orders/{token}")) == "orders.retrieve"
 
 
 AMBIGUOUS = [
@@ -205,14 +222,14 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("base_path", ["", "/sandbox"], ids=["bare", "with base"])
 def test_match_path_that_could_be_read_in_two_ways_is_a_miss(path: str, base_path: str) -> None:
     """What a proxy, a framework and we might read differently reaches no rule at all (endpoint_unknown)."""
-    assert match_endpoint("GET", base_path + path, base_path) == Miss()
+    assert BUILT_IN.match("GET", base_path + path, base_path) == Miss()
 
 
 @given(st.text(max_size=30), st.sampled_from(sorted(EXAMPLES.values())), st.text(max_size=10))
 def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after: str) -> None:
     """Any bytes as a request line: no fault, and whatever matches is a plain path of known segments."""
     for path in (before, before + middle, middle + after):
-        found = match_endpoint("GET", path)
+        found = BUILT_IN.match("GET", path)
         if isinstance(found, Endpoint):
             route = path.partition("?")[0]
             template = re.sub(r"<.*?>", r"[!$&-.0-:<-~]+", found.path)
@@ -223,8 +240,8 @@ def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after
 @pytest.mark.parametrize("query", ["?", "?a=b", "?a=%2f&b=/../;", "?é\\//", "??", "?#"])
 def test_match_query_string_makes_no_difference(query: str) -> None:
     """The query is the endpoint's business; it chooses no rule."""
-    assert name_of(match_endpoint("GET", f"/merchants/orders/a{query}")) == "orders.retrieve"
-    assert match_endpoint("GET", f"/merchants/other{query}") == Miss()
+    assert name_of(BUILT_IN.match("GET", f"/merchants/orders/a{query}")) == "orders.retrieve"
+    assert BUILT_IN.match("GET", f"/merchants/other{query}") == Miss()
 
 
 # --- under a base URL -------------------------------------------------------------------------------------
@@ -234,8 +251,8 @@ def test_match_query_string_makes_no_difference(query: str) -> None:
 @pytest.mark.parametrize("base_path", ["/sandbox", "/a/b/c"])
 def test_match_path_with_or_without_its_base_path_is_the_same(endpoint: Endpoint, base_path: str) -> None:
     path = EXAMPLES[endpoint.name]
-    assert match_endpoint(endpoint.method, base_path + path, base_path) is endpoint
-    assert match_endpoint(endpoint.method, path, base_path) is endpoint
+    assert BUILT_IN.match(endpoint.method, base_path + path, base_path) is endpoint
+    assert BUILT_IN.match(endpoint.method, path, base_path) is endpoint
 
 
 @pytest.mark.parametrize(
@@ -256,4 +273,87 @@ def test_match_path_with_or_without_its_base_path_is_the_same(endpoint: Endpoint
 )
 def test_match_path_under_anything_but_its_base_path_is_a_miss(path: str) -> None:
     """A request for one environment is never matched under another's base URL, nor under it twice."""
-    assert match_endpoint("GET", path, "/sandbox") == Miss()
+    assert BUILT_IN.match("GET", path, "/sandbox") == Miss()
+
+
+# --- endpoints that operators add -------------------------------------------------------------------------
+
+REFUND = Endpoint(
+    "refunds.create", "POST", "/shops/<shop>/refunds/<id>", frozenset({KeyKind.PRIVATE}), is_built_in=False
+)
+
+
+def test_catalog_with_added_endpoints_finds_them_beside_its_own() -> None:
+    catalog = BUILT_IN.with_added([REFUND])
+    assert catalog.find("refunds.create") is catalog.match("POST", "/shops/s/refunds/1") is REFUND
+    assert catalog.match("GET", "/shops/s/refunds/1") == Miss(("POST",))
+    assert all(catalog.find(each.name) is each for each in ENDPOINTS)
+    assert BUILT_IN.find("refunds.create") == Miss()
+    assert Catalog(()).match("GET", "/customers/me") == Miss()
+
+
+@pytest.mark.parametrize(
+    ("path", "shop", "order"),
+    [
+        ("/shops/s-1/refunds/7", "s-1", "7"),
+        ("/sandbox/shops/a/refunds/b?shop=c", "a", "b"),
+        ("/shops/x/refunds/y", "x", "y"),
+    ],
+)
+def test_variables_are_read_from_the_path_alone(path: str, shop: str, order: str) -> None:
+    """Under a base path or not, and never from the query."""
+    assert REFUND.variables(path) == {"shop": shop, "id": order}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "overlaps"),
+    [
+        ("/a/<b>", "/a/c", True),
+        ("/a/<b>", "/<a>/c", True),
+        ("/a/b", "/a/b", True),
+        ("/a/b", "/a/c", False),
+        ("/a/<b>", "/a/<b>/c", False),
+        ("/a/<b>", "/A/<b>", False),
+    ],
+)
+def test_endpoints_overlap_when_one_request_could_be_for_both(one: str, other: str, overlaps: bool) -> None:
+    kinds = frozenset(KeyKind)
+    first, second = Endpoint("a.a", "GET", one, kinds), Endpoint("a.b", "GET", other, kinds)
+    assert first.overlaps(second) is second.overlaps(first) is overlaps
+    assert not first.overlaps(Endpoint("a.c", "POST", one, kinds))
+
+
+def test_endpoint_kinds_in_words() -> None:
+    assert [
+        Endpoint("a.a", "GET", "/a", kinds).kinds for kinds in (frozenset(KeyKind), frozenset({KeyKind.PUBLIC}))
+    ] == [
+        "public or private",
+        "public",
+    ]
+
+
+# --- where context is read from ---------------------------------------------------------------------------
+
+
+def test_context_is_parsed_and_written_alike() -> None:
+    assert parse_context("") is None
+    assert parse_context("path:shop") == ContextSource(ContextPlace.PATH, "shop")
+    assert str(parse_context("header:X-Store-Id")) == "header:X-Store-Id"
+
+
+@pytest.mark.parametrize("text", ["shop", "path:", ":shop", "query:shop", "PATH:shop", " path:shop", "header"])
+def test_context_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="path:<variable> or header:<name>"):
+        parse_context(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("s-1", "s-1"), (" s-1 ", "s-1"), ("", None), ("  ", None), ("a,b", None), (",", None), (None, None)],
+)
+def test_context_that_came_twice_or_blank_is_none(value: str | None, read: str | None) -> None:
+    """What a server joined from two headers is neither of the two."""
+    headers = {} if value is None else {"X-Store-Id": value}
+    assert ContextSource(ContextPlace.HEADER, "X-Store-Id").read({"X-Store-Id": "no"}, headers) == read
+    variables = {} if value is None else {"shop": value}
+    assert ContextSource(ContextPlace.PATH, "shop").read(variables, {"shop": "no"}) == read

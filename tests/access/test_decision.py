@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, Miss
+from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.decision import Check, Denial, Grant, decide
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
@@ -16,11 +17,12 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.keystring import checksum
+from keyvault.domain.networks import parse_network
 
-from .judging import NOW, PRODUCTION, Case, code_of, judge, key_string
+from .judging import CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, RATES, WALLET, Case, code_of, judge, key_string
 
-# design/API.md, "Verdicts": "Evaluated in this order; the first that fails answers." Rules of a later issue
-# are not here yet; the second `credential_invalid` is the proof.
+# design/API.md, "Verdicts": "Evaluated in this order; the first that fails answers." The second
+# `credential_invalid` is the proof; the limits come after all of these, see services/test_verification.py.
 CONTRACT_ORDER = [
     "credential_in_url",
     "credential_ambiguous",
@@ -35,13 +37,21 @@ CONTRACT_ORDER = [
     "method_not_supported",
     "bearer_not_supported",
     "private_key_in_browser",
+    "ip_not_allowed",
+    "context_missing",
     "customer_token_missing",
     "customer_token_invalid",
+    "customer_token_expired",
+    "customer_token_revoked",
 ]
 
 RIGHT = key_string()
 FORGED = RIGHT[:27] + key_string(seed="another")[27:70]
-ENDPOINT = {endpoint.name: endpoint for endpoint in ENDPOINTS}
+ENDPOINT = {endpoint.name: endpoint for endpoint in CATALOG.endpoints}
+OFFICE = (parse_network("192.0.2.0/24"), parse_network("2001:db8::/32"))
+
+# The contract has expired and revoked in one row: a token that is both was revoked.
+NOT_REVOKED: dict[str, object] = {"customer_revoked_at": None}
 
 # What makes each rule fail, by itself.
 FAILURES: dict[str, dict[str, object]] = {
@@ -56,10 +66,14 @@ FAILURES: dict[str, dict[str, object]] = {
     "merchant_suspended": {"merchant_active": False},
     "endpoint_unknown": {"endpoint": Miss()},
     "method_not_supported": {"endpoint": ENDPOINT["client.configuration"]},
-    "bearer_not_supported": {"endpoint": ENDPOINT["orders.create"], "has_bearer": True},
+    "bearer_not_supported": {"endpoint": RATES, "bearer": CUSTOMER_TOKEN},
     "private_key_in_browser": {"has_origin": True},
-    "customer_token_missing": {"endpoint": ENDPOINT["customers.me"]},
-    "customer_token_invalid": {"endpoint": ENDPOINT["orders.retrieve"], "has_bearer": True},
+    "ip_not_allowed": {"networks": OFFICE},
+    "context_missing": {"endpoint": WALLET, "store_context": None},
+    "customer_token_missing": {"endpoint": WALLET, "bearer": None},
+    "customer_token_invalid": {"endpoint": WALLET, "bearer": "x"},
+    "customer_token_expired": {"endpoint": WALLET, "bearer": CUSTOMER_TOKEN, "customer_expires_at": NOW, **NOT_REVOKED},
+    "customer_token_revoked": {"endpoint": WALLET, "bearer": CUSTOMER_TOKEN, "customer_revoked_at": NOW},
 }
 
 
@@ -68,12 +82,16 @@ def code(name: str) -> str:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every two rules that one request can fail together, the earlier of the contract first."""
+    """Every two rules that one request can fail together, the earlier of the contract first.
+
+    But the one exception to the order: whoever sends no key at all learns first that there is no endpoint.
+    """
     return [
         (earlier, later)
         for at, earlier in enumerate(CONTRACT_ORDER)
         for later in CONTRACT_ORDER[at + 1 :]
-        if all(FAILURES[later].get(name, value) == value for name, value in FAILURES[earlier].items())
+        if (earlier, later) != ("credential_missing", "endpoint_unknown")
+        and all(FAILURES[later].get(name, value) == value for name, value in FAILURES[earlier].items())
     ]
 
 
@@ -87,14 +105,20 @@ holders = st.builds(
     merchant_active=st.booleans(),
     account_active=st.booleans(),
     reports_origin=st.booleans(),
+    networks=st.sampled_from([(), OFFICE]),
 )
-REQUESTED: list[Endpoint | Miss] = [*ENDPOINTS, Miss(), Miss(("GET", "POST"))]
+CUSTOMER = Customer("cust-1", CUSTOMER_TOKEN[11:27], NOW)
+REQUESTED: list[Endpoint | Miss] = [*CATALOG.endpoints, Miss(), Miss(("GET", "POST"))]
 rules = st.sampled_from([EndpointRule(each) for each in REQUESTED])
 requests = st.builds(
     EndpointRequest,
     named_merchant=st.sampled_from([None, "acme", "globex", ""]),
     has_bearer=st.booleans(),
     has_origin=st.booleans(),
+    client_address=st.sampled_from([None, "", "192.0.2.9", "2001:db8::9", "203.0.113.9", "192.0.2.9, 1.1.1.1", "x"]),
+    merchant_context=st.sampled_from([None, "", "acme", "globex"]),
+    store_context=st.sampled_from([None, "", "store-1"]),
+    customer=st.sampled_from([None, CUSTOMER, *CustomerFault]),
 )
 
 
@@ -103,7 +127,7 @@ requests = st.builds(
 
 def test_order_every_rule_of_the_contract_is_tried() -> None:
     assert list(FAILURES) == CONTRACT_ORDER
-    assert len(pairs()) > 70
+    assert len(pairs()) > 120
 
 
 def test_decide_good_request_is_allowed() -> None:
@@ -136,10 +160,16 @@ def test_decide_grants_exactly_what_fulfils_every_condition(
         and holder.merchant_active
         and holder.account_active
         and request_.named_merchant in {None, holder.merchant_id}
-        and holder.kind is endpoint.credential
-        and not request_.has_bearer
-        and endpoint.bearer is not Bearer.REQUIRED
+        and request_.merchant_context in {None, holder.merchant_id}
+        and holder.kind in endpoint.credentials
+        and (not request_.has_bearer or endpoint.bearer is not Bearer.NONE)
+        and (request_.has_bearer or endpoint.bearer is not Bearer.REQUIRED)
+        and (not request_.has_bearer or request_.customer is CUSTOMER)
+        and request_.customer not in {CustomerFault.EXPIRED, CustomerFault.REVOKED}
         and not (request_.has_origin and holder.kind is KeyKind.PRIVATE and not holder.reports_origin)
+        and (not holder.networks or request_.client_address in {"192.0.2.9", "2001:db8::9"})
+        and (endpoint.merchant_from is None or request_.merchant_context == holder.merchant_id)
+        and (endpoint.store_from is None or request_.store_context == "store-1")
     )
     verdict = decide(rule, holder, request_, NOW)
     assert isinstance(verdict, Grant) == fulfilled
@@ -216,12 +246,18 @@ def test_decide_public_key_on_a_private_endpoint_is_refused(endpoint: Endpoint) 
     assert code_of(verdict) == ("allowed" if endpoint.name == "client.configuration" else "method_not_supported")
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+@pytest.mark.parametrize("endpoint", CATALOG.endpoints, ids=lambda endpoint: endpoint.name)
 def test_decide_bearer_never_makes_up_for_the_key(endpoint: Endpoint) -> None:
-    """A customer token carries who the customer is, and never replaces the private key (D6)."""
-    assert code_of(judge(Case(endpoint=endpoint, has_bearer=True, is_presented=False))) == "credential_missing"
-    wrong_kind = KeyKind.PUBLIC if endpoint.credential is KeyKind.PRIVATE else KeyKind.PRIVATE
-    assert code_of(judge(Case(kind=wrong_kind, endpoint=endpoint, has_bearer=True))) == "method_not_supported"
+    """A customer token carries who the customer is, and never replaces the key (D6)."""
+    with_bearer = Case(endpoint=endpoint, bearer=CUSTOMER_TOKEN)
+    assert code_of(judge(with_bearer.but(is_presented=False))) == "credential_missing"
+    for kind in set(KeyKind) - endpoint.credentials:
+        assert code_of(judge(with_bearer.but(kind=kind))) == "method_not_supported"
+
+
+def test_decide_endpoint_of_both_kinds_takes_either() -> None:
+    for kind in KeyKind:
+        assert code_of(judge(Case(kind=kind, endpoint=RATES))) == "allowed"
 
 
 def test_decide_public_key_with_an_origin_is_allowed() -> None:
@@ -232,6 +268,70 @@ def test_decide_public_key_with_an_origin_is_allowed() -> None:
 def test_decide_private_key_with_an_origin_is_allowed_only_where_that_was_set() -> None:
     assert code_of(judge(Case(has_origin=True))) == "private_key_in_browser"
     assert code_of(judge(Case(has_origin=True, reports_origin=True))) == "allowed"
+
+
+@pytest.mark.parametrize("context", ["globex", "ACME", "acme ", " "])
+def test_decide_any_other_merchant_in_context_is_a_mismatch(context: str) -> None:
+    """What the path or a header says counts as naming a merchant, beside what the caller names itself."""
+    for named in (None, "acme"):
+        verdict = judge(Case(endpoint=WALLET, merchant_context=context, named_merchant=named))
+        assert code_of(verdict) == "merchant_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [
+        ("192.0.2.9", "allowed"),
+        ("2001:db8::9", "allowed"),
+        ("::ffff:192.0.2.9", "allowed"),
+        ("192.0.3.1", "ip_not_allowed"),
+        ("2001:db9::", "ip_not_allowed"),
+        ("::ffff:203.0.113.9", "ip_not_allowed"),
+        ("::192.0.2.9", "ip_not_allowed"),
+        ("nonsense", "ip_not_allowed"),
+        ("", "ip_not_allowed"),
+        (None, "ip_not_allowed"),
+    ],
+)
+def test_decide_address_outside_the_list_is_refused(address: str | None, code: str) -> None:
+    """A list that exists is kept to: an unknown address is not on it."""
+    assert code_of(judge(Case(networks=OFFICE, client_address=address))) == code
+    assert code_of(judge(Case(client_address=address))) == "allowed"
+
+
+@pytest.mark.parametrize("store", [None, "", " ", "\t"])
+def test_decide_blank_context_is_none(store: str | None) -> None:
+    """Whatever a door makes of an empty header, the endpoint gets no context out of it."""
+    assert code_of(judge(Case(endpoint=WALLET, bearer=CUSTOMER_TOKEN, store_context=store))) == "context_missing"
+
+
+def test_decide_bearer_that_nobody_judged_is_not_taken_for_a_good_one() -> None:
+    """A door that forgets to judge the Bearer denies: presence is no proof."""
+    holder = KeyHolder("A" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
+    verdict = decide(EndpointRule(ENDPOINT["orders.retrieve"]), holder, EndpointRequest(has_bearer=True), NOW)
+    assert code_of(verdict) == "customer_token_invalid"
+
+
+def test_decide_customer_without_a_bearer_is_missing() -> None:
+    """And the reverse: a customer that no Bearer carried does not count."""
+    holder = KeyHolder("A" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
+    verdict = decide(EndpointRule(ENDPOINT["customers.me"]), holder, EndpointRequest(customer=CUSTOMER), NOW)
+    assert code_of(verdict) == "customer_token_missing"
+
+
+@pytest.mark.parametrize("miss", [Miss(), Miss(("GET",))])
+def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: Miss) -> None:
+    """Unauthenticated requests to an unknown path answer `endpoint_unknown` too, or which methods there are; with
+    a key that proves nothing the order of the table holds."""
+    expected = "method_not_allowed" if miss.allowed else "endpoint_unknown"
+    for bearer in (None, "x", CUSTOMER_TOKEN):
+        verdict = judge(Case(endpoint=miss, is_presented=False, bearer=bearer))
+        assert code_of(verdict) == expected
+        assert isinstance(verdict, Denial)
+        assert verdict.holder is None
+    assert code_of(judge(Case(endpoint=miss, presented=""))) == "credential_invalid"
+    assert code_of(judge(Case(endpoint=miss, presented="x"))) == "credential_invalid"
+    assert code_of(judge(Case(endpoint=miss, is_presented=False, bearer="a,b"))) == "credential_ambiguous"
 
 
 def test_decide_wrong_method_tells_the_right_ones() -> None:
@@ -271,5 +371,5 @@ def test_trace_changes_no_verdict(rule: EndpointRule, holder: KeyHolder, request
 
 def test_endpoint_rules_every_kind_and_origin_is_settled() -> None:
     """No combination of key, endpoint, Bearer and Origin is a fault."""
-    for kind, endpoint, has_bearer, has_origin in product(KeyKind, ENDPOINTS, [True, False], [True, False]):
-        code_of(judge(Case(kind=kind, endpoint=endpoint, has_bearer=has_bearer, has_origin=has_origin)))
+    for kind, endpoint, bearer, has_origin in product(KeyKind, CATALOG.endpoints, [None, "x"], [True, False]):
+        code_of(judge(Case(kind=kind, endpoint=endpoint, bearer=bearer, has_origin=has_origin)))

@@ -30,7 +30,15 @@ keys:verify              - - - - -
 keys:suspend             x x - - x
 keys:resume              x - - - -
 keys:revoke              x - - - x
+keys:revoke_self         - - - - -
 keys:report_compromise   x - - - x
+credentials:restrict     x - - - -
+catalog:read             x x x x x
+catalog:write            x - - - -
+limits:write             x x - - -
+orders:create            - - - - -
+customer_tokens:write    - - - - -
+verdicts:explain         x x x x x
 issuance:read            x x x x x
 issuance:request         x x - - -
 issuance:approve         2 - 2 - -
@@ -209,16 +217,22 @@ def test_denial_of_a_foreign_thing_does_not_name_it() -> None:
 # --- key holders and systems ------------------------------------------------------------------------------
 
 
+OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
+
+
 @pytest.mark.parametrize("permission", P)
-def test_key_holder_may_acknowledge_its_own_arrival_and_nothing_else(permission: P) -> None:
-    """An API key opens nothing of ours (D4, D15)."""
-    expected = "allowed" if permission is P.ROTATIONS_ACKNOWLEDGE else "permission_missing"
-    assert asked(holder(), permission) == expected
+def test_key_holder_writes_its_merchant_s_own_things_and_nothing_else(permission: P) -> None:
+    """A private key opens nothing of the console or the service plane; a public one writes nothing (D4, D8, D15)."""
+    assert asked(holder(), permission) == ("allowed" if permission in OWN else "permission_missing")
+    public = KeyHolder("A" * 16, "crd_1", KeyKind.PUBLIC, SANDBOX, "acme")
+    assert asked(public, permission) == "permission_missing"
 
 
-def test_key_holder_acknowledges_in_its_own_account_only() -> None:
-    assert asked(holder(), P.ROTATIONS_ACKNOWLEDGE, Target(PRODUCTION, "acme")) == "permission_missing"
-    assert asked(holder(), P.ROTATIONS_ACKNOWLEDGE, Target(SANDBOX, "globex")) == "not_found"
+@pytest.mark.parametrize("permission", sorted(OWN))
+def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
+    assert asked(holder(), permission, Target(PRODUCTION, "acme")) == "permission_missing"
+    assert asked(holder(), permission, Target(SANDBOX, "globex")) == "not_found"
+    assert permission not in SERVICE_PERMISSIONS
 
 
 @pytest.mark.parametrize("permission", P)

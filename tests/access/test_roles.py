@@ -9,7 +9,17 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER
 from keyvault.access.roles import ROLE_PERMISSIONS, Role, permissions_of
 
-READING = {P.MERCHANTS_READ, P.KEYS_READ, P.ISSUANCE_READ, P.ROTATIONS_READ, P.TOKENS_READ, P.AUDIT_READ}
+READING = {
+    P.MERCHANTS_READ,
+    P.KEYS_READ,
+    P.ISSUANCE_READ,
+    P.ROTATIONS_READ,
+    P.CATALOG_READ,
+    P.VERDICTS_EXPLAIN,
+    P.TOKENS_READ,
+    P.AUDIT_READ,
+}
+HOLDERS = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
 APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
 ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE}
 
@@ -43,7 +53,20 @@ def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
         P.ISSUANCE_COLLECT,
         P.ROTATIONS_WRITE,
         P.KEYS_SUSPEND,
+        P.LIMITS_WRITE,
     }
+
+
+def test_roles_every_operator_may_find_out_why_a_request_was_refused() -> None:
+    for role in Role:
+        assert ROLE_PERMISSIONS[role] >= {P.CATALOG_READ, P.VERDICTS_EXPLAIN}
+
+
+def test_roles_only_key_administrators_change_the_rules() -> None:
+    """What an endpoint asks for, and whence a credential may be used, is nothing to change in passing."""
+    for role in Role:
+        held = ROLE_PERMISSIONS[role] & {P.CATALOG_WRITE, P.CREDENTIALS_RESTRICT}
+        assert bool(held) == (role is Role.KEY_ADMINISTRATOR)
 
 
 def test_roles_approver_does_nothing_but_approve() -> None:
@@ -68,7 +91,7 @@ def test_roles_incident_responder_stops_and_never_starts() -> None:
 def test_roles_nobody_in_the_console_has_the_engine_s_rights_or_makes_operators() -> None:
     """Issuing is the worker's, creating operators the host's: no role reaches either."""
     for role in Role:
-        assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, P.OPERATORS_WRITE, P.KEYS_VERIFY, P.ROTATIONS_ACKNOWLEDGE})
+        assert ROLE_PERMISSIONS[role].isdisjoint({*ENGINE, *HOLDERS, P.OPERATORS_WRITE, P.KEYS_VERIFY})
 
 
 def test_roles_worker_and_host_have_their_own_few_rights() -> None:
@@ -89,7 +112,7 @@ def test_service_tokens_may_be_given_only_what_the_contract_lists() -> None:
         P.ROTATIONS_READ,
         P.ROTATIONS_WRITE,
     } == SERVICE_PERMISSIONS
-    assert SERVICE_PERMISSIONS.isdisjoint(APPROVING)
+    assert SERVICE_PERMISSIONS.isdisjoint(APPROVING | HOLDERS)
 
 
 @pytest.mark.parametrize(

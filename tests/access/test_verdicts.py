@@ -4,32 +4,50 @@
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from keyvault.access.catalog import ENDPOINTS, Miss
+from keyvault.access.catalog import Bearer, Miss
+from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyKind, KeyState, Retirement
 from keyvault.domain.keystring import STRING_KIND, StringKind, StringScope, checksum
+from keyvault.domain.networks import parse_network
 from tests.domain.minting import mint
 
-from .judging import NOW, PRODUCTION, Case, code_of, judge, key_string
+from .folding import Row, folded
+from .judging import ADDED, CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, Case, code_of, judge, key_string
 
 GOLDEN = Path(__file__).with_name("verdicts.txt")
 
 HEADING = """\
-# Every verdict on a request. `*`: whatever it is, the answer is the same; `a|b`: the same for these.
-# Made by test_verdicts.py, which also says how to make it anew. Review a change of this file as a diff.
+# Every verdict on a request. `*`: whatever it is, the answer is the same; `a|b`: the same for these; `!a|b`: the
+# same for all but these. Made by test_verdicts.py, which says what each word stands for and how to make this anew.
+# Review a change of this file as a diff, against the table of verdicts in design/API.md.
+"""
+KEYS_HEADING = """
+# --- 1. Any key, with each circumstance as good and as bad as it gets: up to the key's own state nothing else counts.
+# verdict               kind     key
+"""
+REQUESTS_HEADING = """
+# --- 2. A good key, in every circumstance. Endpoints from payouts.list on are added by operators.
+# verdict               kind     merchant  standing  endpoint  origin  address  context  bearer
 """
 
 RIGHT = {kind: key_string(kind) for kind in KeyKind}
-# The right id and the right checksum around another key's secret.
-FORGED_HEADS = {kind: RIGHT[kind][:27] + key_string(kind, seed="another")[27:70] for kind in KeyKind}
-FORGED = {kind: head + checksum(head) for kind, head in FORGED_HEADS.items()}
+
+
+def forged(text: str) -> str:
+    """The same id, another secret, the right checksum."""
+    head = text[:27] + key_string(seed="another")[27:70]
+    return head + checksum(head)
+
 
 Changes = dict[str, object]
+Column = Mapping[str, Changes]
 
 
 def keys_of(kind: KeyKind) -> dict[str, Changes]:
@@ -46,7 +64,7 @@ def keys_of(kind: KeyKind) -> dict[str, Changes]:
         "customer_token": {"presented": mint(StringKind.CUSTOMER_TOKEN)},
         "service_token": {"presented": mint(StringKind.SERVICE_TOKEN, StringScope.ALL)},
         "unknown_id": {"is_stored": False},
-        "wrong_secret": {"presented": FORGED[kind]},
+        "wrong_secret": {"presented": forged(RIGHT[kind])},
         "other_environment": {"presented": key_string(kind, PRODUCTION)},
         "pre_activation": {"state": KeyState.PRE_ACTIVATION},
         "active": {},
@@ -62,110 +80,148 @@ def keys_of(kind: KeyKind) -> dict[str, Changes]:
     }
 
 
-MERCHANTS: dict[str, Changes] = {
-    "none_named": {},
-    "own_named": {"named_merchant": "acme"},
+# `named`: by whoever asks for the verdict; `in_context`: where an added endpoint reads it.
+MERCHANTS: Column = {
+    "nobody": {},
+    "named": {"named_merchant": "acme"},
     "other_named": {"named_merchant": "globex"},
+    "other_in_context": {"named_merchant": "acme", "merchant_context": "globex"},
 }
-STANDINGS: dict[str, Changes] = {
+STANDINGS: Column = {
     "in_good_standing": {},
     "merchant_suspended": {"merchant_active": False},
     "account_suspended": {"account_active": False},
 }
-REQUESTED: dict[str, Changes] = {
-    **{endpoint.name: {"endpoint": endpoint} for endpoint in ENDPOINTS},
+REQUESTED: Column = {
+    **{endpoint.name: {"endpoint": endpoint} for endpoint in CATALOG.endpoints},
     "(unknown)": {"endpoint": Miss()},
     "(other_method)": {"endpoint": Miss(("GET",))},
 }
-BEARERS: dict[str, Changes] = {"no_bearer": {}, "bearer": {"has_bearer": True}}
-ORIGINS: dict[str, Changes] = {
+BEARERS: Column = {
+    "no_bearer": {},
+    "valid": {"bearer": CUSTOMER_TOKEN},
+    "malformed": {"bearer": "x"},
+    "other_environment": {"bearer": mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION)},
+    "unknown": {"bearer": CUSTOMER_TOKEN, "is_customer_stored": False},
+    "wrong_secret": {"bearer": forged(CUSTOMER_TOKEN)},
+    "other_merchant": {"bearer": CUSTOMER_TOKEN, "customer_merchant": "globex"},
+    "other_merchant_revoked": {"bearer": CUSTOMER_TOKEN, "customer_merchant": "globex", "customer_revoked_at": NOW},
+    "expired": {"bearer": CUSTOMER_TOKEN, "customer_expires_at": NOW},
+    "revoked": {"bearer": CUSTOMER_TOKEN, "customer_revoked_at": NOW},
+}
+ORIGINS: Column = {
     "no_origin": {},
     "origin": {"has_origin": True},
     "origin_reported": {"has_origin": True, "reports_origin": True},
 }
-CIRCUMSTANCES = (MERCHANTS, STANDINGS, REQUESTED, BEARERS, ORIGINS)
-COLUMNS: list[list[str]] = [list(KeyKind), list(keys_of(KeyKind.PRIVATE)), *map(list, CIRCUMSTANCES)]
+_NETWORKS = (parse_network("192.0.2.0/24"), parse_network("2001:db8::/32"))
+ADDRESSES: Column = {
+    "no_list": {},
+    "listed": {"networks": _NETWORKS, "client_address": "192.0.2.9"},
+    "not_listed": {"networks": _NETWORKS, "client_address": "203.0.113.9"},
+    "unknown": {"networks": _NETWORKS},
+}
+CONTEXTS: Column = {
+    "no_context": {"merchant_context": None, "store_context": None},
+    "merchant": {"store_context": None},
+    "store": {"merchant_context": None},
+    "merchant_and_store": {},
+}
 
-Row = tuple[str, ...]
+CIRCUMSTANCES = (MERCHANTS, STANDINGS, REQUESTED, ORIGINS, ADDRESSES, CONTEXTS, BEARERS)
 
 
-def verdicts() -> dict[Row, str]:
-    """The whole matrix."""
+def verdicts(kind: KeyKind, keys: Column, columns: Sequence[Column]) -> dict[Row, str]:
+    """The verdict of every combination."""
     found: dict[Row, str] = {}
-    for kind in KeyKind:
-        for key, presented in keys_of(kind).items():
-            for names in product(*CIRCUMSTANCES):
-                changes: Changes = {"kind": kind, **presented}
-                for values, name in zip(CIRCUMSTANCES, names, strict=True):
-                    changes |= values[name]
-                found[(kind.value, key, *names)] = code_of(judge(Case().but(**changes)))
+    for names in product(keys, *columns):
+        changes: Changes = {"kind": kind}
+        # The last column first: a foreign merchant's context is one whatever the column of contexts says.
+        for values, name in zip(reversed((keys, *columns)), reversed(names), strict=True):
+            changes |= values[name]
+        found[kind.value, *names] = code_of(judge(Case(**changes)))  # type: ignore[arg-type]  # a table's own words
     return found
 
 
-def summary(found: dict[Row, str]) -> str:
-    """The matrix with everything folded that no further column tells apart."""
-    return HEADING + "".join(f"{code:<22}  {'  '.join(row)}\n" for *row, code in _folded(found, ()))
+def ends(column: Column) -> Column:
+    """Its first and its last value."""
+    names = list(column)
+    return {name: column[name] for name in (names[0], names[-1])}
 
 
-def _folded(found: dict[Row, str], known: Row) -> list[Row]:
-    """The lines below `known`, without it."""
-    depth = len(COLUMNS) - len(known)
-    if depth == 0:
-        return [(found[known],)]
-    branches: dict[tuple[Row, ...], list[str]] = {}
-    for value in COLUMNS[len(known)]:
-        branches.setdefault(tuple(_folded(found, (*known, value))), []).append(value)
-    return [
-        ("*" if len(values) == len(COLUMNS[len(known)]) else "|".join(values), *rest)
-        for branch, values in branches.items()
-        for rest in branch
-    ]
+def every_key() -> dict[Row, str]:
+    """All keys but the good one, in a sample of circumstances."""
+    sample = (*map(ends, CIRCUMSTANCES[:2]), REQUESTED, *map(ends, CIRCUMSTANCES[3:]))
+    found: dict[Row, str] = {}
+    for kind in KeyKind:
+        keys = keys_of(kind)
+        del keys["active"]
+        found |= verdicts(kind, keys, sample)
+    return found
+
+
+def every_request() -> dict[Row, str]:
+    """The good key in every circumstance."""
+    return {
+        (kind, *circumstances): code
+        for each in KeyKind
+        for (kind, _, *circumstances), code in verdicts(each, {"active": {}}, CIRCUMSTANCES).items()
+    }
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Row, str]:
-    return verdicts()
+def keys() -> dict[Row, str]:
+    return every_key()
 
 
-def test_verdicts_are_those_that_were_reviewed(found: dict[Row, str]) -> None:
+@pytest.fixture(scope="module")
+def requests() -> dict[Row, str]:
+    return every_request()
+
+
+def test_verdicts_are_those_that_were_reviewed(keys: dict[Row, str], requests: dict[Row, str]) -> None:
     """No change of a rule goes unread: this text has to change with it, and its diff is what is reviewed."""
-    text = summary(found)
+    text = HEADING + KEYS_HEADING + folded(keys) + REQUESTS_HEADING + folded(requests)
     if os.environ.get("KEYVAULT_TEST_REWRITE") == "verdicts":
         GOLDEN.write_text(text)
         pytest.skip(f"{GOLDEN.name} was written; read its diff")
     assert text == GOLDEN.read_text()
 
 
-def test_verdicts_allow_a_good_key_on_its_own_endpoints_only(found: dict[Row, str]) -> None:
-    """Whatever is allowed is an active key of the right kind, in good standing, at the right merchant."""
-    for (kind, key, merchant, standing, endpoint, bearer, origin), code in found.items():
-        if code == "allowed":
-            assert key == "active"
-            assert merchant != "other_named"
-            assert standing == "in_good_standing"
-            assert (kind == "public") == (endpoint == "client.configuration")
-            assert endpoint in {each.name for each in ENDPOINTS} - {"customers.me"}
-            assert bearer == "no_bearer"
-            assert kind == "public" or origin != "origin"
+def test_verdicts_allow_no_key_but_the_good_one(keys: dict[Row, str]) -> None:
+    """Whatever the endpoint and the circumstances: a key that is not active and proved opens nothing."""
+    assert "allowed" not in keys.values()
 
 
-def test_verdicts_cover_every_code_that_exists_so_far(found: dict[Row, str]) -> None:
-    assert set(found.values()) == {
-        "allowed",
-        "credential_ambiguous",
-        "credential_missing",
-        "credential_invalid",
-        "environment_mismatch",
-        "key_not_active",
-        "key_expired",
-        "key_revoked",
-        "merchant_mismatch",
-        "merchant_suspended",
-        "endpoint_unknown",
-        "method_not_allowed",
-        "method_not_supported",
-        "bearer_not_supported",
-        "private_key_in_browser",
-        "customer_token_missing",
-        "customer_token_invalid",
-    }
+def test_verdicts_allow_what_fits_in_every_way_and_nothing_else(requests: dict[Row, str]) -> None:
+    """Whatever is allowed fits the contract column by column, written down here a second time; the rest is not."""
+    for row, code in requests.items():
+        kind, merchant, standing, name, origin, address, context, bearer = row
+        endpoint = CATALOG.find(name)
+        fits = (
+            not isinstance(endpoint, Miss)
+            and kind in endpoint.credentials
+            and "other" not in merchant
+            and standing == "in_good_standing"
+            and (bearer in {"no_bearer", "valid"})
+            and (bearer == "no_bearer" or endpoint.bearer is not Bearer.NONE)
+            and (bearer == "valid" or endpoint.bearer is not Bearer.REQUIRED)
+            and (kind == "public" or origin != "origin")
+            and address not in {"not_listed", "unknown"}
+            and (endpoint.merchant_from is None or "merchant" in context)
+            and (endpoint.store_from is None or "store" in context)
+        )
+        assert (code == "allowed") == fits, row
+
+
+def test_verdicts_cover_every_rule_that_needs_no_state_of_a_server(
+    keys: dict[Row, str], requests: dict[Row, str]
+) -> None:
+    """Every code up to the limits; `credential_in_url` is in test_verification.py."""
+    order = list(ErrorCode)
+    judged = set(order[: order.index(ErrorCode.RATE_LIMITED)]) - {ErrorCode.CREDENTIAL_IN_URL}
+    assert {*keys.values(), *requests.values()} == {*judged, "allowed"}
+
+
+def test_verdicts_of_added_endpoints_are_in_the_matrix() -> None:
+    assert {endpoint.name for endpoint in ADDED} <= set(REQUESTED)

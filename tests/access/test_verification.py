@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from keyvault.access.decision import Denial
 from keyvault.access.principals import KeyHolder
-from keyvault.access.verification import INVALID, find_exposed, judge_key, read_key
+from keyvault.access.verification import (
+    INVALID,
+    find_ambiguous,
+    find_exposed,
+    judge_key,
+    judge_record,
+    read_exposed,
+    read_key,
+)
 from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
@@ -79,9 +87,25 @@ def test_read_key_absent_is_missing() -> None:
         f"{key_string(environment=PRODUCTION)},{key_string()}",
     ],
 )
-def test_read_key_with_a_comma_is_ambiguous_and_none_is_chosen(text: str) -> None:
+def test_ambiguous_credential_with_a_comma_is_found_and_none_is_chosen(text: str) -> None:
     """Servers join a repeated header with a comma: what came twice is refused, even if one of them is good."""
-    assert denied(text).code is Code.CREDENTIAL_AMBIGUOUS
+    for name, found in (
+        ("X-Api-Key", find_ambiguous(text, None)),
+        ("X-Api-Key", find_ambiguous(text, "x")),
+        ("Authorization", find_ambiguous(None, text)),
+        ("Authorization", find_ambiguous(key_string(), text)),
+    ):
+        assert found is not None
+        assert found.code is Code.CREDENTIAL_AMBIGUOUS
+        assert name in found.detail
+        assert found.holder is None
+        assert text[-40:] not in repr(found) or text in {",", "a,b"}
+
+
+@pytest.mark.parametrize("key", [None, "", " ", "x", key_string()])
+@pytest.mark.parametrize("bearer", [None, "", "x", mint(StringKind.CUSTOMER_TOKEN)])
+def test_ambiguous_credentials_without_a_comma_are_left_alone(key: str | None, bearer: str | None) -> None:
+    assert find_ambiguous(key, bearer) is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +141,7 @@ def test_read_key_that_is_none_is_invalid(text: str) -> None:
 
 @given(st.text())
 def test_read_key_of_any_text_is_denied_without_a_fault(text: str) -> None:
-    assert denied(text).code in {Code.CREDENTIAL_INVALID, Code.CREDENTIAL_AMBIGUOUS}
+    assert denied(text) is INVALID
 
 
 @pytest.mark.parametrize("kind", KeyKind)
@@ -209,6 +233,44 @@ def test_exposed_credential_in_a_url_is_found(escape: str, text: str) -> None:
 def test_exposed_url_without_a_credential_is_left_alone(url: str) -> None:
     """Key ids are public and stand in our own URLs."""
     assert find_exposed(url) is None
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+@pytest.mark.parametrize("kind", KeyKind)
+@pytest.mark.parametrize("environment", Environment)
+def test_exposed_key_is_read_from_the_url_for_whoever_proves_it(
+    escape: str, kind: KeyKind, environment: Environment
+) -> None:
+    """Only a whole, well-formed API key can be attributed to a key at all."""
+    text = key_string(kind, environment)
+    found = read_exposed(f"/orders?a=b&x={ESCAPES[escape](text)}&c=d", "kv")
+    assert found is not None
+    assert (found.key_id, found.text.reveal()) == (text[11:27], text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        key_string()[:-1],
+        key_string()[:-6] + "000000",
+        mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
+        mint(StringKind.CUSTOMER_TOKEN),
+        mint(brand="other"),
+        "kv_prv_sbx_" + "a" * 65,
+    ],
+)
+def test_exposed_string_that_is_no_key_of_ours_is_attributed_to_none(text: str) -> None:
+    assert read_exposed(f"/orders?x={text}", "kv") is None
+
+
+def test_exposed_key_behind_a_forged_one_is_still_read() -> None:
+    """A string that only looks like a key, put before the real one, does not hide the real one."""
+    decoy = "kv_prv_sbx_" + "a" * 65
+    found = read_exposed(f"/orders?x={decoy}&y={key_string()}", "kv")
+    assert found is not None
+    assert found.key_id == key_string()[11:27]
 
 
 # --- proof ------------------------------------------------------------------------------------------------
@@ -338,3 +400,14 @@ def test_judge_key_allows_an_active_unexpired_key_only(
     found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
     is_good = state is KeyState.ACTIVE and (expires_at is None or expires_at == NOW + DAY)
     assert isinstance(found, KeyHolder) == is_good
+
+
+@pytest.mark.parametrize("state", KeyState)
+@pytest.mark.parametrize("retirement", [None, *Retirement])
+@pytest.mark.parametrize("expires_at", [None, NOW - DAY, NOW, NOW + DAY])
+def test_judge_record_explains_what_judge_key_answers_after_proof(
+    state: KeyState, retirement: Retirement | None, expires_at: object
+) -> None:
+    """Explaining a verdict without the secret says exactly what whoever holds it is told."""
+    case = Case().but(state=state, retirement=retirement, expires_at=expires_at)
+    assert judge_record(case.record(), NOW) == judge_stored(case)

@@ -1,6 +1,7 @@
 """Asking for a credential: the states of a request, and that an approval is bound to exactly what was asked."""
 
 from dataclasses import fields, replace
+from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
     APPROVED_STATES,
+    COLLECT_WITHIN,
     TRANSITIONS,
     Delivery,
     IssuancePlan,
@@ -25,8 +27,9 @@ OTHERWISE: dict[str, list[object]] = {
     "environment": [Environment.PRODUCTION],
     "kind": [KeyKind.PUBLIC],
     "label": ["till 2", "", "till 1 ", "Till 1"],
-    "delivery": [Delivery.SHOW_ONCE],
+    "delivery": [Delivery.SHOW_ONCE, Delivery.SEALED],
     "expires_in_days": [1, 30, 3650],
+    "recipient_public_key": ["AAAA", "BBBB"],
 }
 
 plans = st.builds(
@@ -37,6 +40,7 @@ plans = st.builds(
     label=st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
     delivery=st.sampled_from(Delivery),
     expires_in_days=st.none() | st.integers(1, 3650),
+    recipient_public_key=st.sampled_from(["", "AAAA", "BBBB"]),
 )
 
 
@@ -49,7 +53,7 @@ def test_transitions_cell_by_cell(old: IssuanceState, new: IssuanceState) -> Non
     ways = {
         "pending": {"approved", "rejected", "expired", "withdrawn"},
         "approved": {"issued", "withdrawn"},
-        "issued": {"collected"},
+        "issued": {"collected", "burned"},
     }
     assert may_become(old, new) == (new in ways.get(old, ()))
 
@@ -64,14 +68,18 @@ def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
     assert {IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED} == APPROVED_STATES
 
 
-@pytest.mark.parametrize("state", ["rejected", "expired", "withdrawn", "collected"])
+@pytest.mark.parametrize("state", ["rejected", "expired", "withdrawn", "collected", "burned"])
 def test_transitions_a_closed_request_stays_closed(state: str) -> None:
-    """A rejected, expired or withdrawn request is never issued after all; a collected one never again."""
+    """A rejected, expired or withdrawn request is never issued after all; a collected or burned one never again."""
     assert TRANSITIONS[IssuanceState(state)] == frozenset()
 
 
 def test_approvals_production_takes_a_second_person() -> None:
     assert APPROVALS_NEEDED == {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
+
+
+def test_key_that_nobody_collects_burns_after_72_hours() -> None:
+    assert timedelta(hours=72) == COLLECT_WITHIN
 
 
 def test_plan_every_field_is_tried() -> None:

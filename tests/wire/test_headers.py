@@ -1,12 +1,20 @@
 """Credentials and request ids in headers: read strictly, never chosen from, never trusted."""
 
 import re
+from ipaddress import IPv6Address, ip_address
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.wire.headers import came_twice, clean_client_request_id, mint_request_id, read_bearer
+from keyvault.wire.headers import (
+    came_twice,
+    clean_client_request_id,
+    client_address,
+    join_headers,
+    mint_request_id,
+    read_bearer,
+)
 from tests.domain.minting import drawn_from, mint
 
 TOKEN = mint()
@@ -135,3 +143,96 @@ def test_request_id_is_ours_and_cannot_be_guessed() -> None:
     assert len(set(minted)) == 200
     assert all(re.fullmatch(r"[0-9A-Za-z]{22}", each) for each in minted)
     assert mint_request_id(drawn_from(1)) == minted[1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "joined"),
+    [
+        ([], {}),
+        ([(b"X-Api-Key", b"a")], {"x-api-key": "a"}),
+        ([(b"x-api-key", b"a"), (b"X-API-KEY", b"")], {"x-api-key": "a,"}),
+        ([(b"x-api-key", b""), (b"x-api-key", b"")], {"x-api-key": ","}),
+        ([(b"x_api_key", b"a")], {}),
+        ([(b"x_api-key", b"a"), (b"x-api-key", b"b"), (b"X_API_KEY", b"c")], {"x-api-key": "b"}),
+        ([(b"x-a", b"\xff\xc3\xa9")], {"x-a": "\xff\xc3\xa9"}),
+    ],
+)
+def test_headers_joined_keep_every_byte_and_no_underscore(sent: list[tuple[bytes, bytes]], joined: object) -> None:
+    assert join_headers(sent) == joined
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"x-api-key", b"X-Api-Key", b"x_api_key"]), st.binary(max_size=9))))
+def test_headers_joined_never_hide_that_one_came_twice(sent: list[tuple[bytes, bytes]]) -> None:
+    """Guarantee: of a credential that came more than once no value can be taken for the only one."""
+    values = [value.decode("latin-1") for name, value in sent if b"_" not in name]
+    joined = join_headers(sent).get("x-api-key")
+    assert joined == (",".join(values) if values else None)
+    assert len(values) < 2 or came_twice(joined)
+
+
+PEER = "198.51.100.7"
+
+
+@pytest.mark.parametrize(
+    ("remote", "forwarded", "proxies", "address"),
+    [
+        (PEER, None, 0, PEER),
+        (PEER, "192.0.2.1", 0, PEER),
+        ("::ffff:198.51.100.7", None, 0, PEER),
+        ("2001:DB8:0::1", None, 0, "2001:db8::1"),
+        ("", None, 0, None),
+        (None, None, 0, None),
+        ("unix:", None, 0, None),
+        (PEER, "192.0.2.1", 1, "192.0.2.1"),
+        (PEER, "203.0.113.9, 192.0.2.1", 1, "192.0.2.1"),
+        (PEER, "203.0.113.9,192.0.2.1 ,\t10.0.0.1", 2, "192.0.2.1"),
+        (PEER, "192.0.2.1:443", 1, "192.0.2.1"),
+        (PEER, "[2001:DB8::1]:443", 1, "2001:db8::1"),
+        (PEER, "[2001:db8::1]", 1, "2001:db8::1"),
+        (PEER, "2001:db8::1", 1, "2001:db8::1"),
+        (PEER, "2001:db8::1:443", 1, "2001:db8::1:443"),
+        (PEER, "[::ffff:192.0.2.1]:1", 1, "192.0.2.1"),
+        (PEER, "::ffff:c000:201", 1, "192.0.2.1"),
+        # Fewer entries than proxies, and what is no address: nobody's, and never the next one's.
+        (PEER, None, 1, None),
+        (PEER, "", 1, None),
+        (PEER, "192.0.2.1", 2, None),
+        (PEER, "192.0.2.1,", 1, None),
+        (PEER, "192.0.2.1, unknown", 1, None),
+        (PEER, "192.0.2.1, _hidden", 1, None),
+        (PEER, "192.0.2.1:", 1, None),
+        (PEER, "192.0.2.1:http", 1, None),
+        (PEER, "192.0.2.1:999999", 1, None),
+        (PEER, "[192.0.2.1]", 1, None),
+        (PEER, "[2001:db8::1", 1, None),
+        (PEER, "[2001:db8::1]x", 1, None),
+        (PEER, "2001:db8::1]", 1, None),
+        (PEER, "fe80::1%eth0", 1, None),
+        (PEER, "192.0.2.01", 1, None),
+        (PEER, "192.0.2.0/24", 1, None),
+        (PEER, "٣.0.2.1", 1, None),
+        (PEER, "for=192.0.2.1", 1, None),
+    ],
+)
+def test_client_address_is_the_one_that_our_own_proxies_vouch_for(
+    remote: str | None, forwarded: str | None, proxies: int, address: str | None
+) -> None:
+    assert client_address(remote, forwarded, proxies) == address
+
+
+@given(st.text(), st.lists(st.ip_addresses(), min_size=1, max_size=4))
+def test_client_address_is_not_moved_by_what_a_client_puts_before_it(forged: str, appended: list[IPv6Address]) -> None:
+    """Guarantee: a proxy appends; whatever came with the request stands further left, and is never looked at."""
+    proxies = ", ".join(map(str, appended))
+    honest = client_address(PEER, proxies, len(appended))
+    assert client_address(PEER, f"{forged}, {proxies}", len(appended)) == honest
+    assert honest is not None
+
+
+@given(st.text(), st.one_of(st.none(), st.text("0123456789abcdef.:[], %/", max_size=60)), st.integers(0, 4))
+def test_client_address_of_any_headers_is_canonical_or_none(remote: str, forwarded: str | None, proxies: int) -> None:
+    address = client_address(remote, forwarded, proxies)
+    if address is not None:
+        parsed = ip_address(address)
+        assert str(parsed) == address
+        assert not (isinstance(parsed, IPv6Address) and parsed.ipv4_mapped)

@@ -11,6 +11,7 @@ from keyvault.domain.errors import (
     DependencyUnavailableError,
     ErrorCode,
     Fault,
+    IdempotencyError,
     IntegrityError,
     KeyvaultError,
     NotFoundError,
@@ -18,7 +19,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     StateConflictError,
 )
-from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem
+from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem, problems_page
 
 # design/API.md, "Verdicts", and the codes named below its table: code, status, check.
 CONTRACT = """
@@ -49,6 +50,7 @@ CONTRACT = """
 | service_token_invalid   | 401 | ? |
 | permission_missing      | 403 | - |
 | request_invalid         | 400 | - |
+| uri_too_long            | 414 | - |
 | payload_too_large       | 413 | - |
 | media_type_unsupported  | 415 | - |
 | state_conflict          | 409 | - |
@@ -62,21 +64,22 @@ EXPECTED = {
     code: (int(status), None if check in "-?" else int(check))
     for code, status, check in re.findall(r"\| (\w+) +\| (\d+) \| (\S) \|", CONTRACT)
 }
-LATER = {
-    "ip_not_allowed",
-    "context_missing",
-    "customer_token_expired",
-    "customer_token_revoked",
-    "rate_limited",
-    "verifier_stale",
-    "idempotency_key_missing",
-    "idempotency_in_progress",
-    "idempotency_body_mismatch",
+TRY_AGAIN = {
+    ErrorCode.RATE_LIMITED,
+    ErrorCode.VERIFIER_STALE,
+    ErrorCode.DEPENDENCY_UNAVAILABLE,
+    ErrorCode.IDEMPOTENCY_IN_PROGRESS,
 }
-"""Codes of the contract whose issue has not come yet."""
+"""Codes for which the contract demands Retry-After."""
 
 CHALLENGES = {code for code in ErrorCode if PROBLEM_TYPES[code].status == 401}
-TOKENS = {ErrorCode.CUSTOMER_TOKEN_MISSING, ErrorCode.CUSTOMER_TOKEN_INVALID, ErrorCode.SERVICE_TOKEN_INVALID}
+TOKENS = {
+    ErrorCode.CUSTOMER_TOKEN_MISSING,
+    ErrorCode.CUSTOMER_TOKEN_INVALID,
+    ErrorCode.CUSTOMER_TOKEN_EXPIRED,
+    ErrorCode.CUSTOMER_TOKEN_REVOKED,
+    ErrorCode.SERVICE_TOKEN_INVALID,
+}
 
 every_code = pytest.mark.parametrize("code", ErrorCode)
 
@@ -87,7 +90,7 @@ def answer(code: ErrorCode, **more: object) -> Problem:
 
 def test_codes_are_those_of_the_contract() -> None:
     """Clients branch on codes: none is missing, none has another name."""
-    assert {code.value for code in ErrorCode} == set(EXPECTED) - LATER
+    assert {code.value for code in ErrorCode} == set(EXPECTED)
 
 
 def test_problem_types_exist_for_every_code() -> None:
@@ -110,7 +113,26 @@ def test_problem_type_check_is_an_item_of_d23(code: ErrorCode) -> None:
 def test_problem_type_titles_are_words_of_their_own() -> None:
     titles = [kind.title for kind in PROBLEM_TYPES.values()]
     assert len(set(titles)) == len(titles)
-    assert all(re.fullmatch(r"[A-Z][A-Za-z ]+", title) for title in titles)
+    assert all(re.fullmatch(r"[A-Z][A-Za-z -]+", title) for title in titles)
+
+
+@every_code
+def test_problem_type_tells_its_cause_and_its_cure(code: ErrorCode) -> None:
+    """The errors page helps whoever meets the code: what happened, and what to do, each in a sentence."""
+    kind = PROBLEM_TYPES[code]
+    for text in (kind.cause, kind.cure):
+        assert re.fullmatch(r"[A-Z].{10,}[.]", text)
+        assert "|" not in text
+    assert kind.cause != kind.cure
+
+
+def test_problems_page_lists_every_code_once_with_its_status() -> None:
+    page = problems_page()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d?) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert [code for _, code, *_ in rows] == [code.value for code in PROBLEM_TYPES]
+    for status, code, check, cause, cure in rows:
+        kind = PROBLEM_TYPES[ErrorCode(code)]
+        assert (int(status), check, cause, cure) == (kind.status, str(kind.check or ""), kind.cause, kind.cure)
 
 
 # --- the body ---------------------------------------------------------------------------------------------
@@ -190,10 +212,10 @@ def test_problem_retry_after_is_whole_seconds_and_at_least_one(code: ErrorCode, 
 
 
 @every_code
-def test_problem_retry_after_is_there_without_being_asked_for_only_on_an_outage(code: ErrorCode) -> None:
-    """`dependency_unavailable` always says when to come back; nobody who raises it can forget to."""
-    expected = "1" if code is ErrorCode.DEPENDENCY_UNAVAILABLE else None
-    assert answer(code).headers.get("Retry-After") == expected
+def test_problem_retry_after_is_always_there_where_waiting_helps(code: ErrorCode) -> None:
+    """Nobody who answers with one of these can forget to say when; elsewhere nothing is promised by default."""
+    assert answer(code).headers.get("Retry-After") == ("1" if code in TRY_AGAIN else None)
+    assert answer(code, retry_after_seconds=7).headers["Retry-After"] == "7"
 
 
 # --- the exceptions that carry a code ---------------------------------------------------------------------
@@ -207,6 +229,9 @@ def test_problem_retry_after_is_there_without_being_asked_for_only_on_an_outage(
         (NotFoundError("d"), "not_found"),
         (PermissionMissingError("d"), "permission_missing"),
         (StateConflictError("d"), "state_conflict"),
+        (IdempotencyError(ErrorCode.IDEMPOTENCY_KEY_MISSING, "d"), "idempotency_key_missing"),
+        (IdempotencyError(ErrorCode.IDEMPOTENCY_IN_PROGRESS, "d"), "idempotency_in_progress"),
+        (IdempotencyError(ErrorCode.IDEMPOTENCY_BODY_MISMATCH, "d"), "idempotency_body_mismatch"),
         (DependencyUnavailableError("d"), "dependency_unavailable"),
         (IntegrityError("d"), "internal_error"),
     ],

@@ -1,0 +1,170 @@
+"""Is what an operator wants to add an endpoint that every door reads alike? Every fault is listed, nothing guessed."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from keyvault.access.catalog import (
+    Bearer,
+    ContextPlace,
+    ContextSource,
+    Endpoint,
+    LimiterLoss,
+    is_plain_segment,
+    is_variable,
+    parse_context,
+)
+from keyvault.access.limits import Limit, find_limit_fault
+from keyvault.domain.errors import Fault
+from keyvault.domain.free_text import find_text_fault
+from keyvault.domain.keys import KeyKind
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+LONGEST_NAME, LONGEST_PATH, LONGEST_SUMMARY, LONGEST_HEADER = 100, 300, 200, 64
+MOST_SEGMENTS = 20
+
+RESERVED = frozenset({"v1", "admin", "static", "healthz", "readyz", "metrics", "sandbox", "production"})
+"""First segments of our own addresses; beside them, those of the base URLs."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+")
+_VARIABLE = re.compile(r"[a-z_][a-z0-9_]*")
+# A header with an underscore is dropped by gateways, or read as one with a hyphen.
+_HEADER = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+_NO_CONTEXT = frozenset({"x-api-key", "authorization", "proxy-authorization", "x-service-token", "cookie", "host"})
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointWish:
+    """An upstream endpoint as somebody wants it; only the types are certain. Both limit numbers None: no limit."""
+
+    name: str
+    method: str
+    path: str
+    credentials: frozenset[KeyKind]
+    bearer: Bearer = Bearer.NONE
+    idempotent_by_key: bool = False
+    summary: str = ""
+    merchant_from: str = ""
+    store_from: str = ""
+    limit_count: int | None = None
+    limit_seconds: int | None = None
+    on_limiter_loss: LimiterLoss = LimiterLoss.LOCAL_SHARE
+
+
+def read_endpoint(
+    wish: EndpointWish, others: Iterable[Endpoint], base_segments: frozenset[str]
+) -> Endpoint | tuple[Fault, ...]:
+    """The endpoint, or what is wrong with it, by the names of its fields.
+
+    `others` are the live ones that it must not overlap; `base_segments` the first segments of the base URLs' paths.
+    """
+    faults = [
+        *_name_faults(wish.name),
+        *_path_faults(wish.path, base_segments),
+        *_credential_faults(wish),
+        *_context_faults("/merchant_from", wish.merchant_from, wish.path),
+        *_context_faults("/store_from", wish.store_from, wish.path),
+        *_limit_faults(wish.limit_count, wish.limit_seconds),
+    ]
+    if wish.method not in METHODS:
+        faults.append(Fault("/method", f"one of {', '.join(METHODS)}"))
+    if wish.summary and (fault := find_text_fault(wish.summary, LONGEST_SUMMARY)) is not None:
+        faults.append(Fault("/summary", fault))
+    if faults:
+        return tuple(faults)
+    endpoint = _endpoint(wish)
+    return tuple(_overlaps(endpoint, others)) or endpoint
+
+
+def _endpoint(wish: EndpointWish) -> Endpoint:
+    no_limit = wish.limit_count is None or wish.limit_seconds is None
+    return Endpoint(
+        name=wish.name,
+        method=wish.method,
+        path=wish.path,
+        credentials=wish.credentials,
+        bearer=wish.bearer,
+        idempotent_by_key=wish.idempotent_by_key,
+        summary=wish.summary,
+        merchant_from=parse_context(wish.merchant_from),
+        store_from=parse_context(wish.store_from),
+        limit=None if no_limit else Limit(wish.limit_count or 0, wish.limit_seconds or 0),
+        on_limiter_loss=wish.on_limiter_loss,
+        is_built_in=False,
+    )
+
+
+def _overlaps(endpoint: Endpoint, others: Iterable[Endpoint]) -> Iterator[Fault]:
+    for other in others:
+        if other.name == endpoint.name:
+            yield Fault("/name", "there is an endpoint of this name already")
+        if endpoint.overlaps(other):
+            yield Fault("/path", f"some requests would be for {other.name} ({other.method} {other.path}) too")
+
+
+def _name_faults(name: str) -> Iterator[Fault]:
+    if len(name) > LONGEST_NAME or _NAME.fullmatch(name) is None:
+        yield Fault("/name", f"words of a-z, 0-9 and _ joined by dots, such as refunds.create; up to {LONGEST_NAME}")
+
+
+def _path_faults(path: str, base_segments: frozenset[str]) -> Iterator[Fault]:
+    segments = path.split("/")[1:]
+    if not path.startswith("/") or len(path) > LONGEST_PATH or len(segments) > MOST_SEGMENTS:
+        yield Fault("/path", f"begins with /, has up to {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
+        return
+    if not all(_is_segment(segment) for segment in segments):
+        yield Fault("/path", "segments are plain (no %, ;, .., // and no slash at the end) or a <variable>")
+        return
+    variables = _variables(path)
+    if len(set(variables)) != len(variables):
+        yield Fault("/path", "each variable once")
+    if is_variable(segments[0]):
+        yield Fault("/path", "the first segment is no variable: it could be read as one of our own addresses")
+    # Some server on the way may not tell upper case from lower case.
+    if segments[0].lower() in RESERVED | base_segments:
+        yield Fault("/path", f"/{segments[0]} is one of our own addresses")
+
+
+def _is_segment(segment: str) -> bool:
+    if is_variable(segment):
+        return _VARIABLE.fullmatch(segment[1:-1]) is not None
+    return is_plain_segment(segment)
+
+
+def _variables(path: str) -> list[str]:
+    return [segment[1:-1] for segment in path.split("/") if is_variable(segment)]
+
+
+def _credential_faults(wish: EndpointWish) -> Iterator[Fault]:
+    if not wish.credentials:
+        yield Fault("/credentials", "at least one kind of key")
+    elif wish.bearer is not Bearer.NONE and wish.credentials != {KeyKind.PRIVATE}:
+        yield Fault("/bearer", "a customer access token is taken beside the private key only")
+
+
+def _context_faults(pointer: str, text: str, path: str) -> Iterator[Fault]:
+    try:
+        source = parse_context(text)
+    except ValueError:
+        yield Fault(pointer, "path:<variable> or header:<name>, or nothing")
+        return
+    if source is not None and (fault := _source_fault(source, path)) is not None:
+        yield Fault(pointer, fault)
+
+
+def _source_fault(source: ContextSource, path: str) -> str | None:
+    if source.place is ContextPlace.PATH:
+        return None if source.name in _variables(path) else f"the path has no variable <{source.name}>"
+    if len(source.name) > LONGEST_HEADER or _HEADER.fullmatch(source.name) is None:
+        return f"a header's name is letters, digits and hyphens, up to {LONGEST_HEADER}"
+    if source.name.lower() in _NO_CONTEXT:
+        return f"{source.name} carries something else"
+    return None
+
+
+def _limit_faults(count: int | None, seconds: int | None) -> Iterator[Fault]:
+    if (count is None) != (seconds is None):
+        yield Fault("/limit_count" if count is None else "/limit_seconds", "both numbers, or neither")
+    elif count is not None and seconds is not None and (fault := find_limit_fault(count, seconds)) is not None:
+        yield Fault("/limit_count", fault)

@@ -1,0 +1,47 @@
+"""The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
+`manage.py catalog` all show this one."""
+
+from keyvault.access.catalog import ON_DATA_LOSS, Bearer, Endpoint, LimiterLoss
+from keyvault.access.limits import Limit
+
+_BEARER = {
+    Bearer.NONE: "not supported",
+    Bearer.OPTIONAL: "optional: a customer access token beside the key",
+    Bearer.REQUIRED: "required: a customer access token beside the key",
+}
+_ON_LIMITER_LOSS = {
+    LimiterLoss.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterLoss.REFUSE: "refused: dependency_unavailable",
+}
+_ON_DATA_LOSS = {"refuse": "refused: verifier_stale"}
+
+
+def limit_words(limit: Limit | None) -> str:
+    """`25 per 1 s`, or `none`."""
+    return "none" if limit is None else f"{limit.count} per {limit.seconds} s"
+
+
+def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
+    """Labels with what stands there, always the same labels in the same order."""
+    context = [
+        f"{what} from {source}"
+        for what, source in (("merchant", endpoint.merchant_from), ("store", endpoint.store_from))
+        if source is not None
+    ]
+    return [
+        ("Method", endpoint.method),
+        ("Path", endpoint.path),
+        ("X-Api-Key", f"{endpoint.kinds} API key"),
+        ("Bearer", _BEARER[endpoint.bearer]),
+        ("Context", ", ".join(context) or "none"),
+        ("Idempotency-Key", "required" if endpoint.idempotent_by_key else "not used"),
+        ("Limit", _limit(endpoint)),
+        ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "no limit to lose"),
+        ("Key data lost", _ON_DATA_LOSS[ON_DATA_LOSS]),
+    ]
+
+
+def _limit(endpoint: Endpoint) -> str:
+    if not endpoint.spends:
+        return "none, nor the account's"
+    return "the account's" if endpoint.limit is None else f"{limit_words(endpoint.limit)}, beside the account's"

@@ -1,0 +1,32 @@
+"""Web origins (RFC 6454): what a browser says in `Origin`, as the one text that is compared."""
+
+import re
+
+_HOST = r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_ORIGIN = re.compile(
+    rf"(?P<scheme>https?)://(?P<host>{_HOST}|\[[0-9a-f:]{{2,39}}\])(?::(?P<port>[1-9][0-9]{{0,4}}))?", re.ASCII
+)
+_LONGEST = 300
+_DEFAULT_PORT = {"http": "80", "https": "443"}
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_origin(text: str) -> bool:
+    """Whether it is an origin exactly as browsers write it, which lists may hold: https, or http on this machine.
+
+    `null` is none: whatever is sandboxed anywhere has it.
+    """
+    match = _ORIGIN.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        return False
+    port = match["port"]
+    if port is not None and (int(port) > 65_535 or port == _DEFAULT_PORT[match["scheme"]]):
+        return False
+    return match["scheme"] == "https" or match["host"] in _LOCAL
+
+
+def find_origin_fault(text: str) -> str | None:
+    """What is wrong with an origin for a list, as a demand; None when nothing is."""
+    if is_origin(text):
+        return None
+    return "https://host or https://host:port, lower case, no path, no wildcard, no port 443; http on localhost only"

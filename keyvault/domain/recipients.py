@@ -1,0 +1,75 @@
+"""Sealing a new key to its recipient: HPKE (RFC 9180) in base mode, one suite, empty info and aad.
+
+Whoever holds the recipient's private key opens it with any HPKE library; we keep no way of doing so.
+"""
+
+import base64
+import binascii
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from keyvault.domain.plaintext import Plaintext
+
+SUITE = "DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, AES-256-GCM"
+
+KEY_BYTES = 32
+KEY_CHARACTERS = 43
+_ENC_BYTES = 32
+_FIELD_PRIME = 2**255 - 19
+
+# Any scalar finds a point of low order: clamping makes each a multiple of the cofactor (RFC 7748, section 5).
+_PROBE = X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES))
+
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The encapsulated key and the ciphertext, each in base64url without padding."""
+
+    enc: str
+    ciphertext: str
+
+
+def find_recipient_fault(text: str) -> str | None:
+    """What is wrong with a recipient's public key, as a demand; None when nothing is.
+
+    A point of low order would seal to everybody, and another spelling of a good one opens for nobody.
+    """
+    shape = f"{KEY_CHARACTERS} characters of base64url without padding: the {KEY_BYTES} bytes of an X25519 public key"
+    raw = _decode(text)
+    if raw is None:
+        return shape
+    if int.from_bytes(raw, "little") >= _FIELD_PRIME:
+        return "an X25519 public key in its canonical form"
+    try:
+        _PROBE.exchange(X25519PublicKey.from_public_bytes(raw))
+    except ValueError:
+        return "an X25519 public key that is not of low order"
+    return None
+
+
+def seal_to(recipient_public_key: str, text: Plaintext) -> Sealed:
+    """The text, for the holder of the matching private key alone. Raises ValueError on a key that has a fault."""
+    raw = _decode(recipient_public_key)
+    if raw is None:
+        raise ValueError("no X25519 public key")
+    sealed = _SUITE.encrypt(text.reveal().encode("ascii"), X25519PublicKey.from_public_bytes(raw))
+    return Sealed(_encode(sealed[:_ENC_BYTES]), _encode(sealed[_ENC_BYTES:]))
+
+
+def _decode(text: str) -> bytes | None:
+    """None for whatever `_encode` would have written in another way."""
+    if len(text) != KEY_CHARACTERS or not text.isascii():
+        return None
+    try:
+        raw = base64.b64decode(text + "=", altchars=b"-_", validate=True)
+    except binascii.Error:
+        return None
+    return raw if _encode(raw) == text else None
+
+
+def _encode(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode("ascii")

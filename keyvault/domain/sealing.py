@@ -1,0 +1,46 @@
+"""Show-once secrets kept for a moment: AES-256-GCM under a key that a pepper gives, so that a database dump is no help.
+
+A sealed text is laid out as pepper version (4 bytes) ‖ salt (16) ‖ nonce (12) ‖ ciphertext and tag. The key is
+HKDF-SHA256 (RFC 5869) of that pepper, salted afresh each time; the context is authenticated, not kept.
+"""
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from keyvault.domain.base62 import RandomBytes
+from keyvault.domain.digests import Peppers
+from keyvault.domain.errors import IntegrityError
+from keyvault.domain.plaintext import Plaintext
+
+_VERSION_BYTES = 4
+_SALT_BYTES = 16
+_NONCE_BYTES = 12
+_HEAD_BYTES = _VERSION_BYTES + _SALT_BYTES + _NONCE_BYTES
+
+
+def seal(peppers: Peppers, text: Plaintext, context: bytes, random_bytes: RandomBytes) -> bytes:
+    """The text sealed under the set's current pepper, to be opened in this context only."""
+    version, salt, nonce = peppers.current_version, random_bytes(_SALT_BYTES), random_bytes(_NONCE_BYTES)
+    ciphertext = _cipher(peppers, version, salt).encrypt(nonce, text.reveal().encode(), context)
+    return version.to_bytes(_VERSION_BYTES) + salt + nonce + ciphertext
+
+
+def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
+    """What was sealed. Raises IntegrityError: altered, another context's, another set's, or the pepper is gone."""
+    version, salt = int.from_bytes(sealed[:_VERSION_BYTES]), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
+    nonce, ciphertext = sealed[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES], sealed[_HEAD_BYTES:]
+    if version not in peppers.versions or len(nonce) < _NONCE_BYTES:
+        raise IntegrityError("A sealed secret cannot be opened.", internal=f"{peppers!r} has no version {version}")
+    try:
+        text = _cipher(peppers, version, salt).decrypt(nonce, ciphertext, context)
+    except InvalidTag as error:
+        raise IntegrityError("A sealed secret cannot be opened.", internal="it was altered or moved") from error
+    return Plaintext(text.decode())
+
+
+def _cipher(peppers: Peppers, version: int, salt: bytes) -> AESGCM:
+    """The pepper also keys digests: the label keeps the two uses apart, and the set's name the environments."""
+    label = f"keyvault/sealing/{peppers.pepper_set}/{version}".encode()
+    return AESGCM(HKDF(SHA256(), 32, salt, label).derive(peppers.versions[version]))

@@ -1,0 +1,32 @@
+"""The Idempotency-Key header: one key of 1 to 255 printable ASCII characters, quoted or bare."""
+
+import re
+
+from keyvault.domain.errors import ErrorCode, Fault, IdempotencyError, RequestInvalidError
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+_QUOTED = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
+"""A String of Structured Fields (RFC 9651, 3.3.3), as draft-ietf-httpapi-idempotency-key-header has it."""
+
+_ESCAPED = re.compile(r'\\(["\\])')
+
+
+def read_idempotency_key(value: str | None) -> str:
+    """The key itself: `"abc"` and `abc` are the same one. A comma is a character like any other.
+
+    Raises IdempotencyError when it is missing or empty, RequestInvalidError when it cannot be one.
+    """
+    text = (value or "").strip(" \t")
+    if quoted := _QUOTED.fullmatch(text):
+        text = _ESCAPED.sub(r"\1", quoted[1])
+    if not text:
+        raise IdempotencyError(
+            ErrorCode.IDEMPOTENCY_KEY_MISSING, f"This creates something, so it needs a header {IDEMPOTENCY_KEY}."
+        )
+    if _KEY.fullmatch(text) is None:
+        fault = Fault("", f"The header {IDEMPOTENCY_KEY} holds 1 to 255 printable ASCII characters.")
+        raise RequestInvalidError("The request does not fit.", [fault])
+    return text

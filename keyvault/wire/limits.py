@@ -1,0 +1,21 @@
+"""Limits on the wire: the RateLimit fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
+
+from keyvault.access.limits import Spend, Standing
+
+
+def limit_headers(spend: Spend | None) -> dict[str, str]:
+    """`RateLimit-Policy` and `RateLimit`; nothing where nothing was spent: limits are not told before proof."""
+    if spend is None:
+        return {}
+    return {
+        "RateLimit-Policy": ", ".join(map(_policy, spend.standings)),
+        "RateLimit": ", ".join(map(_standing, spend.standings)),
+    }
+
+
+def _policy(standing: Standing) -> str:
+    return f'"{standing.policy}";q={standing.limit.count};w={standing.limit.seconds}'
+
+
+def _standing(standing: Standing) -> str:
+    return f'"{standing.policy}";r={standing.remaining};t={standing.reset_seconds}'
