@@ -1,12 +1,17 @@
 """Rows and constraints; no decisions."""
 
 from keyvault.models.audit import AuditChain, AuditEntry, BreakGlass, Change
+from keyvault.models.catalog import CatalogEndpoint, LimitOverride
+from keyvault.models.customers import CustomerToken
+from keyvault.models.idempotency import IdempotentRequest
 from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
 from keyvault.models.operators import Operator
+from keyvault.models.orders import Order
 from keyvault.models.peppers import PepperVersion
+from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeyUse, UsageReporter, UseBucket
 
@@ -15,18 +20,24 @@ __all__ = [
     "AuditChain",
     "AuditEntry",
     "BreakGlass",
+    "CatalogEndpoint",
     "Change",
     "Credential",
+    "CustomerToken",
+    "IdempotentRequest",
     "IssuanceApproval",
     "IssuanceRequest",
     "Key",
     "KeyUse",
+    "LimitOverride",
     "Material",
     "Merchant",
     "MerchantStatus",
     "Operator",
+    "Order",
     "PepperVersion",
     "ProviderConnection",
+    "Refusal",
     "ServiceToken",
     "UsageReporter",
     "UseBucket",

@@ -3,6 +3,7 @@
 from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
+from django.db.models.functions import Length
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery, IssuancePlan, IssuanceState
@@ -13,6 +14,8 @@ from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 from keyvault.models.tokens import ServiceToken
 
+models.CharField.register_lookup(Length)
+
 
 class IssuanceRequest(RecordedModel):
     """`requester_person` is compared with approvers; `requested_via` is the token a service asked with."""
@@ -22,6 +25,7 @@ class IssuanceRequest(RecordedModel):
     kind = choice(KeyKind)
     label = models.CharField(max_length=100)
     delivery = choice(Delivery)
+    recipient_public_key = models.CharField(max_length=43, blank=True)
     expires_in_days = models.PositiveIntegerField(null=True, blank=True)
     plan_digest = models.CharField(max_length=64)
     approvals_needed = models.PositiveSmallIntegerField()
@@ -45,11 +49,16 @@ class IssuanceRequest(RecordedModel):
             models.CheckConstraint(name="request_expires_later", condition=Q(expires_at__gt=F("created_at"))),
             models.CheckConstraint(
                 name="request_issued_key",
-                condition=~Q(state__in=["issued", "collected"])
+                condition=~Q(state__in=["issued", "collected", "burned"])
                 | Q(key__isnull=False, credential__isnull=False, issued_at__isnull=False),
             ),
             models.CheckConstraint(
                 name="request_collected_at", condition=~Q(state="collected") | Q(collected_at__isnull=False)
+            ),
+            models.CheckConstraint(
+                name="request_recipient",
+                condition=Q(delivery="sealed", recipient_public_key__length=43)
+                | (~Q(delivery="sealed") & Q(recipient_public_key="")),
             ),
             models.CheckConstraint(
                 name="request_expires_in_days",
@@ -74,6 +83,7 @@ class IssuanceRequest(RecordedModel):
             label=self.label,
             delivery=Delivery(self.delivery),
             expires_in_days=self.expires_in_days,
+            recipient_public_key=self.recipient_public_key,
         )
 
 

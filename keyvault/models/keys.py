@@ -24,12 +24,15 @@ class OriginHeader(models.TextChoices):
 
 
 class Credential(RecordedModel):
+    """`networks`: the CIDR blocks that its keys are good from; none listed: everywhere."""
+
     credential_id = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="credentials")
     kind = choice(KeyKind)
     label = models.CharField(max_length=100)
     delivery = choice(Delivery)
     origin_header = choice(OriginHeader, default=OriginHeader.REFUSE)
+    networks = models.JSONField(default=list, blank=True)
     created_at = created_at()
 
     class Meta:

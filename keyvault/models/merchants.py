@@ -30,7 +30,11 @@ class Merchant(RecordedModel):
 
 
 class Account(RecordedModel):
-    """`limit_…` None: the default of the environment (25 per second in sandbox, 100 in production)."""
+    """`limit_…` None: the default of the environment (25 per second in sandbox, 100 in production).
+
+    `allowed_origins`: where its public keys are used from in a browser. `customer_token_seconds`: the longest
+    lifetime of a customer access token.
+    """
 
     merchant = models.ForeignKey(Merchant, models.PROTECT, related_name="accounts")
     environment = choice(Environment)
@@ -38,6 +42,8 @@ class Account(RecordedModel):
     client_configuration = models.JSONField(default=dict, blank=True)
     limit_count = models.PositiveIntegerField(null=True, blank=True)
     limit_seconds = models.PositiveIntegerField(null=True, blank=True)
+    allowed_origins = models.JSONField(default=list, blank=True)
+    customer_token_seconds = models.PositiveIntegerField(default=3600)
     created_at = created_at()
 
     class Meta:
@@ -54,6 +60,9 @@ class Account(RecordedModel):
                     limit_seconds__isnull=False,
                     limit_seconds__range=(1, 86_400),
                 ),
+            ),
+            models.CheckConstraint(
+                name="account_customer_token_seconds", condition=Q(customer_token_seconds__range=(60, 86_400))
             ),
         ]
 

@@ -13,9 +13,13 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 class ServiceToken(RecordedModel):
-    """`merchants` None: all of them. The creator's person answers for what the token asks."""
+    """`merchants` None: all of them. The creator's person answers for what the token asks.
+
+    `lineage` is the id of the first of a row of rotated tokens, its own for the first.
+    """
 
     token_id = models.CharField(primary_key=True, max_length=16)
+    lineage = models.CharField(max_length=16)
     name = models.CharField(max_length=100)
     digest = models.BinaryField(max_length=DIGEST_BYTES)
     pepper_version = models.PositiveIntegerField()

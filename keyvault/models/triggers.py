@@ -27,6 +27,10 @@ _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "keyvault_breakglass": (("act_id",),),
     "keyvault_operator": (("id",), ("username",)),
     "keyvault_servicetoken": (("token_id",),),
+    "keyvault_customertoken": (("token_id",),),
+    "keyvault_order": (("order_token",),),
+    "keyvault_catalogendpoint": (("name",),),
+    "keyvault_limitoverride": (("id",), ("account_id", "endpoint")),
     "rotation_rotation": (("rotation_id",),),
 }
 """Tables whose rows stay, each with every set of columns that is unique in it: to take a row away and put another
@@ -181,8 +185,57 @@ def _conditions() -> Iterator[Refusal]:
         "servicetoken_stays",
         "keyvault_servicetoken",
         "UPDATE",
-        "NEW.token_id <> OLD.token_id OR NEW.creator_person <> OLD.creator_person",
-        "a token keeps its name and who answers for it",
+        "NEW.token_id <> OLD.token_id OR NEW.creator_person <> OLD.creator_person OR NEW.expires_at > OLD.expires_at "
+        "OR (OLD.lineage <> '' AND NEW.lineage <> OLD.lineage)",
+        "a token keeps its name, its lineage and who answers for it, and never lives longer",
+    )
+    yield Refusal(
+        "customertoken_no_revival",
+        "keyvault_customertoken",
+        "UPDATE",
+        "OLD.revoked_at IS NOT NULL AND (NEW.revoked_at IS NULL OR NEW.revoked_at <> OLD.revoked_at)",
+        "a revoked token stays revoked",
+    )
+    yield Refusal(
+        "customertoken_stays",
+        "keyvault_customertoken",
+        "UPDATE",
+        "NEW.token_id <> OLD.token_id OR NEW.account_id <> OLD.account_id OR NEW.customer_id <> OLD.customer_id "
+        "OR NEW.expires_at <> OLD.expires_at",
+        "a token keeps its account, its customer and its expiry",
+    )
+    yield Refusal(
+        "order_stays",
+        "keyvault_order",
+        "UPDATE",
+        "NEW.order_token <> OLD.order_token OR NEW.account_id <> OLD.account_id "
+        "OR NEW.amount_minor <> OLD.amount_minor OR NEW.currency <> OLD.currency "
+        "OR coalesce(NEW.customer_id, '') <> coalesce(OLD.customer_id, '') OR NEW.created_at <> OLD.created_at",
+        "an order is not changed afterwards",
+    )
+    yield Refusal(
+        "catalogendpoint_stays",
+        "keyvault_catalogendpoint",
+        "UPDATE",
+        "NEW.name <> OLD.name",
+        "an endpoint keeps its name",
+    )
+    # Unique among those of no account: REPLACE would delete the one that is there.
+    yield Refusal(
+        "limitoverride_one_of_endpoint",
+        "keyvault_limitoverride",
+        "INSERT",
+        "NEW.account_id IS NULL AND EXISTS (SELECT 1 FROM keyvault_limitoverride o WHERE o.account_id IS NULL "
+        "AND o.environment = NEW.environment AND o.endpoint = NEW.endpoint)",
+        "an endpoint has one limit in an environment",
+    )
+    yield Refusal(
+        "limitoverride_stays",
+        "keyvault_limitoverride",
+        "UPDATE",
+        "NEW.id <> OLD.id OR coalesce(NEW.account_id, 0) <> coalesce(OLD.account_id, 0) "
+        "OR NEW.environment <> OLD.environment OR NEW.endpoint <> OLD.endpoint",
+        "a limit stays with its account and endpoint",
     )
     yield Refusal(
         "key_no_revival",
@@ -222,7 +275,15 @@ def _conditions() -> Iterator[Refusal]:
         foreign_key="request_id",
         approved=f"NEW.state IN {_APPROVED}",
         environment="(SELECT a.environment FROM keyvault_account a WHERE a.id = NEW.account_id)",
-        frozen=("account_id", "kind", "label", "delivery", "expires_in_days"),
+        frozen=(
+            "account_id",
+            "kind",
+            "label",
+            "delivery",
+            "recipient_public_key",
+            "expires_in_days",
+            "requested_via_id",
+        ),
     )
     yield from _four_eyes(
         request="rotation_rotation",

@@ -9,6 +9,8 @@ from keyvault.models.keys import Key
 class Outcome(models.TextChoices):
     ALLOWED = "allowed"
     REFUSED = "refused"
+    EXPOSED_IN_URL = "exposed_in_url"
+    EXPOSED_IN_BROWSER = "exposed_in_browser"
 
 
 class KeyUse(models.Model):
@@ -24,7 +26,8 @@ class KeyUse(models.Model):
 
 
 class UseBucket(models.Model):
-    """The same by minute, source, user agent and endpoint, and attempts on a suspended key beside them."""
+    """The same by minute, source, user agent and endpoint. Beside them, attempts on a suspended key, and suspected
+    exposures: a key that was proved to stand in a URL, or a private one that came from a browser."""
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets")
     minute = models.DateTimeField()

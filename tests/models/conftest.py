@@ -10,11 +10,27 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.ids import mint_id
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, IssuanceRequest, Key, ProviderConnection, ServiceToken, WebhookEndpoint
+from keyvault.models import (
+    Account,
+    CatalogEndpoint,
+    CustomerToken,
+    IssuanceRequest,
+    Key,
+    LimitOverride,
+    Order,
+    ProviderConnection,
+    Refusal,
+    ServiceToken,
+    WebhookEndpoint,
+)
 from keyvault.models.usage import Outcome
 from keyvault.services.break_glass import note_break_glass
+from keyvault.services.customer_tokens import issue_customer_token
+from keyvault.services.idempotency import Answer, run_once
 from keyvault.services.keys import revoke_key
+from keyvault.services.orders import create_order
 from keyvault.services.recording import recorded
 from keyvault.services.usage import UsageLog
 from rotation.models import EvidenceKind, Rotation
@@ -54,6 +70,8 @@ class World:
     token: ServiceToken
     waiting: Rotation
     scheduled: Rotation
+    customer_token: CustomerToken
+    order: Order
 
 
 @pytest.fixture
@@ -76,6 +94,8 @@ def world(db: None) -> World:
     approve_rotation(allowed, scheduled, scheduled.plan_digest)
     for environment, mode in ((SANDBOX, "test"), (PRODUCTION, "live")):
         _connect(account("acme", environment), mode)
+    customer_token, order = _integrate(account("acme", SANDBOX))
+    _configure(production)
     allowed = grant(approver, Permission.ROTATIONS_APPROVE, production, scheduled.requester_person)
     with recorded(allowed, Permission.ROTATIONS_APPROVE, "test.noted", account=production):
         note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
@@ -98,6 +118,8 @@ def world(db: None) -> World:
         token=token,
         waiting=waiting,
         scheduled=scheduled,
+        customer_token=customer_token,
+        order=order,
     )
 
 
@@ -111,6 +133,39 @@ def _connect(place: Account, mode: str) -> None:
     with recorded(allowed, Permission.MERCHANTS_WRITE, "test.connected", account=place):
         ProviderConnection(account=place, provider="stripe", mode=mode, created_at=now()).save()
         WebhookEndpoint(account=place, url="https://acme.example/hooks", created_at=now()).save()
+
+
+def _integrate(place: Account) -> tuple[CustomerToken, Order]:
+    """What a merchant's private key makes on the integration plane, and one request that was refused there."""
+    key, _ = issue(place)
+    credential, merchant_id = key.credential, place.merchant_id
+    holder = principals.KeyHolder(key.key_id, credential.credential_id, KeyKind.PRIVATE, SANDBOX, merchant_id)
+    allowed = grant(holder, Permission.CUSTOMER_TOKENS_WRITE, place)
+    token, _ = issue_customer_token(allowed, place, key, customer_id="alice")
+    allowed = grant(holder, Permission.ORDERS_CREATE, place)
+    order = create_order(allowed, place, amount_minor=1, currency="EUR", customer_id="alice")
+    Refusal.objects.create(request_id="x", at=now(), door="integration", environment=SANDBOX, code="rate_limited")
+    run_once(
+        holder=credential.credential_id,
+        endpoint="orders.create",
+        environment=SANDBOX,
+        key="attempt-1",
+        body=b"",
+        now=now(),
+        prepare=lambda: lambda: Answer(201, {}),
+    )
+    return token, order
+
+
+def _configure(place: Account) -> None:
+    """An upstream endpoint, and a limit of it in the account's environment and one for the account alone."""
+    allowed = grant(HOST, Permission.MERCHANTS_WRITE, place)
+    with recorded(allowed, Permission.MERCHANTS_WRITE, "test.configured", account=place):
+        CatalogEndpoint(
+            name="stays.search", method="GET", path="/stays", credentials=["private"], created_at=now()
+        ).save()
+        for of in (place, None):
+            LimitOverride(account=of, environment=place.environment, endpoint="stays.search", created_at=now()).save()
 
 
 def fresh_id() -> str:

@@ -20,16 +20,24 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 LONG_AGO = "2001-01-01 00:00:00+00:00"
 
+HALF_OR_OUTSIDE: list[Row] = [
+    {"limit_count": 5},
+    {"limit_seconds": 5},
+    {"limit_count": 0, "limit_seconds": 1},
+    {"limit_count": 1, "limit_seconds": 0},
+    {"limit_count": 1_000_001, "limit_seconds": 1},
+    {"limit_count": 1, "limit_seconds": 86_401},
+]
+"""Limits that are none."""
+
 FORBIDDEN: list[tuple[str, str, Row]] = [
     ("operator_no_superuser", "keyvault_operator", {"is_superuser": True}),
     ("merchant_status", "keyvault_merchant", {"status": "other"}),
     ("account_status", "keyvault_account", {"status": "other"}),
     ("account_environment", "keyvault_account", {"environment": "staging"}),
-    ("account_limit_whole", "keyvault_account", {"limit_count": 5}),
-    ("account_limit_whole", "keyvault_account", {"limit_seconds": 5}),
-    ("account_limit_whole", "keyvault_account", {"limit_count": 0, "limit_seconds": 1}),
-    ("account_limit_whole", "keyvault_account", {"limit_count": 1_000_001, "limit_seconds": 1}),
-    ("account_limit_whole", "keyvault_account", {"limit_count": 1, "limit_seconds": 86_401}),
+    *(("account_limit_whole", "keyvault_account", limit) for limit in HALF_OR_OUTSIDE),
+    ("account_customer_token_seconds", "keyvault_account", {"customer_token_seconds": 59}),
+    ("account_customer_token_seconds", "keyvault_account", {"customer_token_seconds": 86_401}),
     ("connection_mode", "keyvault_providerconnection", {"mode": "other"}),
     ("credential_kind", "keyvault_credential", {"kind": "other"}),
     ("credential_delivery", "keyvault_credential", {"delivery": "other"}),
@@ -75,16 +83,30 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "key_id": None}),
     ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "credential_id": None}),
     ("request_issued_key", "keyvault_issuancerequest", {"state": "issued", "issued_at": None}),
+    ("request_recipient", "keyvault_issuancerequest", {"recipient_public_key": "k" * 43}),
+    ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed"}),
+    ("request_recipient", "keyvault_issuancerequest", {"delivery": "sealed", "recipient_public_key": "k" * 42}),
     ("request_collected_at", "keyvault_issuancerequest", {"state": "collected", "collected_at": None}),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewed_at": LONG_AGO}),
     ("break_glass_reviewed", "keyvault_breakglass", {"reviewer_person": "per_x"}),
     ("use_outcome", "keyvault_usebucket", {"outcome": "other"}),
+    ("customer_token_digest_bytes", "keyvault_customertoken", {"digest": bytes(31)}),
+    ("customer_token_pepper_version", "keyvault_customertoken", {"pepper_version": 0}),
+    ("customer_token_expires_later", "keyvault_customertoken", {"expires_at": LONG_AGO}),
+    ("order_amount", "keyvault_order", {"amount_minor": 0}),
+    ("order_currency", "keyvault_order", {"currency": "eur"}),
+    ("order_currency", "keyvault_order", {"currency": "EU"}),
+    ("endpoint_bearer", "keyvault_catalogendpoint", {"bearer": "other"}),
+    ("endpoint_on_limiter_loss", "keyvault_catalogendpoint", {"on_limiter_loss": "other"}),
+    *(("endpoint_limit_whole", "keyvault_catalogendpoint", limit) for limit in HALF_OR_OUTSIDE),
+    *(("limit_whole", "keyvault_limitoverride", limit) for limit in HALF_OR_OUTSIDE),
+    ("limit_environment", "keyvault_limitoverride", {"environment": "staging"}),
+    ("refusal_environment", "keyvault_refusal", {"environment": "staging"}),
 ]
 """A constraint, a table, and what no row of it may say. The first row is one that says it otherwise."""
 
 ROWS: dict[str, Row] = {"keyvault_issuancerequest": {"state": "issued"}, "keyvault_key": {"state": "active"}}
 """Which row is attacked, where the first one would not do."""
-
 ONCE: dict[str, str] = {
     "account_unique": "keyvault_account",
     "connection_unique": "keyvault_providerconnection",
@@ -93,8 +115,14 @@ ONCE: dict[str, str] = {
     "audit_entry_unique": "keyvault_auditentry",
     "issuance_approval_once": "keyvault_issuanceapproval",
     "use_bucket_unique": "keyvault_usebucket",
+    "limit_of_pair_unique": "keyvault_limitoverride",
+    "limit_of_endpoint_unique": "keyvault_limitoverride",
+    "idempotent_request_once": "keyvault_idempotentrequest",
 }
 """A uniqueness rule, and the table of which no row may stand twice."""
+
+AGAIN: dict[str, Row] = {"limit_of_endpoint_unique": {"account_id": None}}
+"""How the second row differs from the first one, where an equal one would meet another rule."""
 
 
 @pytest.fixture
@@ -143,7 +171,7 @@ def test_checks_second_row_of_the_same_is_refused(bare_world: World, subtests: p
     for name, table in ONCE.items():
         said = name if connection.vendor == "postgresql" else rf"UNIQUE constraint failed: {table}\.{_columns(name)}"
         with subtests.test(name), pytest.raises(IntegrityError, match=said), transaction.atomic():
-            insert_copy(table, {"id": None})
+            insert_copy(table, {"id": None, **AGAIN.get(name, {})})
 
 
 def _columns(name: str) -> str:

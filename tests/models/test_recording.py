@@ -9,13 +9,15 @@ from django.apps import apps
 from django.db import IntegrityError, connection, models, transaction
 from django.test.utils import CaptureQueriesContext
 
-from keyvault.access.catalog import find_endpoint
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keystring import StringKind, StringScope
 from keyvault.models import IssuanceRequest, Key, Merchant, Operator
 from keyvault.models.recording import RecordedModel, UnrecordedWriteError, collect_subjects
+from keyvault.services.catalog import find_endpoint
 from keyvault.services.lookup import prove_service_token
 from keyvault.services.material import read_string
 from keyvault.services.verification import Presented, judge_presented
+from tests.domain.minting import mint
 from tests.factories import PRODUCTION, make_token, now
 
 from .conftest import World
@@ -84,9 +86,11 @@ def test_recorded_model_every_table_says_what_it_alters() -> None:
 def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: World) -> None:
     """A row that a verdict depends on cannot be written without a change row, or caches would go stale."""
     _, token_text = make_token()
-    presented = Presented(read_string(world.key).reveal(), PRODUCTION, find_endpoint("orders.create"))
+    key, customer_token = read_string(world.key).reveal(), mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION)
     with CaptureQueriesContext(connection) as queries:
-        assert judge_presented(presented, now()).holder is not None
+        for name, bearer in (("stays.search", None), ("customers.me", customer_token)):
+            presented = Presented(key, PRODUCTION, find_endpoint(name), bearer=bearer)
+            assert judge_presented(presented, now()).holder is not None
         assert prove_service_token(token_text.reveal(), now()) is not None
     read = {name for query in queries for name in re.findall(r'(?:FROM|JOIN) "(\w+)"', query["sql"])}
     altering = {
@@ -100,6 +104,9 @@ def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: 
         "keyvault_account",
         "keyvault_merchant",
         "keyvault_servicetoken",
+        "keyvault_customertoken",
+        "keyvault_catalogendpoint",
+        "keyvault_limitoverride",
     }
     assert read <= altering
 
@@ -173,6 +180,8 @@ def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
         "KeyUse": "counts, no part of a verdict",
         "UseBucket": "counts",
         "UsageReporter": "who counts",
+        "IdempotentRequest": "answers that were given; a claim of a key is nobody's act",
+        "Refusal": "what was refused, for support; no part of a verdict",
         "WorkLease": "bookkeeping beside the rows that matter",
         "LedgerEntry": "bookkeeping of tries",
         "Operator": "Django's own user; its permissions are its groups",

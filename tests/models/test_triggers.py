@@ -13,7 +13,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, models
 
-from keyvault.models import IssuanceApproval, Key, Operator
+from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator
 from keyvault.models.triggers import (
     _KEPT,
     _UNTRUNCATED,
@@ -25,6 +25,7 @@ from keyvault.models.triggers import (
 from tests.factories import make_operator
 
 from .attacks import (
+    MESSAGES,
     Row,
     defer_foreign_keys,
     delete,
@@ -98,6 +99,16 @@ def _reopen(world: World) -> None:
 def _revive_token(world: World, revoked_at: object) -> None:
     update("keyvault_servicetoken", {"revoked_at": world.token.created_at}, token_id=world.token.pk)
     update("keyvault_servicetoken", {"revoked_at": revoked_at}, token_id=world.token.pk)
+
+
+def _revive_customer_token(world: World, revoked_at: object) -> None:
+    token = world.customer_token
+    update("keyvault_customertoken", {"revoked_at": token.created_at}, token_id=token.pk)
+    update("keyvault_customertoken", {"revoked_at": revoked_at}, token_id=token.pk)
+
+
+def _limit_of_nobody() -> int:
+    return LimitOverride.objects.get(account=None).pk
 
 
 def _third_active(write: Callable[[World], None]) -> Callable[[World], None]:
@@ -240,6 +251,30 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "servicetoken_stays": lambda world: update(
         "keyvault_servicetoken", {"creator_person": world.approver.person}, token_id=world.token.pk
     ),
+    # What merchants' backends made: a token ends when it was said to, an order says what it said.
+    "customertoken_no_delete": lambda world: delete("keyvault_customertoken", token_id=world.customer_token.pk),
+    "customertoken_no_replace": lambda world: _replace(
+        "keyvault_customertoken", {"customer_id": "bob"}, token_id=world.customer_token.pk
+    ),
+    "customertoken_no_revival": lambda world: _revive_customer_token(world, None),
+    "customertoken_stays": lambda world: update(
+        "keyvault_customertoken", {"customer_id": "bob"}, token_id=world.customer_token.pk
+    ),
+    "order_no_delete": lambda world: delete("keyvault_order", order_token=world.order.pk),
+    "order_no_replace": lambda world: _replace("keyvault_order", {"amount_minor": 2}, order_token=world.order.pk),
+    "order_stays": lambda world: update("keyvault_order", {"amount_minor": 2}, order_token=world.order.pk),
+    # The catalog and its limits are changed, never taken away.
+    "catalogendpoint_no_delete": lambda _: delete("keyvault_catalogendpoint", name="stays.search"),
+    "catalogendpoint_no_replace": lambda _: _replace("keyvault_catalogendpoint", {"path": "/x"}, name="stays.search"),
+    "catalogendpoint_stays": lambda _: update("keyvault_catalogendpoint", {"name": "other"}, name="stays.search"),
+    "limitoverride_no_delete": lambda world: delete("keyvault_limitoverride", account_id=world.production.pk),
+    "limitoverride_no_replace": lambda world: _replace(
+        "keyvault_limitoverride", {"id": None}, account_id=world.production.pk
+    ),
+    "limitoverride_one_of_endpoint": lambda _: _replace("keyvault_limitoverride", {"id": None}, id=_limit_of_nobody()),
+    "limitoverride_stays": lambda world: update(
+        "keyvault_limitoverride", {"endpoint": "orders.create"}, account_id=world.production.pk
+    ),
     # An act under break-glass stays in sight.
     "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
@@ -309,6 +344,13 @@ def test_triggers_log_in_replaced_by_its_name_is_refused(world: World) -> None:
         _replace("keyvault_operator", {"id": None, "person": "per_nobody"}, username="tam")
 
 
+_PARTIAL: dict[str, set[tuple[str, ...]]] = {
+    "rotation_rotation": {("credential_id",)},
+    "keyvault_limitoverride": {("environment", "endpoint")},
+}
+"""Unique among some of the rows only: a rule of its own sees to each."""
+
+
 def test_triggers_every_unique_set_of_a_kept_table_is_known(subtests: pytest.Subtests) -> None:
     """A unique constraint that a later migration adds opens no way to replace a row."""
     with connection.cursor() as cursor:
@@ -316,8 +358,7 @@ def test_triggers_every_unique_set_of_a_kept_table_is_known(subtests: pytest.Sub
             with subtests.test(table):
                 found = connection.introspection.get_constraints(cursor, table).values()
                 unique = {tuple(each["columns"]) for each in found if each["unique"] or each["primary_key"]}
-                partial = {("credential_id",)} if table == "rotation_rotation" else set()
-                assert unique == set(known) | partial
+                assert unique == set(known) | _PARTIAL.get(table, set())
 
 
 @pytest.mark.parametrize(
@@ -347,11 +388,47 @@ def test_triggers_request_moved_onto_an_approved_one_is_refused(world: World) ->
         update("rotation_rotation", changes, or_replace=True, rotation_id=world.waiting.pk)
 
 
+def test_triggers_request_given_to_another_token_is_refused(world: World) -> None:
+    """Which token asked decides who collects: no plain UPDATE lets another one have the key."""
+    for request in (world.pending, world.issued):
+        with refused(MESSAGES["issuancerequest_stays"]):
+            update("keyvault_issuancerequest", {"requested_via_id": world.token.pk}, request_id=request.pk)
+
+
 @pytest.mark.parametrize("revoked_at", [None, "2099-01-01 00:00:00+00:00"])
 def test_triggers_revoked_token_given_another_time_is_refused(world: World, revoked_at: str | None) -> None:
     """A revoked token proves nothing ever again, neither at once nor from some later day."""
     with refused("a revoked token stays revoked"):
         _revive_token(world, revoked_at)
+
+
+@pytest.mark.parametrize("revoked_at", [None, "2099-01-01 00:00:00+00:00"])
+def test_triggers_revoked_customer_token_given_another_time_is_refused(world: World, revoked_at: str | None) -> None:
+    with refused("a revoked token stays revoked"):
+        _revive_customer_token(world, revoked_at)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"customer_id": "bob"},
+        {"expires_at": "2099-01-01 00:00:00+00:00"},
+        {"token_id": "0" * 16},
+    ],
+)
+def test_triggers_customer_token_given_to_another_or_prolonged_is_refused(world: World, changes: Row) -> None:
+    """What a merchant was told of a token holds: whose it is, and until when."""
+    with refused("a token keeps its account, its customer and its expiry"):
+        update("keyvault_customertoken", changes, token_id=world.customer_token.pk)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"amount_minor": 2}, {"currency": "USD"}, {"customer_id": "bob"}, {"customer_id": None}, {"order_token": "x"}],
+)
+def test_triggers_order_changed_afterwards_is_refused(world: World, changes: Row) -> None:
+    with refused("an order is not changed afterwards"):
+        update("keyvault_order", changes, order_token=world.order.pk)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 2, 10])

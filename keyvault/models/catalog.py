@@ -1,0 +1,87 @@
+"""Upstream endpoints that operators add to the catalog, and limits that differ from an endpoint's or account's own."""
+
+from django.db import models
+from django.db.models import Q
+
+from keyvault.access.catalog import Bearer, LimiterLoss
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.domain.environments import Environment
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.merchants import Account
+from keyvault.models.recording import RecordedModel, Subject
+
+
+def _limit_check(name: str) -> models.CheckConstraint:
+    """Both numbers within their bounds, or neither."""
+    return models.CheckConstraint(
+        name=name,
+        condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
+        | Q(
+            limit_count__isnull=False,
+            limit_count__range=(1, LARGEST_COUNT),
+            limit_seconds__isnull=False,
+            limit_seconds__range=(1, LONGEST_SECONDS),
+        ),
+    )
+
+
+class CatalogEndpoint(RecordedModel):
+    """One upstream endpoint; the fields are those of `access.catalog.Endpoint`. `withdrawn_at`: no longer one."""
+
+    name = models.CharField(primary_key=True, max_length=100)
+    method = models.CharField(max_length=16)
+    path = models.CharField(max_length=300)
+    credentials = models.JSONField()
+    bearer = choice(Bearer, default=Bearer.NONE)
+    idempotent_by_key = models.BooleanField(default=False)
+    summary = models.CharField(max_length=200, blank=True)
+    merchant_from = models.CharField(max_length=100, blank=True)
+    store_from = models.CharField(max_length=100, blank=True)
+    limit_count = models.PositiveIntegerField(null=True, blank=True)
+    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
+    on_limiter_loss = choice(LimiterLoss, default=LimiterLoss.LOCAL_SHARE)
+    created_at = created_at()
+    withdrawn_at = at()
+
+    class Meta:
+        constraints = [
+            choices_check("endpoint_bearer", "bearer", Bearer),
+            choices_check("endpoint_on_limiter_loss", "on_limiter_loss", LimiterLoss),
+            _limit_check("endpoint_limit_whole"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def alters(self) -> Subject:
+        return "endpoint", self.name
+
+
+class LimitOverride(RecordedModel):
+    """The limit of one endpoint: for one account, or (account None) for all accounts of the environment.
+
+    Both numbers None: cleared, the next wider one holds again.
+    """
+
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="limit_overrides")
+    environment = choice(Environment)
+    endpoint = models.CharField(max_length=100)
+    limit_count = models.PositiveIntegerField(null=True, blank=True)
+    limit_seconds = models.PositiveIntegerField(null=True, blank=True)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["account", "endpoint"], name="limit_of_pair_unique"),
+            models.UniqueConstraint(
+                fields=["environment", "endpoint"], name="limit_of_endpoint_unique", condition=Q(account__isnull=True)
+            ),
+            choices_check("limit_environment", "environment", Environment),
+            _limit_check("limit_whole"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.account or self.environment} {self.endpoint}"
+
+    def alters(self) -> Subject:
+        return "limit", str(self)

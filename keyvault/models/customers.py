@@ -1,0 +1,40 @@
+"""Customer access tokens: short-lived, hashed like keys, bound to one account and one customer of the merchant's."""
+
+from django.db import models
+from django.db.models import F, Q
+
+from keyvault.domain.digests import DIGEST_BYTES
+from keyvault.models.columns import at, created_at
+from keyvault.models.keys import Key
+from keyvault.models.merchants import Account
+from keyvault.models.recording import RecordedModel, Subject
+
+
+class CustomerToken(RecordedModel):
+    """`issued_with` is the private key that asked for it. Triggers keep it revoked, see `models.triggers`."""
+
+    token_id = models.CharField(primary_key=True, max_length=16)
+    account = models.ForeignKey(Account, models.PROTECT, related_name="customer_tokens")
+    issued_with = models.ForeignKey(Key, models.PROTECT, related_name="customer_tokens")
+    customer_id = models.CharField(max_length=128)
+    digest = models.BinaryField(max_length=DIGEST_BYTES)
+    pepper_version = models.PositiveIntegerField()
+    created_at = created_at()
+    expires_at = models.DateTimeField()
+    revoked_at = at()
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(name="customer_token_digest_bytes", condition=Q(digest__length=DIGEST_BYTES)),
+            models.CheckConstraint(name="customer_token_pepper_version", condition=Q(pepper_version__gte=1)),
+            models.CheckConstraint(name="customer_token_expires_later", condition=Q(expires_at__gt=F("created_at"))),
+        ]
+
+    def __str__(self) -> str:
+        return self.token_id
+
+    def __repr__(self) -> str:
+        return f"CustomerToken({self.token_id})"
+
+    def alters(self) -> Subject:
+        return "customer_token", self.token_id

@@ -1,0 +1,32 @@
+"""What was refused, for whoever is asked why with a request id. Kept for a while, never part of a verdict."""
+
+from django.db import models
+
+from keyvault.domain.environments import Environment
+from keyvault.models.columns import choice, choices_check
+
+
+class Refusal(models.Model):
+    """One denied request for an endpoint. `key_id` and `merchant_id` only where possession was proved.
+
+    `trace` is the list of rules that were applied, each `[code, passed]`.
+    """
+
+    request_id = models.CharField(primary_key=True, max_length=32)
+    at = models.DateTimeField(db_index=True)
+    door = models.CharField(max_length=32)
+    environment = choice(Environment)
+    endpoint = models.CharField(max_length=100, blank=True)
+    code = models.CharField(max_length=64)
+    detail = models.CharField(max_length=300)
+    internal = models.CharField(max_length=300, blank=True)
+    key_id = models.CharField(max_length=16, blank=True)
+    merchant_id = models.CharField(max_length=64, blank=True)
+    source = models.CharField(max_length=64, blank=True)
+    trace = models.JSONField(default=list)
+
+    class Meta:
+        constraints = [choices_check("refusal_environment", "environment", Environment)]
+
+    def __str__(self) -> str:
+        return f"{self.request_id}: {self.code}"
