@@ -1,14 +1,15 @@
 """Asking for a credential, deciding about it under four eyes, issuing it, collecting it once."""
 
 import secrets
+from collections.abc import Iterator
 from datetime import datetime
 
 from django.conf import settings
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import WORKER, Operator
+from keyvault.access.principals import WORKER, Operator, Service
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
@@ -17,21 +18,25 @@ from keyvault.domain.free_text import clean_text, find_text_fault
 from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
+    COLLECT_WITHIN,
+    HANDED_OVER,
     REQUEST_LIFETIME,
     Delivery,
     IssuancePlan,
     IssuanceState,
     may_become,
 )
-from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, Material
+from keyvault.domain.recipients import find_recipient_fault
+from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.authorization import authorize
 from keyvault.services.break_glass import note_break_glass
+from keyvault.services.collection import record_collection, require_collectable
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
 from keyvault.services.leases import Lease, hold
-from keyvault.services.material import find_stored, newest_version, read_string, store_string
+from keyvault.services.material import find_stored, newest_version, read_string, require_served, store_string
 from keyvault.services.operators import operator_row
 from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import recorded
@@ -51,17 +56,20 @@ def request_issuance(
     label: str,
     delivery: Delivery,
     expires_in_days: int | None = None,
+    recipient_public_key: str = "",
 ) -> IssuanceRequest:
     """Asks for a new credential. Approved at once where the environment's policy wants no second person.
 
-    Raises RequestInvalidError, listing what does not fit.
+    For a service the person answers who made its token. Raises RequestInvalidError, listing what does not fit;
+    NotFoundError where this process is not for the environment.
     """
-    operator = grant.principal
-    if not isinstance(operator, Operator):
-        raise TypeError("services ask over REST, which comes with its own request")
-    _refuse_faults(label, expires_in_days)
+    principal = grant.principal
+    if not isinstance(principal, Operator | Service):
+        raise TypeError("operators and services ask for credentials")
     environment = Environment(account.environment)
-    plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days)
+    require_served(environment)
+    plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
+    _refuse_faults(plan, principal)
     needed = approvals_needed(environment)
     request = IssuanceRequest(
         request_id=mint_id("req", secrets.token_bytes),
@@ -69,12 +77,14 @@ def request_issuance(
         kind=kind,
         label=label,
         delivery=delivery,
+        recipient_public_key=recipient_public_key,
         expires_in_days=expires_in_days,
         plan_digest=plan.digest(),
         approvals_needed=needed,
         state=IssuanceState.PENDING if needed else IssuanceState.APPROVED,
-        requester=operator_row(operator),
-        requester_person=operator.person,
+        requester=operator_row(principal) if isinstance(principal, Operator) else None,
+        requested_via=ServiceToken.objects.get(pk=principal.token_id) if isinstance(principal, Service) else None,
+        requester_person=principal.person,
         created_at=grant.at,
         expires_at=grant.at + REQUEST_LIFETIME,
         decided_at=None if needed else grant.at,
@@ -208,29 +218,19 @@ def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> Non
 
 
 def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
-    """The issued string, to exactly one reader and once. Raises StateConflictError on a second try.
+    """The issued string, to the person who asked for it and once. Raises StateConflictError on a second try,
+    NotFoundError where this process is not for the environment.
 
     In production a string shown to a person is break-glass: it is noted, and stays in sight until reviewed.
-    A string that was to be shown, and no more, is destroyed in the backend afterwards.
     """
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
         raise StateConflictError("Only whoever asked for the key collects it.")
-    if request.state != IssuanceState.ISSUED or request.key is None:
-        raise StateConflictError(
-            "The key was collected already." if request.state == IssuanceState.COLLECTED else "It is not issued yet."
-        )
-    key = request.key
-    text = read_string(key)
-    with recorded(
-        grant,
-        P.ISSUANCE_COLLECT,
-        "issuance.collected",
-        account=request.account,
-        **_about(request),
-        key_id=key.key_id,
-    ):
-        request.compare_and_swap(state=IssuanceState.COLLECTED, collected_at=grant.at)
+    if request.requested_via is not None:
+        raise StateConflictError("A service asked for the key, and collects it over REST.")
+    require_served(Environment(request.account.environment))
+    text = read_string(require_collectable(request, grant.at))
+    with record_collection(grant, request):
         if request.account.environment == Environment.PRODUCTION:
             note_break_glass(
                 grant,
@@ -238,22 +238,53 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
                 subject=request.request_id,
                 why="a production key was shown to a person",
             )
-        if request.delivery == Delivery.SHOW_ONCE and key.credential.kind == KeyKind.PRIVATE:
-            key.compare_and_swap(material=Material.DESTROY_DUE)
     return text
 
 
-def list_approved(now: datetime) -> list[IssuanceRequest]:
-    return list(_requests().filter(state=IssuanceState.APPROVED).order_by("created_at")[:100])
+def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
+    """What the service plane tells about a request: never material."""
+    described: dict[str, JsonValue] = {
+        **_about(request),
+        "state": request.state,
+        "merchant_id": request.account.merchant_id,
+        "environment": request.account.environment,
+        "kind": request.kind,
+        "label": request.label,
+        "delivery": request.delivery,
+        "created_at": request.created_at.isoformat(),
+        "expires_at": request.expires_at.isoformat(),
+        "approvals_needed": request.approvals_needed,
+        "credential_id": None if request.key is None else request.credential_id,
+        "key_id": request.key_id,
+    }
+    if request.recipient_public_key:
+        described["recipient_public_key"] = request.recipient_public_key
+    return described
+
+
+def list_approved() -> list[IssuanceRequest]:
+    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:100])
 
 
 def list_overdue(now: datetime) -> list[IssuanceRequest]:
-    return list(_requests().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:100])
+    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:100])
+
+
+def list_uncollected(now: datetime) -> list[IssuanceRequest]:
+    """Whose keys are to be burned, see `is_uncollected`: those that nobody uses, and those that are dead anyway."""
+    unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
+    return list(_uncollected(now).filter(unused).order_by("issued_at")[:100])
+
+
+def list_used_uncollected(now: datetime) -> list[IssuanceRequest]:
+    """Whose keys would be burned, but are in use: somebody has them, rightly or not."""
+    used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
+    return list(used.order_by("issued_at")[:100])
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
     """Withdrawn requests for which a key stands staged."""
-    withdrawn = _requests().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
+    withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
     return list(withdrawn.distinct()[:100])
 
 
@@ -263,8 +294,19 @@ def get_request(request_id: str) -> IssuanceRequest | None:
 
 def _requests() -> QuerySet[IssuanceRequest]:
     return IssuanceRequest.objects.select_related(
-        "account__merchant", "credential__account", "key__credential__account"
+        "account__merchant", "requested_via", "credential__account", "key__credential__account"
     )
+
+
+def _served() -> QuerySet[IssuanceRequest]:
+    """Those of the environments that this process is for: it has the peppers of no other."""
+    return _requests().filter(account__environment__in=settings.ENVIRONMENTS)
+
+
+def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
+    """`is_uncollected`, in rows."""
+    issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=HANDED_OVER)
+    return issued.filter(issued_at__lte=now - COLLECT_WITHIN)
 
 
 def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, Plaintext]:
@@ -323,14 +365,34 @@ def _require_pending(request: IssuanceRequest, now: datetime) -> None:
         raise StateConflictError("The request has expired. Ask again.")
 
 
-def _refuse_faults(label: str, expires_in_days: int | None) -> None:
+def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
     faults = []
-    if (fault := find_text_fault(label, 100)) is not None:
+    if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))
-    if expires_in_days is not None and not 1 <= expires_in_days <= 3650:
+    if plan.expires_in_days is not None and not 1 <= plan.expires_in_days <= 3650:
         faults.append(Fault("/expires_in_days", "1 to 3650, or nothing"))
+    faults += _find_delivery_faults(plan, principal)
     if faults:
         raise RequestInvalidError("The request cannot be made like that.", faults)
+
+
+def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> Iterator[Fault]:
+    """What is sealed is sealed to somebody. A production key is shown to nobody, but to a person under break-glass."""
+    is_sealed = plan.delivery is Delivery.SEALED
+    if isinstance(principal, Operator) and is_sealed:
+        yield Fault("/delivery", "sealed is for services that ask over REST, and collect there")
+    elif is_sealed and not plan.recipient_public_key:
+        yield Fault("/recipient_public_key", "sealed delivery needs the recipient's public key")
+    elif plan.recipient_public_key and not is_sealed:
+        yield Fault("/delivery", "a recipient's public key goes with sealed delivery and no other")
+    elif is_sealed and (fault := find_recipient_fault(plan.recipient_public_key)) is not None:
+        yield Fault("/recipient_public_key", fault)
+    if (
+        isinstance(principal, Service)
+        and plan.delivery is Delivery.SHOW_ONCE
+        and plan.environment is Environment.PRODUCTION
+    ):
+        yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
 
 
 def _about(request: IssuanceRequest) -> dict[str, JsonValue]:

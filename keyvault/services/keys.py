@@ -12,10 +12,10 @@ from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import System
+from keyvault.access.principals import KeyHolder, System
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
-from keyvault.domain.errors import StateConflictError
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement, may_become
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
 from keyvault.domain.plaintext import Plaintext
@@ -140,6 +140,22 @@ def report_compromise(grant: Grant, key: Key) -> Record:
         return _report_compromise(grant, key)
 
 
+def revoke_own_key(grant: Grant, key: Key) -> int:
+    """Whoever presented the key ends it, as compromised: the sequence of its end, the same however often asked.
+
+    A repeat writes nothing: no limit holds it back, so that the audit log could be filled with it.
+    Raises PermissionMissingError on any other key than the presented one.
+    """
+    if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
+        raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
+    ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
+    if key.state not in ended:
+        with _as_it_is(grant, key):
+            if key.state not in ended:
+                _report_compromise(grant, key)
+    return last_sequence(key)
+
+
 @contextmanager
 def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
     """Whoever ends a key by hand ends it as it is now, whatever was written since they looked.
@@ -153,7 +169,7 @@ def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
 
 
 def _report_compromise(grant: Grant, key: Key) -> Record:
-    permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE})
+    permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE, P.KEYS_REVOKE_SELF})
     if key.state in {KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(
             grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
@@ -211,7 +227,9 @@ def expire_key(grant: Grant, key: Key) -> None:
 
 
 def list_expired(now: datetime) -> list[Key]:
-    return list(_keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)[:100])
+    """Of the environments that this process serves."""
+    living = _keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)
+    return list(living.filter(credential__account__environment__in=settings.ENVIRONMENTS)[:100])
 
 
 def get_key(key_id: str) -> Key | None:
@@ -219,8 +237,15 @@ def get_key(key_id: str) -> Key | None:
 
 
 def last_sequence(key: Key) -> int:
-    """The sequence of the key's latest change: what a repeated revocation, which changes nothing, answers with."""
-    change = Change.objects.filter(subject_kind="key", subject_id=key.key_id).order_by("-sequence").first()
+    """The sequence with which the key ended: what a repeated revocation, which changes nothing, answers with.
+
+    Of a key that lives, that of its latest change. What is written later (its material was destroyed) ends nothing.
+    """
+    changes = Change.objects.filter(subject_kind="key", subject_id=key.key_id)
+    ended_at = key.compromised_at or key.deactivated_at or key.destroyed_at
+    if ended_at is not None:
+        changes = changes.filter(at__lte=ended_at)
+    change = changes.order_by("-sequence").first()
     return 0 if change is None else change.sequence
 
 

@@ -4,12 +4,14 @@ from datetime import datetime
 
 from django.conf import settings
 
+from keyvault.access.customers import CustomerRecord
 from keyvault.access.principals import Service
 from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
 from keyvault.domain.keystring import StringKind, parse_keystring
-from keyvault.models import Key, MerchantStatus, ServiceToken
+from keyvault.domain.networks import parse_network
+from keyvault.models import CustomerToken, Key, MerchantStatus, ServiceToken
 from keyvault.models.keys import OriginHeader
 from keyvault.services.peppers import load_peppers
 
@@ -32,6 +34,11 @@ def find_key_record(key_id: str) -> KeyRecord | None:
             "credential__account__merchant__status",
             "credential__account__status",
             "credential__origin_header",
+            "credential__networks",
+            "credential__account_id",
+            "credential__account__limit_count",
+            "credential__account__limit_seconds",
+            "credential__account__version",
         )
         .first()
     )
@@ -51,6 +58,27 @@ def find_key_record(key_id: str) -> KeyRecord | None:
         merchant_active=row[9] == MerchantStatus.ACTIVE,
         account_active=row[10] == MerchantStatus.ACTIVE,
         reports_origin=row[11] == OriginHeader.REPORT,
+        networks=tuple(map(parse_network, row[12])),
+        account_id=row[13],
+        limit_count=row[14],
+        limit_seconds=row[15],
+        account_version=row[16],
+    )
+
+
+def find_customer_record(token_id: str) -> CustomerRecord | None:
+    row = CustomerToken.objects.select_related("account").filter(token_id=token_id).first()
+    if row is None:
+        return None
+    return CustomerRecord(
+        token_id=row.token_id,
+        environment=Environment(row.account.environment),
+        merchant_id=row.account.merchant_id,
+        customer_id=row.customer_id,
+        digest=bytes(row.digest),
+        pepper_version=row.pepper_version,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
     )
 
 
@@ -72,4 +100,5 @@ def prove_service_token(text: str | None, now: datetime) -> Service | None:
         permissions=row.permission_set,
         environments=row.environments,
         merchants=None if row.merchants is None else frozenset(row.merchants),
+        lineage=row.lineage,
     )

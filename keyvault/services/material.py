@@ -4,10 +4,13 @@ No call here is made inside a database transaction. Every write may be repeated 
 middle: the labels of what is stored say whose it is.
 """
 
+from django.conf import settings
+
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.backends.base import BackendConflictError, BackendMissingError, BackendUnavailableError, StoredSecret
-from keyvault.domain.errors import StateConflictError
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Credential, Key, Material
@@ -23,6 +26,12 @@ class ForeignWriterError(StateConflictError):
             "The secret backend holds something at this credential's place that Keyvault did not write.",
             internal=f"version {version} at {path} was written by somebody else",
         )
+
+
+def require_served(environment: Environment) -> None:
+    """Raises NotFoundError when this process is not for the environment (KEYVAULT_ENVIRONMENTS)."""
+    if environment not in settings.ENVIRONMENTS:
+        raise NotFoundError(f"This process does not serve {environment}.")
 
 
 def newest_version(credential: Credential) -> int:
@@ -85,7 +94,11 @@ def read_string(key: Key) -> Plaintext:
 
 
 def read_public_string(key: Key) -> Plaintext:
-    """A public key's string, which may be shown again. Raises StateConflictError for a private one, which may not."""
+    """A public key's string, which may be shown again.
+
+    Raises NotFoundError where this process is not for its environment, StateConflictError for a private key.
+    """
+    require_served(key.credential.environment)
     if key.credential.kind != KeyKind.PUBLIC:
         raise StateConflictError("Only a public key is shown again.", internal=f"{key.key_id} is private")
     return read_string(key)
@@ -116,5 +129,8 @@ def forget_string(key: Key) -> None:
 
 
 def list_to_destroy() -> list[Key]:
-    due = Key.objects.select_related("credential__account__merchant").filter(material=Material.DESTROY_DUE)
+    """Of the environments that this process serves."""
+    due = Key.objects.select_related("credential__account__merchant").filter(
+        material=Material.DESTROY_DUE, credential__account__environment__in=settings.ENVIRONMENTS
+    )
     return list(due.order_by("created_at")[:100])

@@ -7,13 +7,14 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 
+from django.conf import settings
 from django.db import IntegrityError as DatabaseIntegrityError
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount
-from keyvault.domain.digests import PEPPER_BYTES, Peppers, PepperSet
-from keyvault.domain.errors import IntegrityError
+from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers, PepperSet
+from keyvault.domain.errors import IntegrityError, NotFoundError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import PepperVersion
 from keyvault.services.authorization import authorize
@@ -21,12 +22,21 @@ from keyvault.services.recording import recorded
 from keyvault.services.secret_backends import secret_backend
 
 
+def list_served_sets() -> list[PepperSet]:
+    """Those of the environments that this process serves (KEYVAULT_ENVIRONMENTS), and that of the service tokens."""
+    others = {peppers for environment, peppers in PEPPER_SET.items() if environment not in settings.ENVIRONMENTS}
+    return [pepper_set for pepper_set in PepperSet if pepper_set not in others]
+
+
 @cache
 def load_peppers(pepper_set: PepperSet) -> Peppers:
     """The set's peppers, kept for the life of the process: verification never asks the backend.
 
-    Raises IntegrityError when a version is missing or is not the one that the digests were made with.
+    Raises IntegrityError when a version is missing or is not the one that the digests were made with, and
+    NotFoundError, before anything is read, when this process does not serve the set's environment.
     """
+    if pepper_set not in list_served_sets():
+        raise NotFoundError(f"This process does not serve {pepper_set}.")
     rows = list(PepperVersion.objects.filter(pepper_set=pepper_set))
     if not rows:
         raise IntegrityError("The service was not set up.", internal=f"no {pepper_set} pepper; run manage.py setup")
@@ -41,8 +51,8 @@ def load_peppers(pepper_set: PepperSet) -> Peppers:
 
 
 def ensure_peppers(now: datetime) -> None:
-    """Makes version 1 of each set at the first run; repeatable, and safe when two first runs meet."""
-    for pepper_set in PepperSet:
+    """Makes version 1 of each served set at the first run; repeatable, and safe when two first runs meet."""
+    for pepper_set in list_served_sets():
         if not PepperVersion.objects.filter(pepper_set=pepper_set).exists():
             _make_first(pepper_set, now)
         load_peppers(pepper_set)
@@ -76,9 +86,9 @@ def _read(pepper_set: PepperSet, number: int) -> bytes:
 
 
 def pepper_health() -> Mapping[PepperSet, bool]:
-    """Which sets are loaded; loads those that are not yet. Never raises."""
+    """Which of the served sets are loaded; loads those that are not yet. Never raises."""
     health = {}
-    for pepper_set in PepperSet:
+    for pepper_set in list_served_sets():
         try:
             load_peppers(pepper_set)
         except Exception:  # noqa: BLE001  whatever the fault, the answer is "not ready"

@@ -1,7 +1,7 @@
-"""Service tokens: hashed like keys, scoped, expiring."""
+"""Service tokens: hashed like keys, scoped, expiring, rotated with an overlap."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from django.conf import settings
@@ -21,6 +21,7 @@ from keyvault.services.recording import recorded
 
 LONGEST_DAYS = 366
 DEFAULT_DAYS = 90
+LONGEST_OVERLAP_HOURS = 168
 
 
 def create_service_token(
@@ -50,21 +51,13 @@ def create_service_token(
         faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
     if faults:
         raise RequestInvalidError("The token cannot be made like that.", faults)
-    minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
-    digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
-    creator = grant.principal if isinstance(grant.principal, Operator) else None
-    token = ServiceToken(
-        token_id=minted.key_id,
+    token, text = _mint(
+        grant,
         name=name,
-        digest=digest,
-        pepper_version=pepper_version,
         scope=scope,
         permissions=wanted,
         merchants=chosen,
-        creator=None if creator is None else operator_row(creator),
-        creator_person=grant.principal.actor if creator is None else creator.person,
-        created_at=grant.at,
-        expires_at=grant.at + timedelta(days=lifetime_days),
+        lifetime=timedelta(days=lifetime_days),
     )
     with recorded(
         grant,
@@ -77,7 +70,46 @@ def create_service_token(
         merchants=chosen,
     ):
         token.save()
-    return token, minted.text
+    return token, text
+
+
+def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) -> tuple[ServiceToken, Plaintext]:
+    """A successor of the same name and rights, for as long as the first of its line was made for, and its string.
+
+    Both are good for `overlap_hours`, 0 to 168, though the old one never longer than before. Raises
+    RequestInvalidError, StateConflictError when the token is not good any more, or was rotated already.
+    """
+    if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
+        fault = Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")
+        raise RequestInvalidError("The token cannot be rotated like that.", [fault])
+    if token.revoked_at is not None or grant.at >= token.expires_at:
+        raise StateConflictError("The token is not good any more: make a new one.")
+    line = list(ServiceToken.objects.filter(lineage=token.lineage).order_by("created_at"))
+    for later in line:
+        if later.created_at > token.created_at and later.revoked_at is None and grant.at < later.expires_at:
+            raise StateConflictError(f"It was rotated already: rotate its successor {later.token_id}.")
+    successor, text = _mint(
+        grant,
+        name=token.name,
+        scope=StringScope(token.scope),
+        permissions=token.permissions,
+        merchants=token.merchants,
+        # Rotating shortens a token's own life, and a successor may have been revoked since: the line remembers.
+        lifetime=max(each.expires_at - each.created_at for each in line),
+        lineage=token.lineage,
+    )
+    ends_at = min(token.expires_at, grant.at + timedelta(hours=overlap_hours))
+    with recorded(
+        grant,
+        Permission.TOKENS_WRITE,
+        "service_token.rotated",
+        token_id=token.token_id,
+        successor_id=successor.token_id,
+        expires_at=ends_at.isoformat(),
+    ):
+        token.compare_and_swap(expires_at=ends_at)
+        successor.save()
+    return successor, text
 
 
 def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
@@ -86,3 +118,39 @@ def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
         raise StateConflictError("The token was revoked already.")
     with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)
+
+
+def get_service_token(token_id: str) -> ServiceToken | None:
+    token: ServiceToken | None = ServiceToken.objects.filter(token_id=token_id).first()
+    return token
+
+
+def _mint(
+    grant: Grant,
+    *,
+    name: str,
+    scope: StringScope,
+    permissions: Sequence[str],
+    merchants: Sequence[str] | None,
+    lifetime: timedelta,
+    lineage: str = "",
+) -> tuple[ServiceToken, Plaintext]:
+    """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
+    minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
+    digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
+    creator = grant.principal if isinstance(grant.principal, Operator) else None
+    token = ServiceToken(
+        token_id=minted.key_id,
+        lineage=lineage or minted.key_id,
+        name=name,
+        digest=digest,
+        pepper_version=pepper_version,
+        scope=scope,
+        permissions=permissions,
+        merchants=merchants,
+        creator=None if creator is None else operator_row(creator),
+        creator_person=grant.principal.actor if creator is None else creator.person,
+        created_at=grant.at,
+        expires_at=grant.at + lifetime,
+    )
+    return token, minted.text

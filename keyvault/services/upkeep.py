@@ -4,13 +4,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.models import Account, IssuanceRequest
-from keyvault.services import issuance, keys, leases, material
+from keyvault.services import collection, idempotency, issuance, keys, leases, material, refusals
 from keyvault.services.authorization import authorize
 
 _log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 def issue_due() -> int:
     """Issues every approved request that nobody is at work on; how many it issued."""
     now = datetime.now(UTC)
-    requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved(now)}
+    requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved()}
     return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
 
 
@@ -57,6 +58,24 @@ def expire_due() -> None:
             keys.expire_key(_grant(key.credential.account, now), key)
 
 
+def burn_due() -> None:
+    """Ends the keys that nobody collected in time. One in use goes on, and is told of for a person to see to."""
+    now = datetime.now(UTC)
+    for request in issuance.list_uncollected(now):
+        with _one_by_one():
+            collection.burn_uncollected(_grant(request.account, now), request)
+    for request in issuance.list_used_uncollected(now):
+        _warn_of_used(request.request_id, request.key_id or "")
+
+
+def forget_due() -> None:
+    """What is kept for a while only: sealed secrets, answers to retries, refusals that can be explained."""
+    now = datetime.now(UTC)
+    idempotency.shred_due(now)
+    idempotency.forget_expired(now)
+    refusals.forget_old(now)
+
+
 def destroy_due() -> None:
     """Destroys the secret backend's copies of keys that are dead, were to be shown only once, or given to nobody."""
     now = datetime.now(UTC)
@@ -64,6 +83,12 @@ def destroy_due() -> None:
     for key in material.list_to_destroy():
         with _one_by_one():
             material.destroy_string(_grant(key.credential.account, now), key)
+
+
+@lru_cache(maxsize=1000)
+def _warn_of_used(request_id: str, key_id: str) -> None:
+    """Once in the life of a process: the sweep comes by every few seconds, a person does not."""
+    _log.warning("an uncollected key was used", extra={"request_id": request_id, "key_id": key_id})
 
 
 def _burn_withdrawn(now: datetime) -> None:

@@ -22,6 +22,7 @@ from django.db.models.functions import Greatest, Least
 from keyvault.domain.free_text import clean_text
 from keyvault.models import KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
+from keyvault.services.idempotency import shred_used
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class UsageLog:
         default_factory=lambda: f"{socket.gethostname()[:30]}-{os.getpid()}-{secrets.token_hex(6)}"
     )
     _counts: dict[Use, _Count] = field(default_factory=dict)
+    _secrets_used: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +101,11 @@ class UsageLog:
         if is_full:
             self.flush()
 
+    def note_secret_use(self, token_id: str) -> None:
+        """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
+        with self._lock:
+            self._secrets_used.add(token_id)
+
     def start(self) -> None:
         """Reports from now on, before the first verdict is given. Repeatable."""
         with self._lock:
@@ -110,6 +117,11 @@ class UsageLog:
             self._thread.start()
         # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether its thread is at work."""
+        return self._thread is not None
 
     def stop(self) -> None:
         """The farewell: writes what is left and says that nothing more will come."""
@@ -131,6 +143,7 @@ class UsageLog:
         with self._lock:
             through = self.now()
             counts, self._counts = self._counts, {}
+            used, self._secrets_used = self._secrets_used, set()
         try:
             with transaction.atomic():
                 _write(counts)
@@ -142,7 +155,10 @@ class UsageLog:
                 for use, count in counts.items():
                     newer = self._counts.get(use)
                     self._counts[use] = count if newer is None else _merged(count, newer)
+                self._secrets_used |= used
             raise
+        # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
+        shred_used(used | {use.key_id for use in counts if use.outcome is Outcome.ALLOWED})
 
     def _report(self) -> None:
         try:

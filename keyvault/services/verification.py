@@ -1,22 +1,45 @@
 """The whole judgement of a presented key, for the doors that look keys up in the database."""
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 
 from django.conf import settings
+from django.db import InterfaceError, OperationalError
 
-from keyvault.access.catalog import Endpoint, Miss
-from keyvault.access.decision import Check, Denial, Grant, decide
+from keyvault.access.catalog import Bearer, Endpoint, LimiterLoss, Miss
+from keyvault.access.customers import (
+    Customer,
+    CustomerFault,
+    judge_customer_record,
+    judge_customer_token,
+    read_customer_token,
+)
+from keyvault.access.decision import Check, Denial, Grant, decide, deny_miss
+from keyvault.access.limits import Limit, Spend
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
-from keyvault.access.verification import find_exposed, judge_key, read_key
+from keyvault.access.verification import (
+    INVALID,
+    deny_other_environment,
+    find_ambiguous,
+    find_exposed,
+    judge_key,
+    judge_record,
+    read_exposed,
+    read_key,
+)
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import ErrorCode
+from keyvault.domain.errors import DependencyUnavailableError, ErrorCode, NotFoundError
 from keyvault.domain.keys import KeyRecord, KeyState
+from keyvault.domain.keystring import STRING_SCOPE
 from keyvault.models.usage import Outcome
-from keyvault.services.lookup import BASE_URLS, find_key_record
+from keyvault.services.catalog import endpoint_limit, limit_of
+from keyvault.services.limits import account_buckets, failed_proofs, limiter
+from keyvault.services.lookup import BASE_URLS, find_customer_record, find_key_record
 from keyvault.services.peppers import load_peppers
 from keyvault.services.usage import UsageLog
 
@@ -25,47 +48,222 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What came with a request for an endpoint; all of it untrusted."""
+    """What came with a request for an endpoint; all of it untrusted.
+
+    `scope` is the door's, not the client's: a key of a merchant outside it proves nothing there. `is_dry` spends no
+    limit and is no failed attempt either.
+    """
 
     key: str | None
     environment: Environment
     endpoint: Endpoint | Miss
     url: str = ""
     merchant: str | None = None
+    merchant_context: str | None = None
+    store_context: str | None = None
     bearer: str | None = None
     origin: str | None = None
+    client_address: str | None = None
+    cost: int = 1
+    scope: frozenset[str] | None = None
+    is_dry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict; `holder` once possession was proved, whatever the verdict; `trace` of the applied rules."""
+    """The verdict; `holder` once possession was proved, whatever the verdict; `trace` of the applied rules.
+
+    `spend` is what the limits said, `exposed_key_id` the key that was proved to stand in the URL.
+    """
 
     verdict: Grant | Denial
     holder: KeyHolder | None = None
     record: KeyRecord | None = None
+    customer: Customer | None = None
+    spend: Spend | None = None
     trace: list[Check] = field(default_factory=list)
+    exposed_key_id: str | None = None
+    has_origin: bool = False
 
 
 def judge_presented(presented: Presented, now: datetime) -> Judgement:
-    """Every rule in the order of the contract's table of verdicts; the first that fails answers."""
+    """Every rule in the order of the contract's table of verdicts; the first that fails answers.
+
+    Raises NotFoundError for an environment that this process does not serve.
+    A database that does not answer leaves nothing to vouch for: `verifier_stale`, never a yes.
+    """
+    if presented.environment not in settings.ENVIRONMENTS:
+        raise NotFoundError(f"This process does not serve {presented.environment}.")
+    try:
+        return _judge(presented, now)
+    except (OperationalError, InterfaceError):
+        _log.exception("a key cannot be looked up")
+        return before_proof(
+            Denial(ErrorCode.VERIFIER_STALE, "The key cannot be looked up right now.", retry_after_seconds=1)
+        )
+
+
+def _judge(presented: Presented, now: datetime) -> Judgement:
     exposed = find_exposed(presented.url)
     if exposed is not None:
-        return before_proof(exposed)
+        return replace(before_proof(exposed), exposed_key_id=_prove_exposed(presented, now))
+    ambiguous = find_ambiguous(presented.key, presented.bearer)
+    if ambiguous is not None:
+        return before_proof(ambiguous)
+    if presented.key is None and isinstance(presented.endpoint, Miss):
+        # Whoever sends no credential learns that there is nothing to send one to.
+        return before_proof(deny_miss(presented.endpoint, None))
     keystring = read_key(
         presented.key, environment=presented.environment, brand=settings.KEY_BRAND, base_urls=BASE_URLS
     )
     if isinstance(keystring, Denial):
-        return before_proof(keystring)
-    record = find_key_record(keystring.key_id)
-    holder = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
-    if isinstance(holder, Denial):
-        if holder.holder is None:
-            return before_proof(holder)
-        return Judgement(holder, holder.holder, record, [_PROVED, *_state_checks(holder.code)])
+        return _refused_before_proof(keystring, presented)
+    with failed_proofs().look_up(presented.client_address):
+        record = find_key_record(keystring.key_id)
+    judged = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
+    if record is None or not _is_proved(judged, presented.scope):
+        return _refused_before_proof(INVALID, presented)
+    return _judge_proved(presented, record, judged, now, partial(_judge_bearer, presented, now=now))
+
+
+def _is_proved(judged: KeyHolder | Denial, scope: frozenset[str] | None) -> bool:
+    """Whether possession was shown, of a key that the door may be told of."""
+    holder = judged if isinstance(judged, KeyHolder) else judged.holder
+    return holder is not None and (scope is None or holder.merchant_id in scope)
+
+
+def explain_described(
+    presented: Presented, key_id: str, customer_token_id: str | None, now: datetime
+) -> Judgement | None:
+    """What a request would be answered if it came with this key: for whoever is asked why. None: no such key.
+
+    Nobody needs the secret for it, so possession is assumed, of the customer access token too. Nothing is spent.
+    `presented.bearer` says only whether there is one.
+    """
+    record = find_key_record(key_id)
+    if record is None:
+        return None
+    if record.environment is not presented.environment:
+        return before_proof(deny_other_environment(record.environment, presented.environment, BASE_URLS))
+    customer = find_customer_record(customer_token_id) if customer_token_id else None
+
+    def judge_named(holder: KeyHolder) -> Customer | CustomerFault | None:
+        if presented.bearer is None or not _takes_bearer(presented.endpoint):
+            return None
+        return CustomerFault.INVALID if customer is None else judge_customer_record(customer, holder, now)
+
+    return _judge_proved(replace(presented, is_dry=True), record, judge_record(record, now), now, judge_named)
+
+
+def _judge_proved(
+    presented: Presented,
+    record: KeyRecord,
+    judged: KeyHolder | Denial,
+    now: datetime,
+    judge_customer: Callable[[KeyHolder], Customer | CustomerFault | None],
+) -> Judgement:
+    """From the key's state on: possession is proved, or assumed to explain."""
+    if isinstance(judged, Denial):
+        return Judgement(judged, judged.holder, record, trace=[_PROVED, *_state_checks(judged.code)])
+    holder = judged
     trace = [_PROVED, *_state_checks(None)]
-    request = EndpointRequest(presented.merchant, presented.bearer is not None, presented.origin is not None)
+    customer = judge_customer(holder)
+    request = EndpointRequest(
+        named_merchant=presented.merchant,
+        has_bearer=presented.bearer is not None,
+        has_origin=presented.origin is not None,
+        client_address=presented.client_address,
+        merchant_context=presented.merchant_context,
+        store_context=presented.store_context,
+        customer=customer,
+    )
     verdict = decide(EndpointRule(presented.endpoint), holder, request, now, trace)
-    return Judgement(verdict, holder, record, trace)
+    judgement = Judgement(
+        verdict,
+        holder,
+        record,
+        customer if isinstance(customer, Customer) else None,
+        trace=trace,
+        has_origin=request.has_origin,
+    )
+    return judgement if isinstance(verdict, Denial) else _spent(judgement, presented)
+
+
+def _takes_bearer(endpoint: Endpoint | Miss) -> bool:
+    return isinstance(endpoint, Endpoint) and endpoint.bearer is not Bearer.NONE
+
+
+def _judge_bearer(presented: Presented, holder: KeyHolder, *, now: datetime) -> Customer | CustomerFault | None:
+    """None where there is no Bearer, or none is taken: then nothing is looked up."""
+    if presented.bearer is None or not _takes_bearer(presented.endpoint):
+        return None
+    keystring = read_customer_token(presented.bearer, environment=presented.environment, brand=settings.KEY_BRAND)
+    if isinstance(keystring, CustomerFault):
+        return keystring
+    record = find_customer_record(keystring.key_id)
+    return judge_customer_token(keystring, record, holder, load_peppers(PEPPER_SET[presented.environment]), now)
+
+
+def _spent(judgement: Judgement, presented: Presented) -> Judgement:
+    """The judgement once both limits have had their say; a request that is refused spends from neither."""
+    endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
+    if isinstance(endpoint, Miss) or record is None or holder is None:
+        raise TypeError("a grant is for an endpoint, after proof")
+    if not endpoint.spends:
+        return judgement
+    own = limit_of(record.limit_count, record.limit_seconds)
+    endpoints_own, setting = endpoint_limit(record.account_id, record.environment, endpoint)
+    buckets = account_buckets(
+        record.account_id,
+        record.kind,
+        own or default_limit(record.environment),
+        endpoint.name,
+        endpoints_own,
+        account_setting=str(record.account_version),
+        endpoint_setting=setting,
+    )
+    largest = min(bucket.limit.count for bucket in buckets)
+    if presented.cost > largest:
+        # More can never be spent, so that waiting would not help.
+        detail = f"The cost {presented.cost} is more than the limit's burst of {largest}."
+        return replace(judgement, verdict=Denial(ErrorCode.REQUEST_INVALID, detail, holder=holder))
+    if presented.is_dry:
+        return judgement
+    try:
+        spend = limiter().spend(buckets, presented.cost, refuse_on_loss=endpoint.on_limiter_loss is LimiterLoss.REFUSE)
+    except DependencyUnavailableError as error:
+        # Asked for by the endpoint's failure policy: without its limiter it lets nobody in.
+        denial = Denial(error.code, error.detail, holder=holder, retry_after_seconds=error.retry_after_seconds)
+        return replace(judgement, verdict=denial)
+    judgement.trace.append(Check(ErrorCode.RATE_LIMITED, spend.allowed))
+    if spend.allowed:
+        return replace(judgement, spend=spend)
+    binding = spend.binding
+    denial = Denial(
+        ErrorCode.RATE_LIMITED,
+        f"The {binding.policy} limit of {binding.limit.count} in {binding.limit.seconds} s is used up.",
+        holder=holder,
+        retry_after_seconds=spend.retry_after_seconds,
+    )
+    return replace(judgement, verdict=denial, spend=spend)
+
+
+def default_limit(environment: Environment) -> Limit:
+    """What an account may do unless it has a limit of its own."""
+    return Limit(*settings.ACCOUNT_LIMITS[environment])
+
+
+def _prove_exposed(presented: Presented, now: datetime) -> str | None:
+    """The id of the key in the URL if it is a real one of this environment, and of a merchant in scope."""
+    keystring = read_exposed(presented.url, settings.KEY_BRAND)
+    if keystring is None or keystring.scope is not STRING_SCOPE[presented.environment]:
+        return None
+    try:
+        record = find_key_record(keystring.key_id)
+    except (OperationalError, InterfaceError):
+        return None  # The answer is the same either way.
+    judged = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
+    return keystring.key_id if _is_proved(judged, presented.scope) else None
 
 
 _PROVED = Check(ErrorCode.CREDENTIAL_INVALID, True)
@@ -77,6 +275,13 @@ def before_proof(denial: Denial) -> Judgement:
     return Judgement(denial, trace=[Check(denial.code, False)])
 
 
+def _refused_before_proof(denial: Denial, presented: Presented) -> Judgement:
+    """Failed proofs are counted by the client's address, all alike: too many are told to come back later."""
+    if denial.code is ErrorCode.CREDENTIAL_INVALID and not presented.is_dry:
+        denial = replace(denial, retry_after_seconds=failed_proofs().note(presented.client_address))
+    return before_proof(denial)
+
+
 def _state_checks(failed: ErrorCode | None) -> list[Check]:
     applied = _STATES if failed is None else _STATES[: _STATES.index(failed) + 1]
     return [Check(code, code is not failed) for code in applied]
@@ -85,16 +290,28 @@ def _state_checks(failed: ErrorCode | None) -> list[Check]:
 def note_use(judgement: Judgement, log: UsageLog, *, source: str, user_agent: str, endpoint: str) -> None:
     """Notes what a door has judged: real use is evidence, a try on a suspended key restarts its quarantine and alerts.
 
-    Nothing is noted before proof: whoever merely names a key id leaves no trace on the key.
+    A key in a URL, or a private one from a browser, is noted as a suspected exposure. Nothing is noted before
+    proof: whoever merely names a key id leaves no trace on the key.
     """
+
+    def note(key_id: str, outcome: Outcome) -> None:
+        log.note(key_id, source=source, user_agent=user_agent, endpoint=endpoint, outcome=outcome)
+
+    if judgement.exposed_key_id is not None:
+        _log.warning("a key stands in a URL", extra={"key_id": judgement.exposed_key_id, "source": source})
+        note(judgement.exposed_key_id, Outcome.EXPOSED_IN_URL)
     holder, record = judgement.holder, judgement.record
     if holder is None or record is None:
         return
-    if isinstance(judgement.verdict, Grant):
-        outcome = Outcome.ALLOWED
+    denied = judgement.verdict.code if isinstance(judgement.verdict, Denial) else None
+    is_reported = denied is None and judgement.has_origin and holder.reports_origin
+    if is_reported or denied is ErrorCode.PRIVATE_KEY_IN_BROWSER:
+        _log.warning("a private key came with an Origin", extra={"key_id": holder.key_id, "source": source})
+        note(holder.key_id, Outcome.EXPOSED_IN_BROWSER)
+    if denied is None:
+        note(holder.key_id, Outcome.ALLOWED)
+        if judgement.customer is not None:
+            log.note_secret_use(judgement.customer.token_id)
     elif record.state is KeyState.SUSPENDED:
-        outcome = Outcome.REFUSED
         _log.warning("suspended key was tried", extra={"key_id": holder.key_id, "source": source})
-    else:
-        return
-    log.note(holder.key_id, source=source, user_agent=user_agent, endpoint=endpoint, outcome=outcome)
+        note(holder.key_id, Outcome.REFUSED)

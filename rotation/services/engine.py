@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from django.conf import settings
+from django.db.models import QuerySet
+
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
@@ -56,17 +59,27 @@ _MOST_STEPS = 20
 
 
 def list_due(now: datetime) -> list[str]:
-    """The open rotations that nobody is at work on and whose time has come."""
-    subjects = {subject_of(rotation_id): rotation_id for rotation_id in list_open()}
+    """The open rotations of what this process serves that nobody is at work on and whose time has come."""
+    still_open = list_open()
+    served = set(_served().filter(pk__in=still_open).values_list("pk", flat=True))
+    subjects = {subject_of(rotation_id): rotation_id for rotation_id in still_open if rotation_id in served}
     return [subjects[subject] for subject in leases.list_due(subjects, now)]
+
+
+def _served() -> QuerySet[Rotation]:
+    """Without an environment's peppers (KEYVAULT_ENVIRONMENTS) its rotations cannot be moved on."""
+    return Rotation.objects.filter(credential__account__environment__in=settings.ENVIRONMENTS)
 
 
 def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) -> Wait | None:
     """Moves the rotation on as far as it goes now, and says what it waits for.
 
-    None: another worker holds it, or it is not due. A failure is noted and tried again later; a step that
-    keeps failing, or meets a foreign writer, stalls the rotation, with both keys as they are.
+    None: another worker holds it, it is not due, or its environment is not served here. A failure is noted
+    and tried again later; a step that keeps failing, or meets a foreign writer, stalls the rotation, with both
+    keys as they are.
     """
+    if not _served().filter(pk=rotation_id).exists():
+        return None
     lease = leases.claim(subject_of(rotation_id), clock())
     if lease is None:
         return None

@@ -260,11 +260,18 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
 
 
 def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
-    """The replacement's string, to whoever asked for the rotation, and once; break-glass in production."""
+    """The replacement's string, to whoever asked for the rotation, and once; break-glass in production.
+
+    Raises StateConflictError when there is nothing to collect, and for a sealed credential, whose keys no person sees.
+    """
     operator = grant.principal
     key = rotation.replacement
     if not isinstance(operator, Operator) or operator.person != rotation.requester_person:
         raise StateConflictError("Only whoever asked for the rotation collects its key.")
+    if rotation.credential.delivery == Delivery.SEALED:
+        raise StateConflictError(
+            "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
+        )
     if rotation.collected_at is not None:
         raise StateConflictError("The key was collected already.")
     if key is None or rotation.delivered_at is None:

@@ -235,6 +235,21 @@ def test_replacement_of_a_shown_key_leaves_the_backend_once_collected(clock: Clo
     assert fresh.material == Material.DESTROY_DUE
 
 
+def test_replacement_of_a_sealed_key_is_shown_to_nobody(clock: Clock) -> None:
+    """No person ever sees a sealed credential's key, and its replacement stays where the merchant reads it."""
+    key, _ = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    rotation.credential.delivery = Delivery.SEALED
+    place = rotation.credential.account
+    with pytest.raises(StateConflictError, match="never shown to a person"):
+        collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    fresh = get_rotation(rotation.rotation_id)
+    assert fresh.replacement is not None
+    assert (fresh.collected_at, fresh.replacement.material) == (None, Material.HELD)
+
+
 def test_replacement_shown_in_production_stays_in_sight_until_reviewed(clock: Clock) -> None:
     rotation = in_production(clock)
     approve(rotation, scene.approver(), clock)

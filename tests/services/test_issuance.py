@@ -23,13 +23,13 @@ from keyvault.backends.base import (
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError, StateConflictError
-from keyvault.domain.issuance import REQUEST_LIFETIME, Delivery, IssuanceState, may_become
+from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery, IssuanceState, may_become
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, BreakGlass, Credential, IssuanceApproval, IssuanceRequest, Key, WorkLease
 from keyvault.models.keys import Material
-from keyvault.services import issuance, leases, material, upkeep
+from keyvault.services import collection, issuance, leases, material, upkeep
 from keyvault.services.keys import revoke_key
 from keyvault.services.material import ForeignWriterError, read_string
 from keyvault.services.secret_backends import secret_backend
@@ -155,6 +155,11 @@ def _expire(scene: Scene, request: IssuanceRequest) -> object:
     return issuance.expire_issuance(allowed, request)
 
 
+def _burn(scene: Scene, request: IssuanceRequest) -> None:
+    at = (request.issued_at or now()) + COLLECT_WITHIN
+    collection.burn_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
+
+
 TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {
     "approve": (S.APPROVED, lambda scene, request: approve(request, by=scene.approver)),
     "reject": (S.REJECTED, _reject),
@@ -162,11 +167,12 @@ TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]
     "expire": (S.EXPIRED, _expire),
     "issue": (S.ISSUED, lambda _, request: issue_request(request)),
     "collect": (S.COLLECTED, collect),
+    "burn": (S.BURNED, _burn),
 }
 
 
 def in_state(scene: Scene, state: IssuanceState) -> IssuanceRequest:
-    request = request_key(scene.production)
+    request = request_key(scene.production, delivery=Delivery.SHOW_ONCE)
     before = {
         S.PENDING: [],
         S.APPROVED: ["approve"],
@@ -175,6 +181,7 @@ def in_state(scene: Scene, state: IssuanceState) -> IssuanceRequest:
         S.EXPIRED: ["expire"],
         S.ISSUED: ["approve", "issue"],
         S.COLLECTED: ["approve", "issue", "collect"],
+        S.BURNED: ["approve", "issue", "burn"],
     }
     for turn in before[state]:
         TURNS[turn][1](scene, request)
@@ -229,6 +236,7 @@ def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
         ({"label": f"checkout {mint()}"}, "/label"),
         ({"expires_in_days": 0}, "/expires_in_days"),
         ({"expires_in_days": 3651}, "/expires_in_days"),
+        ({"delivery": Delivery.SEALED}, "/delivery"),
     ],
 )
 def test_issuance_asked_for_with_what_does_not_fit_is_refused(
@@ -318,10 +326,11 @@ def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
     [
         {"kind": "public"},
         {"label": "more"},
-        {"delivery": "show_once"},
+        {"delivery": "secret_backend"},
+        {"delivery": "sealed", "recipient_public_key": "A" * 43},
         {"expires_in_days": 3650},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: " and ".join(changes),
 )
 @pytest.mark.parametrize("state", [S.PENDING, S.APPROVED])
 def test_issuance_altered_past_the_triggers_is_neither_approved_nor_issued(

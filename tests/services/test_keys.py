@@ -6,7 +6,6 @@ from datetime import datetime, timedelta
 import pytest
 from django.db import IntegrityError, transaction
 
-from keyvault.access.catalog import find_endpoint
 from keyvault.access.decision import Denial, Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
@@ -17,6 +16,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key, Material
 from keyvault.services import keys
+from keyvault.services.catalog import find_endpoint
 from keyvault.services.verification import Presented, judge_presented
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, now
 

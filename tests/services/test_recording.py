@@ -7,28 +7,61 @@ import json
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from django.db import IntegrityError, transaction
 
 import keyvault.services
 from keyvault.access.decision import Grant
+from keyvault.access.endpoints import EndpointWish
+from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
-from keyvault.domain.issuance import Delivery
+from keyvault.domain.issuance import COLLECT_WITHIN, Delivery
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import AuditChain, AuditEntry, BreakGlass, Change, IssuanceRequest, Key, Merchant, Operator
-from keyvault.services import break_glass, issuance, keys, leases, material, merchants, operators, recording, tokens
+from keyvault.models import (
+    Account,
+    AuditChain,
+    AuditEntry,
+    BreakGlass,
+    CatalogEndpoint,
+    Change,
+    IssuanceRequest,
+    Key,
+    Merchant,
+    Operator,
+)
+from keyvault.models.keys import OriginHeader
+from keyvault.services import (
+    break_glass,
+    client_configuration,
+    collection,
+    credentials,
+    customer_tokens,
+    endpoints,
+    issuance,
+    keys,
+    leases,
+    limit_overrides,
+    material,
+    merchants,
+    operators,
+    orders,
+    recording,
+    tokens,
+)
 from keyvault.services.authorization import operator_principal
 from tests.domain.minting import mint
 from tests.factories import (
     PASSWORD,
+    SANDBOX,
     approve,
     grant,
     issue,
@@ -41,6 +74,7 @@ from tests.factories import (
 
 from .conftest import Scene
 from .rows import changed_tables, dump_tables, last_body, last_ids, lift_triggers, written_since
+from .test_customer_tokens import holder_of, token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -121,6 +155,33 @@ def _expire(scene: Scene) -> Callable[[], object]:
     return lambda: keys.expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=key.expires_at), key)
 
 
+def _revoke_own(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: keys.revoke_own_key(grant(holder_of(key), P.KEYS_REVOKE_SELF, scene.sandbox), key)
+
+
+def _create_order(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    allowed = grant(holder_of(key), P.ORDERS_CREATE, scene.sandbox)
+    return lambda: orders.create_order(allowed, scene.sandbox, amount_minor=1, currency="EUR")
+
+
+def _issue_customer_token(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    return lambda: token_of(key)
+
+
+def _revoke_customer_token(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    token, _ = token_of(key)
+    allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, scene.sandbox)
+    return lambda: customer_tokens.revoke_customer_token(allowed, scene.sandbox, token.token_id)
+
+
+def _for_browsers(act: Callable[[Grant, Account], None]) -> Callable[[Scene], Callable[[], object]]:
+    return lambda scene: lambda: act(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox)
+
+
 def _destroy(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     keys.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
@@ -158,6 +219,11 @@ def _create_token(scene: Scene) -> Callable[[], object]:
 def _revoke_token(scene: Scene) -> Callable[[], object]:
     token, _ = make_token()
     return lambda: tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
+
+
+def _rotate_token(scene: Scene) -> Callable[[], object]:
+    token, _ = make_token()
+    return lambda: tokens.rotate_service_token(grant(scene.admin, P.TOKENS_WRITE), token, 24)
 
 
 def _create_operator(scene: Scene) -> Callable[[], object]:
@@ -202,6 +268,59 @@ def _collect(scene: Scene) -> Callable[[], object]:
     return lambda: issuance.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request)
 
 
+def _record_collection(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
+    issue_request(request)
+
+    def act() -> None:
+        with collection.record_collection(grant(scene.tam, P.ISSUANCE_COLLECT, scene.sandbox), request):
+            pass
+
+    return act
+
+
+def _burn_uncollected(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
+    issue_request(request)
+    allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=now() + COLLECT_WITHIN)
+    return lambda: collection.burn_uncollected(allowed, request)
+
+
+WISH = EndpointWish("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
+
+
+def _with_endpoint(act: Callable[[Grant, CatalogEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        allowed = grant(scene.admin, P.CATALOG_WRITE)
+        row = endpoints.add_endpoint(allowed, WISH)
+        return lambda: act(allowed, row)
+
+    return prepare
+
+
+def _restore_endpoint(scene: Scene) -> Callable[[], object]:
+    allowed = grant(scene.admin, P.CATALOG_WRITE)
+    row = endpoints.add_endpoint(allowed, WISH)
+    endpoints.withdraw_endpoint(allowed, row)
+    return lambda: endpoints.restore_endpoint(allowed, row)
+
+
+def _set_account_limit(scene: Scene) -> Callable[[], object]:
+    allowed = grant(scene.admin, P.LIMITS_WRITE, scene.sandbox)
+    return lambda: limit_overrides.set_account_limit(allowed, scene.sandbox, Limit(5, 1))
+
+
+def _set_endpoint_limit(scene: Scene) -> Callable[[], object]:
+    allowed = grant(scene.admin, P.LIMITS_WRITE)
+    return lambda: limit_overrides.set_endpoint_limit(allowed, SANDBOX, "orders.create", Limit(5, 1))
+
+
+def _restrict(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    allowed = grant(scene.admin, P.CREDENTIALS_RESTRICT, scene.sandbox)
+    return lambda: credentials.restrict_credential(allowed, key.credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
+
+
 def _review(scene: Scene) -> Callable[[], object]:
     _collect(scene)()
     act = BreakGlass.objects.get()
@@ -210,6 +329,23 @@ def _review(scene: Scene) -> Callable[[], object]:
 
 
 ACTS: dict[str, Act] = {
+    "endpoints.add_endpoint": Act(
+        lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), WISH),
+        ["endpoint.added"],
+        ["endpoint"],
+    ),
+    "endpoints.change_endpoint": Act(
+        _with_endpoint(lambda allowed, row: endpoints.change_endpoint(allowed, row, replace(WISH, summary="All"))),
+        ["endpoint.changed"],
+        ["endpoint"],
+    ),
+    "endpoints.withdraw_endpoint": Act(
+        _with_endpoint(endpoints.withdraw_endpoint), ["endpoint.withdrawn"], ["endpoint"]
+    ),
+    "endpoints.restore_endpoint": Act(_restore_endpoint, ["endpoint.restored"], ["endpoint"]),
+    "limit_overrides.set_account_limit": Act(_set_account_limit, ["limit.set"], ["account"]),
+    "limit_overrides.set_endpoint_limit": Act(_set_endpoint_limit, ["limit.set"], ["limit"]),
+    "credentials.restrict_credential": Act(_restrict, ["credential.restricted"], ["credential"]),
     "keys.stage_key": Act(_stage, ["key.staged"], ["key"]),
     "keys.activate_key": Act(_activate, ["key.activated"], ["key"]),
     "keys.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
@@ -219,6 +355,27 @@ ACTS: dict[str, Act] = {
     "keys.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
     "keys.report_compromise": Act(_report, ["key.compromised"], ["key"]),
     "keys.expire_key": Act(_expire, ["key.expired"], ["key"]),
+    "keys.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
+    "orders.create_order": Act(_create_order, ["order.created"], []),
+    "customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
+    "customer_tokens.revoke_customer_token": Act(
+        _revoke_customer_token, ["customer_token.revoked"], ["customer_token"]
+    ),
+    "client_configuration.set_client_configuration": Act(
+        _for_browsers(lambda grant, account: client_configuration.set_client_configuration(grant, account, {"a": 1})),
+        ["account.client_configuration_set"],
+        ["account"],
+    ),
+    "client_configuration.set_allowed_origins": Act(
+        _for_browsers(lambda grant, account: client_configuration.set_allowed_origins(grant, account, ["https://a"])),
+        ["account.origins_set"],
+        ["account"],
+    ),
+    "client_configuration.set_customer_token_bound": Act(
+        _for_browsers(lambda grant, account: client_configuration.set_customer_token_bound(grant, account, 60)),
+        ["account.customer_token_bound_set"],
+        ["account"],
+    ),
     "material.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
     "merchants.create_merchant": Act(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
@@ -228,6 +385,7 @@ ACTS: dict[str, Act] = {
     "merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
     "merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
     "tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
+    "tokens.rotate_service_token": Act(_rotate_token, ["service_token.rotated"], ["service_token", "service_token"]),
     "tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
     "operators.create_operator": Act(_create_operator, ["operator.created"], []),
     "operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
@@ -237,11 +395,14 @@ ACTS: dict[str, Act] = {
     "issuance.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
     "issuance.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
     "issuance.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
+    "collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
+    "collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
     "break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
 }
 """Every public service that takes a grant."""
 
 INSIDE_ANOTHER = {
+    "collection.read_handover": "reads and seals, writes nothing",
     "recording.recorded": "the block itself",
     "four_eyes.approving_operator": "decides, writes nothing",
     "four_eyes.note_command_line_approval": "inside the block of the approval",

@@ -1,22 +1,27 @@
 """What falls due by itself: found in the rows, done one by one, safe to be done twice."""
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import BackendUnavailableError, Mount
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import IntegrityError
-from keyvault.domain.issuance import REQUEST_LIFETIME
+from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery
+from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import IssuanceRequest, Key, Material
-from keyvault.services import issuance, keys, material, upkeep
+from keyvault.models.idempotency import IdempotentRequest
+from keyvault.services import idempotency, issuance, keys, material, refusals, upkeep
 from keyvault.services.secret_backends import secret_backend
 from keyvault.tasks import issue_approved, run_upkeep
-from tests.factories import PRODUCTION, account, approve, grant, issue, now, request_key
+from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 
-from .conftest import Scene
+from .conftest import Scene, make_scene
 from .rows import last_ids, written_since
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -175,3 +180,102 @@ def test_upkeep_damage_is_put_off_for_a_person_and_the_rest_goes_on(
         patch.setattr(issuance, "store_string", damaged)
         assert upkeep.issue_one(first) is False
     assert "issuance will be tried again" in caplog.text
+
+
+@pytest.mark.parametrize("environment", list(Environment))
+def test_upkeep_of_a_pinned_process_keeps_to_its_environment(scene: Scene, environment: Environment) -> None:
+    """A process that serves one environment has no peppers of the other, and leaves its work to those that have."""
+    for place in (scene.sandbox, scene.production):
+        issue(place, expires_in_days=1, at=LONG_AGO)
+        key, _ = issue(place)
+        keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, place), key, RevocationReason.SUPERSEDED)
+        if place == scene.production:
+            request_key(place, at=now() - REQUEST_LIFETIME)
+            approve(request_key(place))
+        else:
+            request_key(place)
+    with override_settings(ENVIRONMENTS=(environment,)):
+        issue_approved()
+        run_upkeep()
+    served = IssuanceRequest.objects.filter(account__environment=environment)
+    others = IssuanceRequest.objects.exclude(account__environment=environment)
+    assert not served.filter(state__in=["approved", "pending"]).exists()
+    assert others.filter(state__in=["approved", "pending"]).count() == (1 if environment is PRODUCTION else 2)
+    dead = Key.objects.filter(state="deactivated")
+    assert set(dead.filter(credential__account__environment=environment).values_list("material", flat=True)) == {
+        Material.DESTROYED
+    }
+    left = Key.objects.exclude(credential__account__environment=environment)
+    assert sorted(left.values_list("state", "material")) == [("active", "held"), ("deactivated", "destroy_due")]
+
+
+def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealed secrets are shredded and old answers go, by the sweep and without anybody asking for them."""
+    key, text = issue(scene.sandbox)
+    asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
+    answer = idempotency.Answer(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
+    at = now() - idempotency.SEALED_FOR
+    idempotency.run_once(**asked, now=at, prepare=lambda: lambda: answer)
+    idempotency.run_once(**asked | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: answer)
+    forgotten: list[datetime] = []
+    monkeypatch.setattr(refusals, "forget_old", forgotten.append)
+    run_upkeep()
+    assert IdempotentRequest.objects.get().sealed is None
+    assert len(forgotten) == 1
+
+
+STEPS = ["expire_due", "burn_due", "destroy_due", "forget_due"]
+
+
+@pytest.mark.parametrize("broken", STEPS)
+def test_upkeep_step_that_fails_keeps_no_other_from_its_turn(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys end in time whatever else is broken, and what ends keys comes first; the task still fails, and says why."""
+    done = []
+
+    def step(name: str) -> None:
+        done.append(name)
+        if name == broken:
+            raise ZeroDivisionError(name)
+
+    for name in STEPS:
+        monkeypatch.setattr(upkeep, name, partial(step, name))
+    with pytest.raises(ZeroDivisionError, match=broken):
+        run_upkeep()
+    assert done == STEPS
+    assert "Traceback" in caplog.text
+    assert f"ZeroDivisionError: {broken}" in caplog.text
+
+
+def test_upkeep_whose_steps_all_fail_tells_of_each_and_raises_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    for name in STEPS:
+        monkeypatch.setattr(upkeep, name, partial(fail, name))
+    with pytest.raises(ZeroDivisionError, match="expire_due"):
+        run_upkeep()
+    assert [name for name in STEPS if f"ZeroDivisionError: {name}" in caplog.text] == STEPS
+
+
+@pytest.mark.django_db(transaction=True)
+def test_upkeep_outside_of_any_transaction_does_all_of_its_steps() -> None:
+    """As the worker runs it: what locks rows has a transaction of its own, which a test's would stand in for."""
+    scene = make_scene()
+    expiring, _ = issue(scene.sandbox, expires_in_days=1, at=LONG_AGO)
+    uncollected = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    burned = issue_request(uncollected, at=now() - COLLECT_WITHIN)
+    overdue = request_key(scene.production, at=now() - REQUEST_LIFETIME)
+    asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
+    answer = idempotency.Answer(201, {"key": None}, "key", Plaintext("shown once"), burned.key_id)
+    idempotency.run_once(**asked, now=now() - idempotency.SEALED_FOR, prepare=lambda: lambda: answer)
+    run_upkeep()
+    for key in (expiring, burned):
+        row = Key.objects.get(pk=key.pk)
+        assert (row.state, row.material) == ("deactivated", Material.DESTROYED)
+    assert IssuanceRequest.objects.get(pk=uncollected.pk).state == "burned"
+    assert IssuanceRequest.objects.get(pk=overdue.pk).state == "expired"
+    assert IdempotentRequest.objects.get().sealed is None

@@ -1,0 +1,194 @@
+"""The limits of this process: of accounts and endpoints, and of failed proofs by the end client's address.
+
+Numbers are `access.limits`, stores `services.limit_stores`. Here is what becomes of a request when the store is
+lost: it spends from buckets of this process, a share of each limit, or is refused where its endpoint wants that.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from ipaddress import IPv6Address, IPv6Network, ip_address
+
+from django.conf import settings
+
+from keyvault.access.limits import FAILED_PROOF_LIMIT, Bucket, Limit, Spend, fallback
+from keyvault.domain.errors import DependencyUnavailableError
+from keyvault.domain.keys import KeyKind
+from keyvault.services.limit_stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
+
+_log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+"""A lost store is left alone that long: not every request shall wait for it in vain."""
+
+_MOST_ADDRESSES = 50_000
+
+_LOOK_UPS = 2
+"""So many look-ups at once for all addresses together that are over their limit."""
+
+
+class Limiter:
+    """Spends from the store; while that is lost, `fallback_percent` of each limit from the other one."""
+
+    def __init__(
+        self,
+        store: LimitStore,
+        fallback_store: LocalStore | None,
+        fallback_percent: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._fallback_store = fallback_store
+        self._fallback_percent = fallback_percent
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._retry_at: float | None = None  # None: the store is there
+
+    def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+        """All buckets or none. Raises DependencyUnavailableError when the store is lost and nothing may stand in."""
+        if self._may_try():
+            try:
+                spend = self._store.spend(buckets, cost)
+            except LimitStoreLostError as error:
+                self._note_lost(error)
+            else:
+                self._note_back()
+                return spend
+        if refuse_on_loss or self._fallback_store is None:
+            raise DependencyUnavailableError(
+                "The limits of this endpoint cannot be checked right now.",
+                internal="limit store lost",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        return self._spend_share(buckets, cost, self._fallback_store)
+
+    def _spend_share(self, buckets: Sequence[Bucket], cost: int, store: LocalStore) -> Spend:
+        """A cost beyond the smaller burst takes all of it: with less, such a request could never pass."""
+        shares = [
+            Bucket(bucket.policy, bucket.key, fallback(bucket.limit, self._fallback_percent)) for bucket in buckets
+        ]
+        return store.spend(shares, min(cost, *(share.limit.count for share in shares)))
+
+    def _may_try(self) -> bool:
+        """Whether the store is there, or it is this request's turn to see whether it is back."""
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            now = self._monotonic()
+            if now < self._retry_at:
+                return False
+            self._retry_at = now + RETRY_SECONDS
+            return True
+
+    def _note_lost(self, error: LimitStoreLostError) -> None:
+        with self._lock:
+            is_news = self._retry_at is None
+            self._retry_at = self._monotonic() + RETRY_SECONDS
+        if is_news:
+            _log.warning("limit store lost", extra={"why": str(error)})
+
+    def _note_back(self) -> None:
+        if self._retry_at is None:
+            return
+        with self._lock:
+            is_news = self._retry_at is not None
+            self._retry_at = None
+        if is_news:
+            _log.warning("limit store back")
+
+
+class FailedProofs:
+    """Failed proofs by the end client's address. No address, no limit; a valid key passes, whatever came before it."""
+
+    def __init__(self, limiter: Limiter, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._limiter = limiter
+        self._monotonic = monotonic
+        self._over_until: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._slow_lane = threading.BoundedSemaphore(_LOOK_UPS)
+
+    def note(self, address: str | None) -> int | None:
+        """Counts one; the seconds after which to come back when this address has had too many."""
+        source = _source(address)
+        if source is None:
+            return None
+        limit = FAILED_PROOF_LIMIT
+        bucket = Bucket("proof", f"kv:limit:{{proof:{source}}}:{limit.count}/{limit.seconds}", limit)
+        spend = self._limiter.spend([bucket], 1)
+        if spend.allowed:
+            return None
+        self._remember(source, self._monotonic() + spend.retry_after_seconds)
+        return spend.retry_after_seconds
+
+    @contextmanager
+    def look_up(self, address: str | None) -> Iterator[None]:
+        """To look a key up in. Those of addresses over their limit wait for each other, all others for nobody."""
+        source = _source(address)
+        if source is not None and self._over_until.get(source, 0) > self._monotonic():
+            with self._slow_lane:
+                yield
+        else:
+            yield
+
+    def _remember(self, source: str, until: float) -> None:
+        with self._lock:
+            self._over_until.pop(source, None)
+            self._over_until[source] = until
+            if len(self._over_until) > _MOST_ADDRESSES:
+                del self._over_until[next(iter(self._over_until))]
+
+
+def account_buckets(
+    account_id: int,
+    kind: KeyKind,
+    account_limit: Limit,
+    endpoint_name: str,
+    endpoint_limit: Limit | None,
+    *,
+    account_setting: str = "",
+    endpoint_setting: str = "",
+) -> tuple[Bucket, ...]:
+    """What a request spends from: the account's bucket, and the endpoint's where it has a limit.
+
+    Both keys of a rotation draw from one bucket, which is the account's. Public and private keys draw apart: shoppers
+    cannot use up what the merchant's backend needs. The limit is part of the name, and so is which setting it comes
+    from (`…_setting`: a row and its version), so that a changed one starts full, also when it is changed back.
+    """
+    prefix = f"kv:limit:{{{account_id}}}:{kind}"
+    account = Bucket("account", f"{prefix}:account:{account_setting}:{account_limit}", account_limit)
+    if endpoint_limit is None:
+        return (account,)
+    place = f"{prefix}:endpoint:{endpoint_name}:{endpoint_setting}:{endpoint_limit}"
+    return (account, Bucket("endpoint", place, endpoint_limit))
+
+
+@cache
+def limiter() -> Limiter:
+    """Of accounts and endpoints. Raises ValueError for a Redis URL that is none."""
+    return _configured(LocalStore(), settings.LIMIT_FALLBACK_PERCENT)
+
+
+@cache
+def failed_proofs() -> FailedProofs:
+    """Has buckets of its own, so that a flood of addresses cannot push those of accounts out."""
+    return FailedProofs(_configured(LocalStore(capacity=_MOST_ADDRESSES), fallback_percent=100))
+
+
+def _configured(local: LocalStore, fallback_percent: int) -> Limiter:
+    if not settings.REDIS_URL:
+        return Limiter(local, None, fallback_percent)
+    return Limiter(RedisStore(settings.REDIS_URL), local, fallback_percent)
+
+
+def _source(address: str | None) -> str | None:
+    """Who an address stands for: an IPv6 site has a /64 to choose from; an IPv4-mapped address is IPv4."""
+    try:
+        parsed = ip_address(address or "")
+    except ValueError:
+        return None
+    if not isinstance(parsed, IPv6Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or IPv6Network((int(parsed), 64), strict=False))
