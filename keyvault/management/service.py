@@ -135,10 +135,10 @@ def _programs(port: int) -> tuple[Program, ...]:
         Program(
             SERVER,
             (
-                *(sys.executable, "-m", "granian", "keyvault.project.wsgi:application", "--interface", "wsgi"),
-                *("--host", ADDRESS, "--port", str(port), "--http", "1"),
+                *(sys.executable, "-m", "granian", "keyvault.project.asgi:application", "--interface", "asgi"),
+                *("--host", ADDRESS, "--port", str(port), "--http", "1", "--no-ws"),
                 # One process: limits and usage counts of the embedded service live in its memory.
-                *("--workers", "1", "--blocking-threads", "4"),
+                *("--workers", "1"),
                 # A worker that is told to end while it still loads does not hear it.
                 *("--workers-kill-timeout", "5"),
                 *("--no-access-log", "--log-level", "warning"),

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from django.core.exceptions import ImproperlyConfigured
 
+from keyvault.access.limits import DEFAULT_LIMITS, LARGEST_COUNT, LONGEST_SECONDS, find_limit_fault
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
 
@@ -74,6 +75,28 @@ def _secret_key(text: str) -> str:
     return text
 
 
+def _environments(text: str) -> tuple[str, ...]:
+    names = _words(text)
+    known = [environment.value for environment in Environment]
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"one or more of {', '.join(known)}, with commas")
+    return tuple(name for name in known if name in names)
+
+
+def _limit(text: str) -> tuple[int, int]:
+    """`<requests>/<seconds>` as the two numbers."""
+    count, slash, seconds = text.partition("/")
+    if not slash or not count.isdecimal() or not seconds.isdecimal() or find_limit_fault(int(count), int(seconds)):
+        raise ValueError(f"requests/seconds such as 25/1, up to {LARGEST_COUNT} in up to {LONGEST_SECONDS} seconds")
+    return int(count), int(seconds)
+
+
+def _percent(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise ValueError("1 to 100")
+    return int(text)
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -89,7 +112,12 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "`postgres://…` for PostgreSQL. Unset: SQLite in the data folder.",
     ),
-    Setting("KEYVAULT_REDIS_URL", "", "`redis://…`; the broker, unless that is set by itself."),
+    Setting(
+        "KEYVAULT_REDIS_URL",
+        "",
+        "`redis://…`: rate limits that several server processes share, and the broker unless that is set by itself. "
+        "Unset: limits are counted in the one server process.",
+    ),
     Setting(
         "KEYVAULT_BROKER_URL",
         "",
@@ -136,6 +164,36 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "More host names to answer to, with commas; those of the origin and the base URLs always count.",
         _words,
+    ),
+    Setting(
+        "KEYVAULT_ENVIRONMENTS",
+        "sandbox,production",
+        "The environments that this process serves. It never loads the peppers of another, and answers 404 on its "
+        "base URL.",
+        _environments,
+    ),
+    Setting(
+        "KEYVAULT_TRUSTED_PROXIES",
+        "0",
+        "How many proxies stand before the integration plane: the client's address is that many from the right of "
+        "X-Forwarded-For. 0: it is the peer's own.",
+        _count(0),
+    ),
+    Setting(
+        "KEYVAULT_SANDBOX_LIMIT",
+        str(DEFAULT_LIMITS[Environment.SANDBOX]),
+        "Limit of an account in the sandbox unless it has its own: requests/seconds.",
+        _limit,
+    ),
+    Setting(
+        "KEYVAULT_PRODUCTION_LIMIT", str(DEFAULT_LIMITS[Environment.PRODUCTION]), "The same in production.", _limit
+    ),
+    Setting(
+        "KEYVAULT_LIMIT_FALLBACK_PERCENT",
+        "25",
+        "While Redis is lost, each server process counts for itself up to this share of every limit: 100 divided by "
+        "the number of processes keeps the sum.",
+        _percent,
     ),
     Setting("KEYVAULT_KEY_BRAND", "kv", "First field of every key string.", _brand),
     Setting(

@@ -21,9 +21,17 @@ APPROVALS_NEEDED = {
     "sandbox": _chosen["KEYVAULT_SANDBOX_APPROVALS"],
     "production": _chosen["KEYVAULT_PRODUCTION_APPROVALS"],
 }
+ENVIRONMENTS: tuple[str, ...] = _chosen["KEYVAULT_ENVIRONMENTS"]
+REDIS_URL: str = _chosen["KEYVAULT_REDIS_URL"]
+TRUSTED_PROXIES: int = _chosen["KEYVAULT_TRUSTED_PROXIES"]
+ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
+    "sandbox": _chosen["KEYVAULT_SANDBOX_LIMIT"],
+    "production": _chosen["KEYVAULT_PRODUCTION_LIMIT"],
+}
+LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
 SECRET_BACKEND: str = _chosen["KEYVAULT_BACKEND"]
 MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
-BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or _chosen["KEYVAULT_REDIS_URL"] or spool_url(DATA_DIR / "spool")
+BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 
 # --- Django -----------------------------------------------------------------------------------------------
 
@@ -55,6 +63,8 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "keyvault.project.console.ConsoleConfig",
     "rest_framework",
+    "drf_spectacular",
+    "drf_spectacular_sidecar",
     "keyvault",
     "rotation",
 ]
@@ -63,11 +73,11 @@ MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "keyvault.api.middleware.EnvironmentMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
-    "django.contrib.sessions.middleware.SessionMiddleware",
+    "keyvault.admin.middleware.ConsoleSessionMiddleware",
     "django.middleware.common.CommonMiddleware",
-    "django.middleware.csrf.CsrfViewMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
+    "keyvault.admin.middleware.ConsoleCsrfMiddleware",
+    "keyvault.admin.middleware.ConsoleAuthenticationMiddleware",
+    "keyvault.admin.middleware.ConsoleMessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 TEMPLATES = [
@@ -146,8 +156,19 @@ REST_FRAMEWORK = {
     "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
     # OPTIONS would tell names and docstrings of views: it is answered as any other method that a view lacks.
     "DEFAULT_METADATA_CLASS": None,
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
     "UNAUTHENTICATED_USER": None,
     "URL_FORMAT_OVERRIDE": None,
+}
+
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Keyvault",
+    "DESCRIPTION": "Keys of a merchant payments platform: are they good here, now, for this endpoint?",
+    "VERSION": "1",
+    "OAS_VERSION": "3.1.0",
+    "PREPROCESSING_HOOKS": ["keyvault.api.openapi_unrouted.add_unrouted"],
+    "POSTPROCESSING_HOOKS": ["keyvault.api.openapi.finish"],
+    "ENUM_GENERATE_CHOICE_DESCRIPTION": False,
 }
 
 # --- Celery (namespace CELERY_): messages carry ids only and are mere wake-ups, the rows are the truth -----

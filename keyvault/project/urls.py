@@ -1,17 +1,23 @@
 """Every route of the service: the service plane, each environment's integration plane, the console."""
 
+from django.conf import settings
 from django.contrib import admin
-from django.urls import include, path
+from django.urls import include, path, re_path
 
+from keyvault.api.integration import IntegrationView, require_whole
+from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
-from rotation.api import AcknowledgeView
+from rotation.api import SERVERS as ROTATION_SERVERS
+
+_SERVERS = {**SERVERS, **ROTATION_SERVERS}
+require_whole(_SERVERS)
 
 urlpatterns = [
     path("", include("keyvault.api.urls")),
     path("", include("rotation.urls")),
     *(
-        path(f"{environment}/credentials/acknowledge", AcknowledgeView.as_view(environment=environment))
-        for environment in Environment
+        re_path(rf"^{environment}/", IntegrationView.as_view(environment=Environment(environment), servers=_SERVERS))
+        for environment in settings.ENVIRONMENTS
     ),
     path("admin/", admin.site.urls),
 ]

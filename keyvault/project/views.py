@@ -4,21 +4,19 @@ from django.http import HttpRequest, HttpResponse
 from django.views import defaults
 
 from keyvault.access.verification import find_exposed
+from keyvault.admin.middleware import is_console
 from keyvault.api.exceptions import problem_response
-from keyvault.api.middleware import INTEGRATION_ROUTES
-from keyvault.domain.errors import ErrorCode
-
-
-def _is_console(request: HttpRequest) -> bool:
-    return request.path_info.startswith("/admin/")
+from keyvault.api.middleware import INTEGRATION_ROUTES, raw_url
+from keyvault.domain.errors import ErrorCode, Fault
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
-    return problem_response(ErrorCode.REQUEST_INVALID, "The request cannot be read.", request)
+    detail = "The request cannot be read."
+    return problem_response(ErrorCode.REQUEST_INVALID, detail, request, faults=[Fault("", detail)])
 
 
 def forbidden(request: HttpRequest, exception: Exception) -> HttpResponse:
-    if _is_console(request):
+    if is_console(request):
         return defaults.permission_denied(request, exception)
     return problem_response(ErrorCode.PERMISSION_MISSING, "This is not permitted.", request)
 
@@ -28,9 +26,9 @@ def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    if _is_console(request):
+    if is_console(request):
         return defaults.page_not_found(request, exception)
-    exposed = find_exposed(request.get_full_path())
+    exposed = find_exposed(raw_url(request))
     if exposed is not None:
         return problem_response(exposed.code, exposed.detail, request)
     if request.path_info.startswith(INTEGRATION_ROUTES):

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.test import override_settings
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import parse_keystring
-from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator
+from keyvault.management.commands.run import _demo_curl
+from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator, ServiceToken
 from rotation.services.engine import advance_rotation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,6 +47,21 @@ def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
     assert {operator["username"] for operator in seeded["operators"]} >= {"tam", "approver", "admin", "auditor"}
     assert {environment["name"] for environment in seeded["environments"]} == {"sandbox", "production"}
     assert not Operator.objects.filter(is_superuser=True).exists()
+
+
+@pytest.mark.parametrize("served", list(Environment))
+def test_demo_of_a_pinned_process_keeps_to_its_environment(served: Environment) -> None:
+    """In production alone there is no demo key, no demo token, and a reason in place of the command to verify it."""
+    with override_settings(ENVIRONMENTS=(served.value,)):
+        assert [environment["name"] for environment in run("seed_demo")["environments"]] == [served]
+        curl = _demo_curl(8000)
+    if served is Environment.SANDBOX:
+        assert curl.startswith("curl ")
+        assert set(Credential.objects.values_list("account__environment", flat=True)) == {"sandbox"}
+    else:
+        assert curl == "(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
+        assert not IssuanceRequest.objects.exists()
+        assert not ServiceToken.objects.exists()
 
 
 def test_issue_key_reveals_only_when_asked(seeded: Any) -> None:

@@ -30,7 +30,9 @@ class Command(AnsweringCommand):
         parser.add_argument("--approved-by", metavar="OPERATOR")
         parser.add_argument("--label", default="command line")
         parser.add_argument(
-            "--delivery", choices=[way.value for way in Delivery], default=Delivery.SECRET_BACKEND.value
+            "--delivery",
+            choices=[way.value for way in Delivery if way is not Delivery.SEALED],  # that one is for services
+            default=Delivery.SECRET_BACKEND.value,
         )
         parser.add_argument("--expires-in-days", type=int)
         parser.add_argument("--reveal", action="store_true", help="collect the key and print it, this once")

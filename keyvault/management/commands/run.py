@@ -64,10 +64,7 @@ class Command(BaseCommand):
         call("setup")
         seeded = call("seed_demo")
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
-        try:
-            curl = _curl(port, _new_token(), _new_key())
-        except CommandError as error:
-            curl = f"(no key was issued: {error})"
+        curl = _demo_curl(port)
         connections.close_all()
         self._tell("Starting the server, the worker and the beat …")
         with supervise(port) as service:
@@ -153,6 +150,17 @@ def _new_key() -> Plaintext:
         *("--expires-in-days", str(LIFETIME_DAYS), "--reveal"),
     )
     return Plaintext(issued["key"])
+
+
+def _demo_curl(port: int) -> str:
+    """How to verify a new key with a new token, or why there is none."""
+    if Environment.SANDBOX not in settings.ENVIRONMENTS:
+        served = ", ".join(settings.ENVIRONMENTS)
+        return f"(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is {served})"
+    try:
+        return _curl(port, _new_token(), _new_key())
+    except CommandError as error:
+        return f"(no key was issued: {error})"
 
 
 def _curl(port: int, token: Plaintext, key: Plaintext) -> str:

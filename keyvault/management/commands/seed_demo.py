@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from io import StringIO
 from typing import Any
 
+from django.conf import settings
 from django.core.management import call_command
 
 from keyvault.access.permissions import Permission
@@ -52,5 +53,9 @@ class Command(AnsweringCommand):
                 for merchant in Merchant.objects.order_by("merchant_id")
             ],
             "operators": [{"username": operator.username, "roles": sorted(operator.roles)} for operator in operators],
-            "environments": [{"name": name.value, "base_url": url} for name, url in BASE_URLS.items()],
+            "environments": [
+                {"name": name.value, "base_url": url}
+                for name, url in BASE_URLS.items()
+                if name in settings.ENVIRONMENTS
+            ],
         }

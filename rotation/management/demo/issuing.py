@@ -13,6 +13,7 @@ from rotation.management.demo.people import MERCHANT, refusal_of
 from rotation.management.demo.stage import Stage, StoryError
 
 ISSUE_SECONDS = 60
+RATE_FOR_THE_FLEET = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,12 @@ def verify_as_a_backend(stage: Stage, issued: Issued) -> None:
     stage.expect("the same for a public endpoint", issued.text, "method_not_supported", endpoint="client.configuration")
     stage.expect("the same, said to be globex's", issued.text, "merchant_mismatch", merchant="globex")
     stage.expect("the same with its last character mistyped", _mistyped(issued.text), "credential_invalid")
+    call(
+        "set_limit",
+        *("--merchant", MERCHANT, "--environment", "sandbox", "--by", "admin"),
+        *("--rate", str(RATE_FOR_THE_FLEET), "--per-seconds", "1"),
+    )
+    report.step(f"admin raises {MERCHANT}'s limit to {RATE_FOR_THE_FLEET} a second, in force at once")
 
 
 def _must_be_refused(stage: Stage, what: str, act: Callable[[], object]) -> None:

@@ -1,0 +1,29 @@
+"""Prints every error code with its status, cause and cure: the page that a client's developer looks things up in."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyvault.management.answers import AnsweringCommand
+from keyvault.wire.problems import PROBLEM_TYPES, problems_page
+
+
+class Command(AnsweringCommand):
+    help = "Prints every error code: its status, what caused it, and what to do. Without --json: a Markdown page."
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "errors": [
+                {
+                    "code": code.value,
+                    "status": kind.status,
+                    "title": kind.title,
+                    "check": kind.check,
+                    "cause": kind.cause,
+                    "cure": kind.cure,
+                }
+                for code, kind in PROBLEM_TYPES.items()
+            ]
+        }
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        return problems_page()

@@ -1,0 +1,32 @@
+"""Ends a service token, at once and for ever."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.errors import NotFoundError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.tokens import get_service_token, revoke_service_token
+
+
+class Command(AnsweringCommand):
+    help = "Revokes a service token: whoever holds it is refused from now on."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("token_id")
+        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options["by"]:
+            grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
+        else:
+            grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
+        token = get_service_token(options["token_id"])
+        if token is None:
+            raise NotFoundError("There is no such service token.")
+        revoke_service_token(grant, token)
+        return {"key_id": token.token_id, "state": "revoked", "revoked_at": token.revoked_at}

@@ -1,0 +1,47 @@
+"""Makes the successor of a service token, and ends the old one after an overlap."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.errors import NotFoundError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.tokens import LONGEST_OVERLAP_HOURS, get_service_token, rotate_service_token
+
+
+class Command(AnsweringCommand):
+    help = "Rotates a service token. The new one has the same rights; it is printed once, and only with --reveal."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("token_id")
+        parser.add_argument(
+            "--overlap-hours",
+            type=int,
+            required=True,
+            help=f"so long the old token stays good beside the new one (0 to {LONGEST_OVERLAP_HOURS})",
+        )
+        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
+        parser.add_argument("--reveal", action="store_true", help="print the token, this once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options["by"]:
+            grant = self.grant(self.operator(options["by"]), Permission.TOKENS_WRITE)
+        else:
+            grant = authorize(HOST, Permission.TOKENS_WRITE, now=self.now)
+        token = get_service_token(options["token_id"])
+        if token is None:
+            raise NotFoundError("There is no such service token.")
+        successor, text = rotate_service_token(grant, token, options["overlap_hours"])
+        answer: dict[str, Any] = {
+            "key_id": successor.token_id,
+            "expires_at": successor.expires_at,
+            "predecessor_key_id": token.token_id,
+            "predecessor_expires_at": token.expires_at,
+        }
+        if options["reveal"]:
+            answer["token"] = text.reveal()
+        return answer

@@ -1,0 +1,76 @@
+"""Sets how often a merchant, or whoever asks for an endpoint, may ask; and says what holds now."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.access.limits import Limit, find_limit_fault
+from keyvault.access.permissions import Permission
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Account
+from keyvault.services.limit_overrides import (
+    account_limit_in_force,
+    endpoint_limit_in_force,
+    set_account_limit,
+    set_endpoint_limit,
+)
+from keyvault.services.merchants import find_account
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Sets the limit of an account (--merchant), of an endpoint for all accounts of an environment (--endpoint), or "
+        "of an endpoint for one account (both). In force in running servers before the command returns."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--merchant")
+        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        parser.add_argument("--endpoint", metavar="NAME")
+        parser.add_argument("--rate", type=int, metavar="N", help="so many requests, and as many at once")
+        parser.add_argument("--per-seconds", type=int, metavar="S", help="in so many seconds")
+        parser.add_argument("--clear", action="store_true", help="back to the default")
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        limit = _wished(options)
+        environment, endpoint = Environment(options["environment"]), options["endpoint"]
+        if options["merchant"] is None and endpoint is None:
+            raise CommandError("--merchant, --endpoint, or both", returncode=2)
+        account = find_account(options["merchant"], environment) if options["merchant"] is not None else None
+        grant = self.grant(self.operator(options["by"]), Permission.LIMITS_WRITE, account)
+        if endpoint is not None:
+            set_endpoint_limit(grant, environment, endpoint, limit, account)
+        elif account is not None:
+            set_account_limit(grant, account, limit)
+        return _in_force(environment, endpoint, account)
+
+
+def _wished(options: Mapping[str, Any]) -> Limit | None:
+    """None: to be cleared."""
+    rate, per_seconds = options["rate"], options["per_seconds"]
+    if options["clear"] and rate is None and per_seconds is None:
+        return None
+    if options["clear"] or rate is None or per_seconds is None:
+        raise CommandError("--rate and --per-seconds, or --clear", returncode=2)
+    if (fault := find_limit_fault(rate, per_seconds)) is not None:
+        raise RequestInvalidError("There is no such limit.", [Fault("/rate", fault)])
+    return Limit(rate, per_seconds)
+
+
+def _in_force(environment: Environment, endpoint: str | None, account: Account | None) -> dict[str, Any]:
+    if endpoint is None and account is not None:
+        found = account_limit_in_force(account)
+    else:
+        found = endpoint_limit_in_force(environment, endpoint or "", account)
+    return {
+        "merchant": None if account is None else account.merchant_id,
+        "environment": environment,
+        "endpoint": endpoint,
+        "rate": None if found.limit is None else found.limit.count,
+        "per_seconds": None if found.limit is None else found.limit.seconds,
+        "source": found.source,
+    }

@@ -1,0 +1,12 @@
+"""The ASGI application, for Granian: Django's WSGI application behind a bridge that loses nothing of a request.
+
+Loading it fails where serving would go wrong: `keyvault.project.wsgi` sees to that, and routes that do not fit to the
+catalog fail here and not at the first request.
+"""
+
+from keyvault.project.bridge import Bridge
+from keyvault.project.wsgi import application as wsgi_application
+
+application = Bridge(wsgi_application)
+
+from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

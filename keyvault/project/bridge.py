@@ -1,0 +1,218 @@
+"""From ASGI to WSGI: reads each request as it was sent, and has a WSGI application answer it in a few threads.
+
+A WSGI server hands on an environ that tells less than what came: one name for `X-Api-Key` and `X_Api_Key`, a
+path with its escapes undone, no body where its length was not announced. ASGI has the bytes, so the environ
+(PEP 3333) is made here:
+
+- a header whose name holds an underscore is dropped; one that came twice is joined with a comma;
+- `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
+- a path and query above 8 KiB are refused;
+- a Content-Type that cannot be read is left out, and so are its parameters with a charset other than UTF-8;
+- the body is read before a thread is taken, so that slow senders hold none. One above the limit is not read: who
+  asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
+
+What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
+an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
+Content-Length, as RFC 9112 (6.3) has it.
+"""
+
+import asyncio
+import io
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import unquote_to_bytes
+from wsgiref.types import WSGIApplication
+
+from django.conf import settings
+from django.core.exceptions import RequestDataTooBig
+from django.utils.http import parse_header_parameters
+
+from keyvault.api.middleware import RAW_PATH
+from keyvault.domain.errors import ErrorCode, Fault
+from keyvault.wire.headers import REQUEST_ID, join_headers, mint_request_id
+from keyvault.wire.problems import CONTENT_TYPE, problem
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+THREADS = 4
+"""Few, since SQLite has one writer and Python one interpreter; each keeps its database connection."""
+
+TARGET_BYTES = 8192
+"""Of path and query. RFC 9112 (3) recommends that every server take a request line of 8,000."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class BodyUnreadableError(Exception):
+    """The body broke off, or its framing cannot be followed."""
+
+
+class TooLargeBody:
+    """Stands for a body that was not read; raises RequestDataTooBig at whoever wants it."""
+
+    def read(self, size: int = -1) -> NoReturn:
+        raise RequestDataTooBig("the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE")
+
+    readline = read
+
+
+Body = io.BytesIO | TooLargeBody
+
+
+class Bridge:
+    """One WSGI application in a fixed pool of threads that live as long as the process."""
+
+    def __init__(self, wsgi: WSGIApplication, threads: int = THREADS) -> None:
+        self._wsgi = wsgi
+        self._pool = ThreadPoolExecutor(threads, "request")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            answer = await self._answer(scope, receive)
+            await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+            await send({"type": "http.response.body", "body": answer.body})
+        else:
+            raise ValueError(f"{scope['type']} is not spoken here")
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        # What was accepted is answered, and noted, before the process says its farewell.
+        self._pool.shutdown()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        raw_path, query = _target(scope)
+        if len(raw_path) + len(query) > TARGET_BYTES:
+            return _refuse(ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+        headers = join_headers(scope["headers"])
+        try:
+            body, length = await _read_body(headers, receive)
+        except BodyUnreadableError:
+            detail = "The body cannot be read: it broke off, or is not framed well."
+            return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
+        environ = _environ(scope, headers, body, length)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, environ)
+
+    def _run(self, environ: dict[str, Any]) -> Answer:
+        try:
+            return _call(self._wsgi, environ)
+        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+            answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
+            _log.exception("unhandled", extra={"request_id": dict(answer.headers)[b"x-request-id"].decode()})
+            return answer
+
+
+def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> Answer:
+    started: list[tuple[int, list[tuple[bytes, bytes]]]] = []
+    written: list[bytes] = []
+
+    def start_response(status: str, headers: list[tuple[str, str]], exc_info: object = None) -> Callable[[bytes], Any]:
+        encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        started.append((int(status[:3]), encoded))
+        return written.append
+
+    response: Iterable[bytes] = wsgi(environ, start_response)
+    try:
+        written.extend(response)
+    finally:
+        if close := getattr(response, "close", None):
+            close()  # Django's, which puts the thread's database connection in order
+    code, encoded = started[-1]
+    return Answer(code, encoded, b"".join(written))
+
+
+async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, int]:
+    """The body and its length. Raises BodyUnreadableError."""
+    announced, encoding = headers.get("content-length"), headers.get("transfer-encoding")
+    if announced is None and encoding is None:
+        return io.BytesIO(), 0
+    if encoding is not None and (announced is not None or encoding.lower() != "chunked"):
+        raise BodyUnreadableError
+    if announced is not None and not (announced.isascii() and announced.isdecimal() and len(announced) <= 20):
+        raise BodyUnreadableError
+    limit: int = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    length = int(announced or 0)
+    chunks: list[bytes] = []
+    read, more = 0, length <= limit
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise BodyUnreadableError
+        chunks.append(message.get("body", b""))
+        read += len(chunks[-1])
+        more = message.get("more_body", False) and read <= limit
+    length = max(length, read)
+    return (TooLargeBody() if length > limit else io.BytesIO(b"".join(chunks))), length
+
+
+def _target(scope: Scope) -> tuple[bytes, bytes]:
+    """Path and query as they were sent; Granian's `raw_path` has the query too."""
+    raw_path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return raw_path.partition(b"?")[0], query
+
+
+def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> dict[str, Any]:
+    raw_path, query = _target(scope)
+    server, client = scope.get("server") or ("", 0), scope.get("client") or ("", 0)
+    environ = {
+        "REQUEST_METHOD": scope["method"],
+        "SCRIPT_NAME": "",
+        "PATH_INFO": unquote_to_bytes(raw_path).decode("latin-1"),
+        "QUERY_STRING": query.decode("latin-1"),
+        "SERVER_NAME": server[0],
+        "SERVER_PORT": str(server[1]),
+        "SERVER_PROTOCOL": f"HTTP/{scope['http_version']}",
+        "REMOTE_ADDR": client[0],
+        "wsgi.version": (1, 0),
+        "wsgi.url_scheme": scope["scheme"],
+        "wsgi.input": body,
+        "wsgi.errors": sys.stderr,
+        "wsgi.multithread": True,
+        "wsgi.multiprocess": False,
+        "wsgi.run_once": False,
+        RAW_PATH: raw_path.decode("latin-1"),
+    }
+    for name, value in headers.items():
+        if name not in {"content-type", "content-length", "transfer-encoding"}:
+            environ[f"HTTP_{name.upper().replace('-', '_')}"] = value
+    environ["CONTENT_TYPE"] = _content_type(headers.get("content-type", ""))
+    environ["CONTENT_LENGTH"] = str(length)
+    return environ
+
+
+def _content_type(sent: str) -> str:
+    """One that Django can read: it fails on some, and reads the query in a charset that Python knows (`rot13`)."""
+    try:
+        charset = parse_header_parameters(sent)[1].get("charset", "utf-8")
+    except (LookupError, ValueError):
+        return ""
+    return sent if charset.lower() in {"utf-8", "utf8"} else sent.partition(";")[0]
+
+
+def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
+    """An answer without Django: nothing of the request is looked at."""
+    request_id = mint_request_id(secrets.token_bytes)
+    found = problem(code, detail, request_id, faults=faults)
+    _log.info("refused", extra={"request_id": request_id, "status": found.status})
+    headers = {"Content-Type": CONTENT_TYPE, REQUEST_ID: request_id, **found.headers}
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return Answer(found.status, encoded, json.dumps(dict(found.body)).encode())

@@ -1,0 +1,88 @@
+"""Service tokens on the command line: rotated with an overlap, revoked at once; the token only with --reveal."""
+
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from keyvault.access.roles import Role
+from keyvault.models import AuditEntry, ServiceToken
+from keyvault.services.lookup import prove_service_token
+from tests.factories import make_operator, make_token, now
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def run(*words: str) -> Any:
+    output = io.StringIO()
+    call_command(*words, "--json", stdout=output)
+    lines = output.getvalue().splitlines()
+    assert len(lines) == 1
+    return json.loads(lines[0])
+
+
+def rotate(token: ServiceToken, *more: str, hours: int = 24) -> Any:
+    return run("rotate_service_token", token.token_id, "--overlap-hours", str(hours), *more)
+
+
+def test_rotate_service_token_answers_with_both_tokens_and_reveals_when_asked() -> None:
+    token, old = make_token()
+    answer = rotate(token, "--reveal")
+    assert set(answer) == {"key_id", "token", "expires_at", "predecessor_key_id", "predecessor_expires_at"}
+    assert answer["predecessor_key_id"] == token.token_id
+    ends_at = datetime.fromisoformat(answer["predecessor_expires_at"])
+    assert abs(ends_at - now() - timedelta(hours=24)) < timedelta(minutes=5)
+    for text in (answer["token"], old.reveal()):
+        assert prove_service_token(text, datetime.now(UTC)) is not None
+    assert answer["key_id"] in answer["token"]
+    assert prove_service_token(old.reveal(), ends_at) is None
+
+
+def test_rotate_service_token_without_reveal_prints_no_token() -> None:
+    token, _ = make_token()
+    assert "token" not in rotate(token)
+
+
+def test_rotate_service_token_by_an_operator_is_in_their_name_and_the_host_user_s() -> None:
+    """A command line proves no identity: the entry names both."""
+    admin = make_operator("admin", Role.KEY_ADMINISTRATOR)
+    token, _ = make_token()
+    answer = rotate(token, "--by", "admin")
+    assert ServiceToken.objects.get(pk=answer["key_id"]).creator_person == admin.person
+    entry = json.loads(bytes(AuditEntry.objects.get(event="service_token.rotated").body))
+    assert entry["actor"] == "operator:admin"
+    assert entry["details"]["host_user"]
+
+
+@pytest.mark.parametrize("command", ["rotate_service_token", "revoke_service_token"])
+def test_service_token_command_refuses_who_may_not_and_what_is_none(command: str) -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    token, text = make_token()
+    more = ["--overlap-hours", "1"] if command.startswith("rotate") else []
+    with pytest.raises(CommandError, match="permission_missing"):
+        run(command, token.token_id, "--by", "tam", *more)
+    with pytest.raises(CommandError, match="not_found"):
+        run(command, "0" * 16, *more)
+    assert prove_service_token(text.reveal(), now()) is not None
+
+
+@pytest.mark.parametrize("hours", [-1, 169])
+def test_rotate_service_token_with_an_overlap_out_of_bounds_is_refused(hours: int) -> None:
+    token, _ = make_token()
+    with pytest.raises(CommandError, match="/overlap_hours: 0 to 168"):
+        rotate(token, hours=hours)
+
+
+def test_revoke_service_token_ends_it_at_once() -> None:
+    """Whoever holds it is refused from now on; a second time there is nothing to revoke."""
+    token, text = make_token()
+    answer = run("revoke_service_token", token.token_id)
+    assert (answer["key_id"], answer["state"]) == (token.token_id, "revoked")
+    assert prove_service_token(text.reveal(), now()) is None
+    with pytest.raises(CommandError, match="revoked already"):
+        run("revoke_service_token", token.token_id)
+    with pytest.raises(CommandError, match="not good any more"):
+        rotate(token)
