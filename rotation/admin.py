@@ -190,7 +190,9 @@ def _may_be_aborted(rotation: Rotation) -> bool:
 
 
 def _may_be_collected(rotation: Rotation) -> bool:
-    return rotation.delivered_at is not None and rotation.collected_at is None and rotation.current_state not in CLOSED
+    """A sealed credential's key is shown to nobody: its replacement is read from the secret backend."""
+    is_waiting = rotation.delivered_at is not None and rotation.collected_at is None
+    return is_waiting and rotation.current_state not in CLOSED and rotation.credential.delivery != Delivery.SEALED
 
 
 @admin.register(Rotation)

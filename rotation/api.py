@@ -1,36 +1,32 @@
 """Rotations over REST: asked for and read on the service plane, acknowledged on the integration plane."""
 
-from datetime import UTC, datetime
+from datetime import UTC
 
 from rest_framework import serializers
-from rest_framework.permissions import AllowAny
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
-from keyvault.access.catalog import find_endpoint
-from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import KeyHolder
-from keyvault.access.verification import find_exposed
 from keyvault.api.enforcement import ServiceView
-from keyvault.api.exceptions import DeniedError
-from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer
+from keyvault.api.idempotency import answer_once
+from keyvault.api.integration import Call, Server
+from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
+from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.models import Credential
 from keyvault.services.authorization import authorize
-from keyvault.services.usage import usage_log
-from keyvault.services.verification import Presented, judge_presented, note_use
-from keyvault.wire.headers import API_KEY, came_twice, read_bearer
+from keyvault.services.idempotency import Answer, Effect
+from keyvault.wire.idempotency import IDEMPOTENCY_KEY
+from rotation.bodies import RotationBody
 from rotation.policy import LONGEST_SECONDS, Proof
 from rotation.services.facts import ACKNOWLEDGEMENT
 from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
 
 
 class RotationRequest(StrictSerializer):
-    credential_id = serializers.CharField(max_length=32)
-    reason = serializers.CharField(required=False, max_length=300)
+    credential_id = StrictText(max_length=32)
+    reason = StrictText(required=False, max_length=300)
     not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
     deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
     proof = serializers.ChoiceField(choices=[proof.value for proof in Proof], required=False)
@@ -52,7 +48,28 @@ class RotationRequest(StrictSerializer):
 class RotationsView(ServiceView):
     permission = Permission.ROTATIONS_WRITE
 
+    @documented(
+        "rotations_create",
+        summary="Asks for a rotation.",
+        takes=RotationRequest,
+        answers={201: RotationBody},
+        codes=[ErrorCode.STATE_CONFLICT],
+        idempotency_key=MAY_BE_SENT,
+    )
     def post(self, request: Request) -> Response:
+        if IDEMPOTENCY_KEY not in request.headers:
+            answer = self._prepare(request)()
+            return Response(answer.body, status=answer.status)
+        return answer_once(
+            request,
+            holder=self.service.lineage,
+            endpoint="rotations.create",
+            environment=Environment.SANDBOX,  # its peppers seal secrets, and this answer holds none
+            now=self.now,
+            prepare=lambda: self._prepare(request),
+        )
+
+    def _prepare(self, request: Request) -> Effect:
         form = RotationRequest(data=request.data)
         form.is_valid(raise_exception=True)
         credential = (
@@ -62,63 +79,39 @@ class RotationsView(ServiceView):
         )
         if credential is None:
             raise NotFoundError
-        rotation = request_rotation(self.grant_for(credential.account), credential, form.wish())
-        return Response(describe(get_rotation(rotation.rotation_id), self.now), status=201)
+        grant = self.grant_for(credential.account)
+
+        def create() -> Answer:
+            rotation = request_rotation(grant, credential, form.wish())
+            return Answer(201, describe(get_rotation(rotation.rotation_id), self.now))
+
+        return create
 
 
 class RotationView(ServiceView):
     permission = Permission.ROTATIONS_READ
 
+    @documented(
+        "rotations_read",
+        summary="Where a rotation stands, and what it waits for.",
+        answers={200: RotationBody},
+        parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
+    )
     def get(self, request: Request, rotation_id: str) -> Response:
         rotation = get_rotation(rotation_id)
         self.grant_for(rotation.credential.account)
         return Response(describe(rotation, self.now))
 
 
-_AMBIGUOUS = Denial(ErrorCode.CREDENTIAL_AMBIGUOUS, "The Authorization header came more than once, or holds a comma.")
+def _acknowledge(call: Call) -> Response:
+    """With the replacement itself in X-Api-Key: the merchant's half of the proof."""
+    rotation = find_introduction(call.holder.key_id)
+    if rotation is None:
+        raise NotFoundError("The key is not the replacement of a rotation.")
+    grant = authorize(call.holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=call.now)
+    acknowledge(grant, rotation)
+    return Response(status=204)
 
 
-class AcknowledgeView(APIView):
-    """POST {base_url}/credentials/acknowledge, with the replacement itself in X-Api-Key."""
-
-    http_method_names = ["post"]
-    permission_classes = (AllowAny,)  # the judgement below is the permission
-    environment: Environment = Environment.SANDBOX
-
-    def post(self, request: Request) -> Response:
-        usage_log.start()
-        now = datetime.now(UTC)
-        headers = request.headers
-        url = request.get_full_path()
-        if came_twice(headers.get("Authorization")):
-            # Before the key, as the table of verdicts has it; only what stands in the URL comes earlier.
-            raise DeniedError(find_exposed(url) or _AMBIGUOUS)
-        judgement = judge_presented(
-            Presented(
-                key=headers.get(API_KEY),
-                environment=self.environment,
-                endpoint=find_endpoint(ACKNOWLEDGEMENT),
-                url=url,
-                bearer=read_bearer(headers.get("Authorization")),
-                origin=headers.get("Origin"),
-            ),
-            now,
-        )
-        note_use(
-            judgement,
-            usage_log,
-            source=request.META.get("REMOTE_ADDR") or "unknown",
-            user_agent=headers.get("User-Agent", ""),
-            endpoint=ACKNOWLEDGEMENT,
-        )
-        if isinstance(judgement.verdict, Denial):
-            raise DeniedError(judgement.verdict)
-        holder = judgement.verdict.principal
-        if not isinstance(holder, KeyHolder):
-            raise TypeError("only a key holder is granted an endpoint")
-        rotation = find_introduction(holder.key_id)
-        if rotation is None:
-            raise NotFoundError("The key is not the replacement of a rotation.")
-        grant = authorize(holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=now)
-        acknowledge(grant, rotation)
-        return Response(status=204)
+SERVERS = {ACKNOWLEDGEMENT: Server(answers=_acknowledge, status=204)}
+"""What rotation serves of the integration plane."""

@@ -8,9 +8,14 @@ class KeyIdConverter(StringConverter):
     regex = "[0-9A-Za-z]{16}"
 
 
+class RequestIdConverter(StringConverter):
+    regex = "req_[0-9A-Za-z]{20}"
+
+
 class RotationIdConverter(StringConverter):
     regex = "rot_[0-9A-Za-z]{20}"
 
 
 register_converter(KeyIdConverter, "key_id")
+register_converter(RequestIdConverter, "request_id")
 register_converter(RotationIdConverter, "rotation_id")

@@ -11,6 +11,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
 from keyvault.access.verification import find_exposed
 from keyvault.api.exceptions import DeniedError
+from keyvault.api.middleware import raw_url
 from keyvault.api.permissions import HasServiceToken
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Account
@@ -43,7 +44,7 @@ class ServiceView(APIView):
     permission: Permission
 
     def initial(self, request: Request, *args: object, **kwargs: object) -> None:
-        exposed = find_exposed(request.get_full_path())
+        exposed = find_exposed(raw_url(request._request))
         if exposed is not None:
             raise DeniedError(exposed)
         super().initial(request, *args, **kwargs)

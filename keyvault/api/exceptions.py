@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from django.core.exceptions import RequestDataTooBig
+from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpResponse, JsonResponse
 from rest_framework import exceptions as drf
@@ -17,6 +18,7 @@ from keyvault.domain.errors import (
     DependencyUnavailableError,
     ErrorCode,
     Fault,
+    IdempotencyError,
     KeyvaultError,
     RequestInvalidError,
 )
@@ -28,9 +30,10 @@ _log = logging.getLogger(__name__)
 class DeniedError(Exception):
     """Carries a denial out of a view to where answers are written; not an error of ours."""
 
-    def __init__(self, denial: Denial) -> None:
+    def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(denial.detail)
         self.denial = denial
+        self.headers = dict(headers or {})
 
 
 def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response | None:
@@ -44,28 +47,36 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response |
         _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
     # REST framework copies the view's headers over those of the answer: so these are given to the view.
-    view.headers = {**view.headers, "Allow": ", ".join(view_methods), **found.headers}
+    allow = {"Allow": ", ".join(view_methods)} if view_methods else {}
+    view.headers = {**view.headers, **allow, **found.headers}
     return Response(dict(found.body), found.status, content_type=CONTENT_TYPE)
 
 
 def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> Problem | None:
     match error:
-        case DeniedError(denial=denial):
-            return problem(denial.code, denial.detail, request_id, allowed_methods=denial.allowed_methods)
+        case DeniedError(denial=denial, headers=headers):
+            found = problem(
+                denial.code,
+                denial.detail,
+                request_id,
+                allowed_methods=denial.allowed_methods,
+                retry_after_seconds=denial.retry_after_seconds,
+            )
+            return replace(found, headers={**found.headers, **headers})
         case KeyvaultError():
             _note(error, request_id)
             return problem(
                 error.code,
                 error.detail,
                 request_id,
-                faults=error.faults if isinstance(error, RequestInvalidError) else (),
+                faults=_faults_of(error),
                 retry_after_seconds=_retry_after(error),
             )
         case drf.ValidationError():
             faults = list(_faults(error.detail, ""))
             return problem(ErrorCode.REQUEST_INVALID, "The request does not fit.", request_id, faults=faults)
         case drf.ParseError():
-            return problem(ErrorCode.REQUEST_INVALID, str(error.detail), request_id)
+            return _invalid(str(error.detail), request_id)
         case drf.MethodNotAllowed():
             return problem(ErrorCode.METHOD_NOT_ALLOWED, str(error.detail), request_id, allowed_methods=view_methods)
         case drf.UnsupportedMediaType():
@@ -82,9 +93,11 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
                 retry_after_seconds=1,
             )
         case DataError():
-            return problem(ErrorCode.REQUEST_INVALID, "A value cannot be stored or compared.", request_id)
+            return _invalid("A value cannot be stored or compared.", request_id)
         case RequestDataTooBig():
             return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
+        case SuspiciousOperation():  # after RequestDataTooBig, which is one
+            return _invalid("The request cannot be read, or its query has more than 1,000 parameters.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():
             return problem(
                 ErrorCode.SERVICE_TOKEN_INVALID, "This needs a service token in Authorization: Bearer.", request_id
@@ -99,8 +112,19 @@ def problem_response(code: ErrorCode, detail: str, request: object, **more: Any)
     return JsonResponse(dict(found.body), status=found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)
 
 
+def _invalid(detail: str, request_id: str) -> Problem:
+    """A fault of the request as a whole, to which the empty JSON Pointer points."""
+    return problem(ErrorCode.REQUEST_INVALID, detail, request_id, faults=[Fault("", detail)])
+
+
+def _faults_of(error: KeyvaultError) -> Sequence[Fault]:
+    if not isinstance(error, RequestInvalidError):
+        return ()
+    return error.faults or (Fault("", error.detail),)
+
+
 def _retry_after(error: KeyvaultError) -> int | None:
-    if isinstance(error, DependencyUnavailableError):
+    if isinstance(error, DependencyUnavailableError | IdempotencyError):
         return error.retry_after_seconds
     return 5 if error.code is ErrorCode.DEPENDENCY_UNAVAILABLE else None
 
@@ -115,7 +139,9 @@ def _faults(detail: Any, pointer: str) -> Iterator[Fault]:
     """REST framework's nested details, flat, each with its JSON Pointer."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
-            step = "" if name == "non_field_errors" else f"/{str(name).replace('~', '~0').replace('/', '~1')}"
+            # A client's own name of a field may hold half a surrogate pair, which no answer can be written with.
+            shown = str(name).encode(errors="backslashreplace").decode()
+            step = "" if name == "non_field_errors" else f"/{shown.replace('~', '~0').replace('/', '~1')}"
             yield from _faults(inner, pointer + step)
     elif isinstance(detail, list):
         for index, inner in enumerate(detail):

@@ -1,13 +1,17 @@
 """Request and response shapes; unknown fields are refused, so that a misspelt one is never silently ignored."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from django.http import QueryDict
 from rest_framework import serializers
 
 from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential
 from keyvault.services.keys import describe_key
@@ -50,7 +54,27 @@ class StrictBoolean(serializers.BooleanField):
         return data
 
 
-class ClientAddress(serializers.CharField):
+class StrictText(serializers.CharField):
+    """A JSON string, as it came: neither a number nor trimmed, and without the one character that no database keeps.
+
+    `pattern` is what the whole of it looks like.
+    """
+
+    def __init__(self, *, pattern: str | None = None, **options: Any) -> None:
+        if not options.get("allow_blank"):
+            options.setdefault("min_length", 1)
+        super().__init__(trim_whitespace=False, **options)
+        self.pattern = pattern
+
+    def to_internal_value(self, data: Any) -> str:
+        if not isinstance(data, str):
+            raise serializers.ValidationError("Not a string.")
+        if self.pattern is not None and re.fullmatch(self.pattern, data) is None:
+            raise serializers.ValidationError("Not of the form that is asked for.")
+        return super().to_internal_value(data)
+
+
+class ClientAddress(StrictText):
     """An IPv4 or IPv6 address, in its canonical form; an IPv4-mapped one as IPv4."""
 
     def to_internal_value(self, data: Any) -> str:
@@ -59,6 +83,8 @@ class ClientAddress(serializers.CharField):
             address = ipaddress.ip_address(text)
         except ValueError:
             raise serializers.ValidationError("Not an IP address.") from None
+        if "%" in text:
+            raise serializers.ValidationError("A zone means something on one machine only.")
         mapped = getattr(address, "ipv4_mapped", None)
         return str(mapped or address)
 
@@ -66,14 +92,15 @@ class ClientAddress(serializers.CharField):
 class VerifyRequest(StrictSerializer):
     key = RawText(allow_null=True)
     environment = serializers.ChoiceField(choices=[env.value for env in Environment])
-    endpoint = serializers.CharField(required=False, max_length=100)
-    method = serializers.RegexField(r"^[A-Z]{1,16}$", required=False)
-    path = serializers.CharField(required=False, max_length=8192, trim_whitespace=False)
-    merchant = serializers.CharField(required=False, allow_null=True, max_length=64, trim_whitespace=False)
+    endpoint = StrictText(required=False, max_length=100)
+    method = StrictText(required=False, pattern="[A-Z]{1,16}")
+    path = StrictText(required=False, max_length=8192)
+    merchant = StrictText(required=False, allow_null=True, max_length=64)
+    store = StrictText(required=False, allow_null=True, max_length=128)
     customer_token = RawText(required=False, allow_null=True)
     client_ip = ClientAddress(required=False, allow_null=True, max_length=64)
-    origin = serializers.CharField(required=False, allow_null=True, max_length=500, trim_whitespace=False)
-    user_agent = serializers.CharField(required=False, allow_null=True, max_length=1000, allow_blank=True)
+    origin = StrictText(required=False, allow_null=True, allow_blank=True, max_length=500)
+    user_agent = StrictText(required=False, allow_null=True, max_length=1000, allow_blank=True)
     cost = StrictInteger(required=False, min_value=1, max_value=1_000_000)
     dry_run = StrictBoolean(required=False)
 
@@ -84,16 +111,55 @@ class VerifyRequest(StrictSerializer):
         return attrs
 
 
+class VerifyBatchRequest(StrictSerializer):
+    requests = serializers.ListField(child=VerifyRequest(), min_length=1, max_length=100)
+
+
 class RevokeRequest(StrictSerializer):
     reason = serializers.ChoiceField(choices=[reason.value for reason in RevocationReason])
 
 
-class CredentialQuery(StrictSerializer):
-    merchant = serializers.CharField(required=False, max_length=64)
+class QuerySerializer(StrictSerializer):
+    """Query parameters, each of them once."""
+
+    def to_internal_value(self, data: QueryDict) -> Any:
+        repeated = sorted(name for name, values in data.lists() if len(values) > 1)
+        if repeated:
+            raise serializers.ValidationError({name: ["Given more than once."] for name in repeated})
+        return super().to_internal_value(data.dict())
+
+
+class QueryInteger(serializers.IntegerField):
+    """Digits, and nothing else that Python would read as a number."""
+
+    def to_internal_value(self, data: Any) -> int:
+        if re.fullmatch("[0-9]{1,9}", data) is None:
+            raise serializers.ValidationError("Not a whole number.")
+        return super().to_internal_value(data)
+
+
+class CredentialQuery(QuerySerializer):
+    merchant = StrictText(required=False, max_length=64)
     environment = serializers.ChoiceField(choices=[env.value for env in Environment], required=False)
     kind = serializers.ChoiceField(choices=[kind.value for kind in KeyKind], required=False)
-    cursor = serializers.RegexField(r"^crd_[0-9A-Za-z]{20}$", required=False)
-    limit = serializers.IntegerField(required=False, min_value=1, max_value=200, default=50)
+    cursor = StrictText(required=False, pattern="crd_[0-9A-Za-z]{20}")
+    limit = QueryInteger(required=False, min_value=1, max_value=200, default=50)
+
+
+class CredentialRequest(StrictSerializer):
+    """`label` and what a delivery needs are the service's to judge."""
+
+    merchant = StrictText(max_length=64)
+    environment = serializers.ChoiceField(choices=[env.value for env in Environment])
+    kind = serializers.ChoiceField(choices=[kind.value for kind in KeyKind])
+    label = StrictText(required=False, max_length=100)  # type: ignore[assignment]  # DRF takes fields off the class
+    delivery = serializers.ChoiceField(choices=[way.value for way in Delivery], required=False)
+    expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
+    recipient_public_key = StrictText(required=False, max_length=KEY_CHARACTERS)
+
+
+class CollectRequest(StrictSerializer):
+    """Nothing: what is collected is in the address."""
 
 
 def credential_as_json(credential: Credential) -> dict[str, Any]:

@@ -8,9 +8,12 @@ import pytest
 from django.test import Client
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.services.usage import UsageLog
 from tests.factories import make_merchant, make_token
+
+from .integration import Ask, asking, change_account
 
 Call = Callable[..., Any]
 
@@ -20,7 +23,7 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """The usage log of the doors, without its thread: a test flushes it by hand."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.api.views.verification", "rotation.api"):
+    for door in ("keyvault.api.views.verification", "keyvault.api.integration"):
         monkeypatch.setattr(f"{door}.usage_log", log)
     return log
 
@@ -55,3 +58,13 @@ def call(token: str) -> Call:
 def _json(body: Any) -> bytes:
 
     return json.dumps(body).encode()
+
+
+@pytest.fixture
+def ask(db: None, client: Client) -> Ask:
+    """The integration plane of `acme` and `globex`, whose limits no test reaches by accident."""
+    for merchant_id in ("acme", "globex"):
+        make_merchant(merchant_id)
+        for environment in Environment:
+            change_account(merchant_id, environment, limit_count=1000, limit_seconds=1)
+    return asking(client)

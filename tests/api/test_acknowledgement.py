@@ -24,6 +24,7 @@ from .conftest import Call
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 URL = "/sandbox/credentials/acknowledge"
+JSON = "application/json"
 
 
 def test_rotation_over_rest_is_asked_for_approved_and_read(call: Call) -> None:
@@ -82,10 +83,10 @@ def test_acknowledgement_by_the_replacement_is_taken_once_and_repeatable(client:
     replacement = get_rotation(rotation.rotation_id).replacement
     assert replacement is not None
     new = read_string(replacement)
-    assert client.post(URL, headers={"X-Api-Key": old.reveal()}).json()["code"] == "not_found"
+    assert client.post(URL, content_type=JSON, headers={"X-Api-Key": old.reveal()}).json()["code"] == "not_found"
     assert get_rotation(rotation.rotation_id).acknowledged_at is None
     for _ in range(2):
-        response = client.post(URL, headers={"X-Api-Key": new.reveal()})
+        response = client.post(URL, content_type=JSON, headers={"X-Api-Key": new.reveal()})
         assert response.status_code == 204
         assert response["Cache-Control"] == "no-store"
     assert get_rotation(rotation.rotation_id).acknowledged_at is not None
@@ -112,7 +113,7 @@ def test_acknowledgement_needs_a_good_private_key_of_the_environment(client: Cli
         (URL + f"?key={private.reveal()}", {"X-Api-Key": private.reveal()}, "credential_in_url"),
         ("/production/credentials/acknowledge", {"X-Api-Key": private.reveal()}, "environment_mismatch"),
     ):
-        response = client.post(url, headers=headers)
+        response = client.post(url, content_type=JSON, headers=headers)
         assert response.json()["code"] == code, code
         if response.status_code == 401:
             assert "WWW-Authenticate" in response
@@ -132,6 +133,6 @@ def test_acknowledgement_tried_with_a_suspended_key_is_an_attempt_in_quarantine(
     key, text = issue(find_account("acme", Environment.SANDBOX))
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
     suspend_key(grant(admin, P.KEYS_SUSPEND, key.credential.account), get_key(key.key_id) or key)
-    assert client.post(URL, headers={"X-Api-Key": text.reveal()}).json()["code"] == "key_not_active"
+    assert client.post(URL, content_type=JSON, headers={"X-Api-Key": text.reveal()}).json()["code"] == "key_not_active"
     usage.flush()
     assert UseBucket.objects.get().outcome == "refused"

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.test import Client
+from django.http import HttpRequest, HttpResponse
+from django.test import Client, RequestFactory
 
+from keyvault.api.middleware import FORWARDED_HOST, RAW_PATH, EnvironmentMiddleware, split_base_url
 from keyvault.domain.environments import Environment
 from keyvault.project.configuration import find_base_urls, read_settings
 from keyvault.services.merchants import find_account
@@ -29,9 +31,9 @@ RENAMED = {"sandbox": "https://keys.example/api/sbx", "production": "https://key
         (BY_HOST, "SANDBOX.example.", "", SERVED, "environment_mismatch"),
         (BY_HOST, "sandbox.example:443", "", SERVED, "environment_mismatch"),
         (BY_HOST, "api.example", "", "environment_mismatch", SERVED),
-        (BY_HOST, "sandbox.example", "/sandbox", UNKNOWN, UNKNOWN),
-        (BY_HOST, "sandbox.example", "/production", UNKNOWN, UNKNOWN),
-        (BY_HOST, "api.example", "/sandbox", UNKNOWN, UNKNOWN),
+        (BY_HOST, "sandbox.example", "/sandbox", UNKNOWN, "environment_mismatch"),
+        (BY_HOST, "sandbox.example", "/production", UNKNOWN, "environment_mismatch"),
+        (BY_HOST, "api.example", "/sandbox", "environment_mismatch", UNKNOWN),
         (BY_HOST, "keys.example", "/sandbox", UNKNOWN, UNKNOWN),
         (BY_HOST, "keys.example", "/production", UNKNOWN, UNKNOWN),
         (BY_HOST, "keys.example", "", NOT_FOUND, NOT_FOUND),
@@ -41,7 +43,7 @@ RENAMED = {"sandbox": "https://keys.example/api/sbx", "production": "https://key
         (BY_HOST_AND_PATH, "api.example", "", NOT_FOUND, NOT_FOUND),
         (BY_HOST_AND_PATH, "keys.example", "/test", NOT_FOUND, NOT_FOUND),
         (ONE_MOVED, "sandbox.example", "", SERVED, "environment_mismatch"),
-        (ONE_MOVED, "sandbox.example", "/production", UNKNOWN, UNKNOWN),
+        (ONE_MOVED, "sandbox.example", "/production", UNKNOWN, "environment_mismatch"),
         (ONE_MOVED, "keys.example", "/production", "environment_mismatch", SERVED),
         (ONE_MOVED, "127.0.0.1", "/production", "environment_mismatch", SERVED),
         (ONE_MOVED, "keys.example", "/sandbox", UNKNOWN, UNKNOWN),
@@ -58,7 +60,9 @@ def test_environment_answers_on_its_base_url_and_on_no_other(
     make_merchant("acme")
     for environment, expected in ((Environment.SANDBOX, sandbox), (Environment.PRODUCTION, production)):
         _, key = issue(find_account("acme", environment))
-        response = client.post(f"{base}/credentials/acknowledge", headers={"Host": host, "X-Api-Key": key.reveal()})
+        response = client.generic(
+            "POST", f"{base}/credentials/acknowledge", headers={"Host": host, "X-Api-Key": key.reveal()}
+        )
         # A good key that replaces no other: the endpoint itself has judged it.
         met = SERVED if "replacement of a rotation" in response.json()["detail"] else response.json()["code"]
         assert met == expected
@@ -94,6 +98,72 @@ def test_base_urls_that_cannot_be_told_apart_stop_the_start(environ: dict[str, s
     )
     with pytest.raises(ImproperlyConfigured, match=words):
         find_base_urls(values)
+
+
+ACKNOWLEDGE = "/sandbox/credentials/acknowledge"
+KEY = "kv_prv_sbx_" + "a" * 65
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("path", "raw", "code"),
+    [
+        (ACKNOWLEDGE, ACKNOWLEDGE, "credential_missing"),
+        (ACKNOWLEDGE, "/sandbox/credentials%2facknowledge", UNKNOWN),
+        (ACKNOWLEDGE, "/sandbox/credentials/%61cknowledge", UNKNOWN),
+        (ACKNOWLEDGE, "/%73andbox/credentials/acknowledge", UNKNOWN),
+        (f"{ACKNOWLEDGE};x", f"{ACKNOWLEDGE};x", UNKNOWN),
+        ("/sandbox/x/../y", "/sandbox/x/../y", UNKNOWN),
+        (f"/sandbox/{KEY}", f"/sandbox/{KEY.replace('_', '%5F')}", "credential_in_url"),
+        (f"/v1/;{KEY}", f"/v1/;{KEY}", "credential_in_url"),
+        ("/v1/credentials", "/v1/credentials", "service_token_invalid"),
+        ("/v1/credentials", "/v1%2fcredentials", NOT_FOUND),
+        ("/v1/credentials", "/v1/%63redentials", NOT_FOUND),
+        ("/nowhere", "/nowhere%2f", NOT_FOUND),
+    ],
+)
+def test_path_that_was_sent_escaped_is_no_path_of_ours(path: str, raw: str, code: str) -> None:
+    """Guarantee: what a gateway compared is what is served: no escape is undone on the way to an endpoint."""
+    sent: dict[str, Any] = {RAW_PATH: raw}
+    answer = Client().generic("POST" if path == ACKNOWLEDGE else "GET", path, **sent)
+    assert answer.json()["code"] == code
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("bases", [BY_HOST, RENAMED], ids=["host", "path"])
+def test_environment_that_is_not_served_here_answers_nothing(settings: Any, bases: dict[str, str]) -> None:
+    """Guarantee: a process pinned to one environment does not even say whether a key of the other is one."""
+    settings.ENVIRONMENTS = ("production",)
+    client = served(settings, bases)
+    for environment, expected in ((Environment.SANDBOX, UNKNOWN), (Environment.PRODUCTION, "credential_missing")):
+        host, path = split_base_url(bases[environment])
+        answer = client.generic("POST", f"{path}/credentials/acknowledge", headers={"Host": host})
+        assert (answer.status_code, answer.json()["code"]) == (404 if expected == UNKNOWN else 401, expected)
+
+
+@pytest.mark.django_db
+def test_envoys_question_is_ours_whatever_host_its_client_asked_for(settings: Any, rf: RequestFactory) -> None:
+    seen: list[HttpRequest] = []
+
+    def keep(request: HttpRequest) -> HttpResponse:
+        seen.append(request)
+        return HttpResponse()
+
+    served(settings, BY_HOST)
+    for host in ("shop.example:8443", "sandbox.example", "a b", ""):
+        EnvironmentMiddleware(keep)(rf.get("/v1/authorize/envoy/a/../b", headers={"Host": host}))
+        request = seen.pop()
+        assert (request.get_host(), request.META[FORWARDED_HOST]) == ("keys.example", host)
+        assert request.path_info == "/v1/authorize/envoy/a/../b"
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("path", ["/admin/?k={}", "/admin/{}/", "/admin/login/?next=/admin/%3Fk%3D{}"])
+def test_console_repeats_no_key_of_an_address_on_the_way_to_the_log_in(path: str) -> None:
+    answer = Client().get(path.format(KEY))
+    assert (answer.status_code, answer.json()["code"]) == (400, "credential_in_url")
+    assert KEY not in answer.content.decode()
+    assert "Location" not in answer
 
 
 def served(settings: Any, bases: dict[str, str]) -> Client:

@@ -1,9 +1,13 @@
 """POST /v1/keys/verify, row by row of the contract's table of verdicts."""
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 
+from keyvault.access.endpoints import EndpointWish
+from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
@@ -12,12 +16,20 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key, KeyUse, Merchant, UseBucket
+from keyvault.models.keys import OriginHeader
+from keyvault.services.credentials import restrict_credential
+from keyvault.services.customer_tokens import issue_customer_token, revoke_customer_token
+from keyvault.services.endpoints import add_endpoint
 from keyvault.services.keys import get_key, report_compromise, revoke_key, suspend_key
+from keyvault.services.limit_overrides import set_account_limit
+from keyvault.services.limit_stores import LocalStore
+from keyvault.services.limits import FailedProofs, Limiter
 from keyvault.services.merchants import find_account, suspend_account, suspend_merchant
 from keyvault.services.usage import UsageLog
 from tests.factories import grant, issue, make_token, the_operator
 
 from .conftest import Call
+from .integration import holder_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -143,8 +155,6 @@ def test_verify_suspended_revoked_compromised_and_expired(call: Call, token: str
 
 def test_verify_key_past_its_expiry_is_refused_before_any_sweep(call: Call, token: str) -> None:
     """Expiry is a fact of the clock: no job has to run for it."""
-    from datetime import UTC, datetime, timedelta
-
     long_ago = datetime.now(UTC) - timedelta(days=40)
     expired, text = issue(find_account("acme", SANDBOX), expires_in_days=30, at=long_ago)
     assert fresh(expired).state == "active"
@@ -282,6 +292,10 @@ def test_verify_dry_run_traces_each_rule_in_the_contracts_order(call: Call, key:
         ({"cost": True}, "/cost"),
         ({"cost": 1.5}, "/cost"),
         ({"dry_run": "yes"}, "/dry_run"),
+        ({"cost": 1_000_001}, "/cost"),
+        ({"customer_token": 7}, "/customer_token"),
+        ({"store": ""}, "/store"),
+        ({"merchant": 7}, "/merchant"),
         ({"method": "GET"}, ""),
         ({"method": "GET", "path": "/x"}, ""),
         ({"user_agent": "\ud800"}, "/user_agent"),
@@ -301,3 +315,219 @@ def test_verify_answers_are_never_cached_and_carry_our_request_id(call: Call) ->
     response = call("POST", "/v1/keys/verify", body, HTTP_X_REQUEST_ID="mine")
     assert response["Cache-Control"] == "no-store"
     assert response["X-Request-Id"] == response.body["request_id"] != "mine"
+
+
+# --- customers, networks, context -------------------------------------------------------------------------
+
+
+def customer_token(key: Key, **more: Any) -> tuple[str, str]:
+    place = key.credential.account
+    allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, place, **more)
+    token, text = issue_customer_token(allowed, place, key, customer_id="cust-1")
+    return token.token_id, text.reveal()
+
+
+def test_verify_customer_token_names_the_customer(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    _, token = customer_token(key[0])
+    for endpoint in ("customers.me", "orders.retrieve"):
+        answer = ask(call, key[1], endpoint=endpoint, customer_token=token)
+        assert answer["allowed"] is True
+        assert answer["customer_id"] == "cust-1"
+        assert token not in str(answer)
+
+
+def test_verify_customer_token_expired_revoked_or_of_another_merchant(call: Call, key: tuple[Key, str]) -> None:
+    me = {"endpoint": "customers.me"}
+    _, expired = customer_token(key[0], at=datetime.now(UTC) - timedelta(hours=1))
+    answer = ask(call, key[1], customer_token=expired, **me)
+    assert outcome(answer) == (401, "customer_token_expired", 4)
+    assert answer["headers"]["WWW-Authenticate"].startswith("Bearer ")
+    assert answer["customer_id"] is None
+    token_id, revoked = customer_token(key[0])
+    place = key[0].credential.account
+    revoke_customer_token(grant(holder_of(key[0]), P.CUSTOMER_TOKENS_WRITE, place), place, token_id)
+    assert outcome(ask(call, key[1], customer_token=revoked, **me)) == (401, "customer_token_revoked", 4)
+    foreign, _ = issue(find_account("globex", SANDBOX))
+    _, token = customer_token(foreign)
+    assert outcome(ask(call, key[1], customer_token=token, **me)) == (401, "customer_token_invalid", 5)
+
+
+def test_verify_address_outside_the_credentials_networks_is_ip_not_allowed(call: Call, key: tuple[Key, str]) -> None:
+    restrict_credential(may(P.CREDENTIALS_RESTRICT, key[0]), key[0].credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
+    assert ask(call, key[1], client_ip="192.0.2.9")["allowed"] is True
+    assert ask(call, key[1], client_ip="::ffff:192.0.2.9")["allowed"] is True
+    assert outcome(ask(call, key[1], client_ip="198.51.100.1")) == (403, "ip_not_allowed", 5)
+    assert outcome(ask(call, key[1])) == (403, "ip_not_allowed", 5)
+
+
+def add(name: str, path: str, **rule: Any) -> None:
+    wish = EndpointWish(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
+    add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
+
+
+def test_verify_added_endpoint_reads_its_context_from_the_path_or_from_the_caller(
+    call: Call, key: tuple[Key, str]
+) -> None:
+    """And the two may not disagree: whoever names one merchant does not get at another's things by the path."""
+    add("payouts.list", "/payouts/<shop>", merchant_from="path:shop", store_from="header:X-Store")
+
+    def ask_line(path: str, **more: Any) -> Any:
+        body = {"key": key[1], "environment": "sandbox", "method": "GET", "path": path, **more}
+        return call("POST", "/v1/keys/verify", body).body
+
+    assert ask_line("/payouts/acme", store="7")["allowed"] is True
+    assert ask_line("/sandbox/payouts/acme?shop=globex", store="7")["allowed"] is True
+    assert outcome(ask_line("/payouts/globex", store="7")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_line("/payouts/globex", store="7", merchant="acme")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_line("/payouts/acme", store="7", merchant="globex")) == (403, "merchant_mismatch", 2)
+    assert outcome(ask_line("/payouts/acme")) == (403, "context_missing", 5)
+    assert outcome(ask_line("/payouts/acme", store=" ")) == (403, "context_missing", 5)
+    assert outcome(ask(call, key[1], endpoint="payouts.list", store="7")) == (403, "context_missing", 5)
+    assert ask(call, key[1], endpoint="payouts.list", store="7", merchant="acme")["allowed"] is True
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def limit(key: Key, count: int, seconds: int = 3600) -> None:
+    place = find_account(key.credential.account.merchant_id, SANDBOX)
+    set_account_limit(may(P.LIMITS_WRITE, key), place, Limit(count, seconds))
+
+
+def test_verify_tells_what_is_left_of_the_limit(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 10)
+    answer = ask(call, key[1])
+    assert answer["limit"] == {"policy": "account", "remaining": 9, "reset_seconds": 360}
+    assert answer["headers"]["RateLimit-Policy"] == '"account";q=10;w=3600'
+    assert answer["headers"]["RateLimit"] == '"account";r=9;t=360'
+    assert "Retry-After" not in answer["headers"]
+
+
+def test_verify_beyond_the_limit_is_rate_limited_and_says_when(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 3)
+    assert ask(call, key[1], cost=3)["allowed"] is True
+    answer = ask(call, key[1])
+    assert outcome(answer) == (429, "rate_limited", None)
+    assert int(answer["headers"]["Retry-After"]) >= 1
+    assert answer["headers"]["RateLimit"].startswith('"account";r=0;t=')
+    assert answer["limit"]["remaining"] == 0
+    assert answer["key_id"] == key[0].key_id
+    assert "check" not in answer["problem"]
+
+
+def test_verify_tells_nothing_of_limits_before_proof(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 10)
+    answer = ask(call, key[1][:-1])
+    assert "limit" not in answer
+    assert not any(name.startswith("RateLimit") for name in answer["headers"])
+
+
+def test_verify_dry_run_spends_nothing(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 1)
+    for _ in range(3):
+        assert ask(call, key[1], dry_run=True)["allowed"] is True
+    assert ask(call, key[1])["allowed"] is True
+    assert ask(call, key[1])["code"] == "rate_limited"
+
+
+def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_passes(
+    call: Call, key: tuple[Key, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end client's address, not the gateway's: one guesser does not lock out everybody behind it."""
+    # The clock stands, so that nothing is given back meanwhile.
+    proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
+    monkeypatch.setattr("keyvault.services.verification.failed_proofs", lambda: proofs)
+    batch = {"requests": [{"key": "x", "environment": "sandbox", "endpoint": "orders.create"}] * 100}
+    for each in batch["requests"]:
+        each["client_ip"] = "192.0.2.9"
+    answers = call("POST", "/v1/keys/verify-batch", batch).body["decisions"]
+    assert not any("Retry-After" in each["headers"] for each in answers)
+    late = ask(call, "x", client_ip="192.0.2.9")
+    assert outcome(late) == (401, "credential_invalid", 1)
+    assert 1 <= int(late["headers"]["Retry-After"]) <= 60
+    assert "Retry-After" not in ask(call, "x", client_ip="192.0.2.10")["headers"]
+    assert "Retry-After" not in ask(call, "x")["headers"]
+    assert ask(call, key[1], client_ip="192.0.2.9")["allowed"] is True
+
+
+def test_verify_lost_database_is_verifier_stale(
+    call: Call, key: tuple[Key, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither yes nor no; and the call itself has answered: 200 with a decision."""
+
+    def fail(key_id: str) -> None:
+        raise OperationalError("gone")
+
+    monkeypatch.setattr("keyvault.services.verification.find_key_record", fail)
+    answer = ask(call, key[1])
+    assert outcome(answer) == (503, "verifier_stale", None)
+    assert answer["headers"]["Retry-After"] == "1"
+    assert "key_id" not in answer
+
+
+# --- several at once --------------------------------------------------------------------------------------
+
+
+def batch(call: Call, *asked: dict[str, Any]) -> Any:
+    requests = [{"key": None, "environment": "sandbox", "endpoint": "orders.create", **each} for each in asked]
+    return call("POST", "/v1/keys/verify-batch", {"requests": requests})
+
+
+def test_batch_answers_each_in_order_with_an_id_of_its_own(call: Call, key: tuple[Key, str]) -> None:
+    response = batch(call, {"key": key[1]}, {}, {"key": "x"}, {"key": key[1], "merchant": "globex"})
+    decisions = response.body["decisions"]
+    assert [each["code"] for each in decisions] == [
+        None,
+        "credential_missing",
+        "credential_invalid",
+        "merchant_mismatch",
+    ]
+    ids = [each["request_id"] for each in decisions]
+    assert len(set(ids)) == 4
+    assert all(each.startswith(response["X-Request-Id"]) for each in ids)
+    assert all(each["problem"]["request_id"] == each["request_id"] for each in decisions[1:])
+
+
+def test_batch_spends_for_each_that_is_allowed(call: Call, key: tuple[Key, str]) -> None:
+    limit(key[0], 3)
+    decisions = batch(call, *[{"key": key[1]}] * 5).body["decisions"]
+    assert [each["status"] for each in decisions] == [200, 200, 200, 429, 429]
+
+
+@pytest.mark.parametrize("requests", [None, [], {}, "x", [1], [{}], [{"key": None}]])
+def test_batch_that_is_malformed_is_refused_as_a_whole(call: Call, requests: Any) -> None:
+    response = call("POST", "/v1/keys/verify-batch", {"requests": requests})
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+    assert all(fault["pointer"].startswith("/requests") for fault in response.body["errors"])
+
+
+def test_batch_with_one_malformed_request_points_at_it_and_judges_none(
+    call: Call, key: tuple[Key, str], usage: UsageLog
+) -> None:
+    response = batch(call, {"key": key[1]}, {"key": key[1], "cost": 0})
+    assert response.status_code == 400
+    assert [fault["pointer"] for fault in response.body["errors"]] == ["/requests/1/cost"]
+    usage.flush()
+    assert not KeyUse.objects.exists()
+
+
+def test_batch_of_more_than_a_hundred_is_request_invalid(call: Call) -> None:
+    assert batch(call, *[{}] * 100).status_code == 200
+    response = batch(call, *[{}] * 101)
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+
+
+def test_batch_with_one_foreign_environment_is_refused_before_any_is_judged(
+    call: Call, key: tuple[Key, str], usage: UsageLog
+) -> None:
+    _, own = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX)
+    requests = [
+        {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"},
+        {"key": key[1], "environment": "production", "endpoint": "orders.create"},
+    ]
+    response = call(
+        "POST", "/v1/keys/verify-batch", {"requests": requests}, HTTP_AUTHORIZATION=f"Bearer {own.reveal()}"
+    )
+    assert (response.status_code, response.body["code"]) == (403, "permission_missing")
+    usage.flush()
+    assert not KeyUse.objects.exists()

@@ -8,19 +8,24 @@ from rest_framework.response import Response
 from keyvault.access.decision import Denial, decide
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import Target, operation
+from keyvault.api.bodies import CredentialsBody, KeyBody, RevokedBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
+from keyvault.api.openapi import documented, in_path
 from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import NotFoundError
+from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, Key
 from keyvault.services.keys import describe_key, get_key, last_sequence, revoke_key
+
+_KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 
 
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
+    @documented("keys_read", summary="A key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -28,6 +33,14 @@ class KeyView(ServiceView):
 class RevokeView(ServiceView):
     permission = Permission.KEYS_REVOKE
 
+    @documented(
+        "keys_revoke",
+        summary="Ends a key for ever; repeatable.",
+        takes=RevokeRequest,
+        answers={202: RevokedBody},
+        codes=[ErrorCode.STATE_CONFLICT],
+        parameters=[_KEY_ID],
+    )
     def post(self, request: Request, key_id: str) -> Response:
         form = RevokeRequest(data=request.data)
         form.is_valid(raise_exception=True)
@@ -42,8 +55,14 @@ class RevokeView(ServiceView):
 class CredentialsView(ServiceView):
     permission = Permission.KEYS_READ
 
+    @documented(
+        "credentials_list",
+        summary="Credentials with their keys, a page at a time.",
+        answers={200: CredentialsBody},
+        parameters=[CredentialQuery],
+    )
     def get(self, request: Request) -> Response:
-        form = CredentialQuery(data=request.query_params.dict())
+        form = CredentialQuery(data=request.query_params)
         form.is_valid(raise_exception=True)
         asked = form.validated_data
         rows = list(self._rows(asked)[: asked["limit"] + 1])

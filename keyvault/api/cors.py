@@ -1,0 +1,54 @@
+"""CORS (the Fetch standard), on endpoints that take a public key and nowhere else. It is not authorization.
+
+A preflight carries no key: any active account of the environment that lists the origin will do. The answer itself
+is for the origins of the key's own account.
+"""
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.access.catalog import BUILT_IN, Endpoint, Miss
+from keyvault.access.principals import KeyHolder
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.services.client_configuration import is_listed_by, is_listed_by_anybody
+from keyvault.wire.headers import API_KEY
+
+_EXPOSED = "X-Request-Id, Retry-After, RateLimit, RateLimit-Policy"
+_KEPT_SECONDS = 600
+
+
+def answer_preflight(request: Request, environment: Environment, path: str) -> Response | None:
+    """The answer to a preflight for a path with a public endpoint; None for every other request."""
+    origin, method = request.headers.get("Origin"), request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or origin is None or method is None or not _is_public_path(path):
+        return None
+    headers = {"Vary": "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"}
+    if _is_public(BUILT_IN.match(method, path)) and is_listed_by_anybody(origin, environment):
+        headers |= {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Methods": method,
+            "Access-Control-Allow-Headers": f"{API_KEY}, Content-Type",
+            "Access-Control-Max-Age": str(_KEPT_SECONDS),
+        }
+    return Response(status=204, headers=headers)
+
+
+def cors_headers(origin: str | None, endpoint: Endpoint, holder: KeyHolder | None) -> dict[str, str]:
+    """What the answer of an endpoint carries; without a proved key, no more than that it depends on the origin."""
+    if not _is_public(endpoint):
+        return {}
+    headers = {"Vary": "Origin"}
+    if origin is not None and holder is not None and is_listed_by(origin, holder.merchant_id, holder.environment):
+        headers |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": _EXPOSED}
+    return headers
+
+
+def _is_public(endpoint: Endpoint | Miss) -> bool:
+    return isinstance(endpoint, Endpoint) and KeyKind.PUBLIC in endpoint.credentials
+
+
+def _is_public_path(path: str) -> bool:
+    """Whether a public endpoint answers to the path, with whichever method."""
+    found = BUILT_IN.match("OPTIONS", path)
+    return isinstance(found, Miss) and any(_is_public(BUILT_IN.match(method, path)) for method in found.allowed)

@@ -1,0 +1,47 @@
+"""Requests that create, over REST: the Idempotency-Key is asked for, and a retry gets the first one's answer."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.domain.environments import Environment
+from keyvault.services.idempotency import Effect, run_once
+from keyvault.wire.idempotency import IDEMPOTENCY_KEY, REPLAYED, read_idempotency_key
+
+
+def answer_once(
+    request: Request,
+    *,
+    holder: str,
+    endpoint: str,
+    environment: Environment,
+    now: datetime,
+    prepare: Callable[[], Effect],
+) -> Response:
+    """The effect's answer, or that of the request before which had this Idempotency-Key.
+
+    The same request has the same path and the same body, byte for byte; `prepare` validates the latter.
+    Raises what `read_idempotency_key`, `run_once`, `prepare` and the effect raise.
+    """
+    key = read_idempotency_key(request.headers.get(IDEMPOTENCY_KEY))
+    outcome = run_once(
+        holder=holder,
+        endpoint=endpoint,
+        environment=environment,
+        key=key,
+        body=_fingerprint(request),
+        now=now,
+        prepare=prepare,
+    )
+    answer, body = outcome.answer, dict(outcome.answer.body)
+    if answer.secret is not None:
+        body[answer.secret_field] = answer.secret.reveal()
+    headers = {REPLAYED: "true"} if outcome.is_replay else None
+    return Response(body, status=answer.status, headers=headers)
+
+
+def _fingerprint(request: Request) -> bytes:
+    """The path says whose token is made and which key is collected: another one is another request."""
+    return request._request.path_info.encode() + b"\n" + request._request.body

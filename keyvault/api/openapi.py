@@ -1,0 +1,266 @@
+"""The OpenAPI page: what each operation asks and answers, taken from the catalog, the error table and the serializers.
+
+`documented` says of a view's method what the code does not say by itself: its codes give every status with its problem
+body and its headers. `finish` adds what holds for all operations alike. Operations without a view's method of their
+own are in `openapi_unrouted`, what our fields mean is in `openapi_fields`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from django.conf import settings
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
+from rest_framework import serializers
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode as Code
+from keyvault.wire.idempotency import IDEMPOTENCY_KEY, REPLAYED
+from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
+
+Auth = Sequence[Sequence[str]]
+"""Security schemes: any one of these sets, all of it."""
+
+Body = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | None
+Documenter = Callable[[Any], Any]
+
+SECURITY_SCHEMES = {
+    "privateKey": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "A merchant's private API key, from a trusted backend only.",
+    },
+    "publicKey": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "A merchant's public API key, from a browser or an app.",
+    },
+    "customerToken": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A customer access token, beside the private key and never instead of it.",
+    },
+    "serviceToken": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A service token, for the platform's own backend services.",
+    },
+    "gatewayToken": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Service-Token",
+        "description": "A gateway's service token on forward-auth, where Authorization is the client's.",
+    },
+}
+SERVICE_TOKEN: Auth = (("serviceToken",),)
+NOBODY: Auth = ()
+
+PUBLIC_CODES = (
+    Code.CREDENTIAL_IN_URL,
+    Code.REQUEST_INVALID,
+    Code.URI_TOO_LONG,
+    Code.METHOD_NOT_ALLOWED,
+    Code.INTERNAL_ERROR,
+)
+"""What any operation at all may answer: another host or method than ours is refused before anything is read."""
+
+SERVICE_CODES = (
+    *PUBLIC_CODES,
+    Code.SERVICE_TOKEN_INVALID,
+    Code.PERMISSION_MISSING,
+    Code.NOT_FOUND,
+    Code.DEPENDENCY_UNAVAILABLE,
+)
+"""What any operation of the service plane may answer."""
+
+_BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.MEDIA_TYPE_UNSUPPORTED)
+_IDEMPOTENCY_CODES = (Code.IDEMPOTENCY_KEY_MISSING, Code.IDEMPOTENCY_IN_PROGRESS, Code.IDEMPOTENCY_BODY_MISMATCH)
+
+
+def _idempotency_key(required: bool) -> OpenApiParameter:
+    return OpenApiParameter(
+        IDEMPOTENCY_KEY,
+        {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
+        OpenApiParameter.HEADER,
+        required=required,
+        description="1 to 255 printable ASCII characters; the same for every retry of one attempt, with the same body.",
+    )
+
+
+NEEDED, MAY_BE_SENT = _idempotency_key(required=True), _idempotency_key(required=False)
+"""The Idempotency-Key of an operation."""
+
+_TEXT: Any = {"type": "string"}
+PROBLEM = {
+    "type": "object",
+    "description": "RFC 9457. `check` is the number of what to go through before trying again; `errors` lists the "
+    "faults of a request; `request_id` is for support.",
+    "properties": {
+        "type": {"type": "string", "format": "uri"},
+        "title": _TEXT,
+        "status": {"type": "integer"},
+        "code": {"type": "string", "enum": [code.value for code in Code]},
+        "detail": _TEXT,
+        "request_id": _TEXT,
+        "check": {"type": "integer", "minimum": 1, "maximum": 5},
+        "errors": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"pointer": {"type": "string", "format": "json-pointer"}, "detail": _TEXT},
+                "required": ["pointer", "detail"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["type", "title", "status", "code", "detail", "request_id"],
+    "additionalProperties": False,
+}
+
+_SECONDS = {"type": "integer", "minimum": 1}
+HEADERS: dict[str, dict[str, Any]] = {
+    "X-Request-Id": {"description": "Ours, of this request.", "schema": {"type": "string", "minLength": 1}},
+    "Cache-Control": {"description": "Nothing is kept.", "schema": {"type": "string", "const": "no-store"}},
+    "WWW-Authenticate": {
+        "description": "What is asked for.",
+        "schema": {"type": "string", "pattern": "^(ApiKey|Bearer) realm="},
+    },
+    "Allow": {"description": "The path's methods.", "schema": _TEXT},
+    "Retry-After": {"description": "Seconds to wait before the same request.", "schema": _SECONDS},
+    "RateLimit-Policy": {"description": 'The limits, such as `"account";q=25;w=1`.', "schema": _TEXT},
+    "RateLimit": {"description": 'What is left of them, such as `"account";r=24;t=1`.', "schema": _TEXT},
+    REPLAYED: {
+        "description": "There when this is the answer of an earlier attempt.",
+        "schema": {"type": "string", "const": "true"},
+    },
+}
+
+
+def documented(
+    operation_id: str,
+    *,
+    summary: str,
+    answers: Mapping[int | tuple[int, str], Body],
+    codes: Iterable[Code] = (),
+    plane: Iterable[Code] = SERVICE_CODES,
+    auth: Auth = SERVICE_TOKEN,
+    takes: Body = None,
+    parameters: Sequence[OpenApiParameter | type[serializers.Serializer[Any]]] = (),
+    idempotency_key: OpenApiParameter | None = None,
+    description: str = "",
+    tag: str = "service plane",
+    panel: Mapping[str, str] | None = None,
+    travels_as: Callable[[int], int] = lambda status: status,
+) -> Documenter:
+    """Decorates a view's method. `answers` are the bodies by status, or by status and media type where
+    that is not JSON; `codes` are those beside the plane's own.
+
+    `travels_as` is what becomes of a problem's status on the way.
+    """
+    every = [*plane, *codes, *(_BODY_CODES if takes is not None else ())]
+    every += () if idempotency_key is None else _IDEMPOTENCY_CODES
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        description=description,
+        tags=[tag],
+        request=takes,
+        responses={
+            **{status: OpenApiResponse(body, description="Done.") for status, body in answers.items()},
+            **_problems(every, travels_as),
+        },
+        auth=[{name: [] for name in schemes} for schemes in auth],  # type: ignore[misc]  # as the specification has it; spectacular passes it through
+        parameters=[*parameters, *([] if idempotency_key is None else [idempotency_key])],
+        extensions=None if panel is None else {"x-authorization": dict(panel)},
+    )
+
+
+def in_path(name: str, pattern: str) -> OpenApiParameter:
+    return OpenApiParameter(name, {"type": "string", "pattern": pattern}, OpenApiParameter.PATH, required=True)
+
+
+def _problems(codes: Iterable[Code], travels_as: Callable[[int], int]) -> dict[tuple[int, str], OpenApiResponse]:
+    """One response for each status, with the codes that it may carry and no others."""
+    by_status: dict[int, list[Code]] = defaultdict(list)
+    for code in dict.fromkeys(codes):
+        by_status[travels_as(PROBLEM_TYPES[code].status)].append(code)
+    return {
+        (status, CONTENT_TYPE): OpenApiResponse(
+            {
+                "allOf": [{"$ref": "#/components/schemas/Problem"}],
+                "properties": {
+                    "status": {"enum": sorted({PROBLEM_TYPES[code].status for code in found})},
+                    "code": {"enum": [code.value for code in found]},
+                },
+            },
+            description="\n".join(f"- `{code}`: {PROBLEM_TYPES[code].cause}" for code in found),
+        )
+        for status, found in sorted(by_status.items())
+    }
+
+
+# --- what holds for all operations alike ------------------------------------------------------------------
+
+
+def is_based_on_origin() -> bool:
+    """Whether both environments' base URLs are the origin and their name."""
+    return all(settings.BASE_URLS[name] == f"{settings.ORIGIN}/{name}" for name in Environment)
+
+
+def finish(result: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """drf-spectacular's postprocessing hook: the servers, the security schemes, the headers of every answer."""
+    components = result["components"]
+    _forget_enum_names(result)
+    for schema in components["schemas"].values():
+        schema["additionalProperties"] = False  # nothing is taken, and nothing given, that is not listed
+    components["schemas"]["Problem"] = PROBLEM
+    components["securitySchemes"] = SECURITY_SCHEMES
+    components["headers"] = {name: {"required": True, **header} for name, header in HEADERS.items()}
+    result["servers"] = [{"url": settings.ORIGIN}]
+    for path_item in result["paths"].values():
+        for operation in path_item.values():
+            _add_headers(operation)
+            if "x-authorization" in operation and not is_based_on_origin():
+                operation["servers"] = [
+                    {"url": settings.BASE_URLS[Environment(name)], "description": name}
+                    for name in settings.ENVIRONMENTS
+                ]
+    return result
+
+
+def _forget_enum_names(node: Any) -> None:
+    """What drf-spectacular leaves for its own hook that names enums; two fields of one name would fight for it."""
+    if isinstance(node, dict):
+        node.pop("x-spec-enum-id", None)
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _forget_enum_names(inner)
+
+
+def _add_headers(operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    replays = any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ()))
+    is_limited = "429" in responses and "x-authorization" in operation
+    for status, response in responses.items():
+        needed, possible = ["X-Request-Id", "Cache-Control", *_NEEDED.get(status, ())], [*_POSSIBLE.get(status, ())]
+        if status < "300":
+            needed += ["RateLimit-Policy", "RateLimit"] if is_limited else ()
+            possible += [REPLAYED] if replays else ()
+        response["headers"] = {
+            **response.get("headers", {}),
+            **{name: {"$ref": f"#/components/headers/{name}"} for name in needed},
+            **{name: HEADERS[name] for name in possible},
+        }
+
+
+_NEEDED = {
+    "401": ("WWW-Authenticate",),
+    "405": ("Allow",),
+    "429": ("Retry-After", "RateLimit-Policy", "RateLimit"),
+}
+_POSSIBLE = {
+    "401": ("Retry-After",),  # after too many failed proofs
+    "409": ("Retry-After",),  # while the first attempt is at work
+    "503": ("Retry-After",),
+}

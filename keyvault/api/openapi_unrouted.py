@@ -1,0 +1,201 @@
+"""Operations of the OpenAPI page that are no method of a view: one view serves all endpoints, another all gateways."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from django.conf import settings
+from django.urls import URLPattern, get_resolver
+from drf_spectacular.utils import OpenApiParameter
+from rest_framework.views import APIView
+
+from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint
+from keyvault.access.panel import authorization_panel
+from keyvault.api.integration import IntegrationView, Server
+from keyvault.api.openapi import (
+    NEEDED,
+    PUBLIC_CODES,
+    SERVICE_CODES,
+    Auth,
+    Documenter,
+    documented,
+    is_based_on_origin,
+)
+from keyvault.domain.errors import ErrorCode as Code
+from keyvault.domain.keys import KeyKind
+from keyvault.wire.gateways import AUTH_CODE, AUTH_STATUS, NAMES, Dialect, nginx_status
+
+_KEY_CODES = (
+    Code.CREDENTIAL_AMBIGUOUS,
+    Code.CREDENTIAL_MISSING,
+    Code.CREDENTIAL_INVALID,
+    Code.ENVIRONMENT_MISMATCH,
+    Code.KEY_NOT_ACTIVE,
+    Code.KEY_EXPIRED,
+    Code.KEY_REVOKED,
+    Code.MERCHANT_SUSPENDED,
+    Code.METHOD_NOT_SUPPORTED,
+    Code.IP_NOT_ALLOWED,
+    Code.ENDPOINT_UNKNOWN,
+    Code.VERIFIER_STALE,
+)
+_CUSTOMER_CODES = (Code.CUSTOMER_TOKEN_INVALID, Code.CUSTOMER_TOKEN_EXPIRED, Code.CUSTOMER_TOKEN_REVOKED)
+_UPSTREAM_CODES = (
+    *_KEY_CODES,
+    *_CUSTOMER_CODES,
+    Code.CUSTOMER_TOKEN_MISSING,
+    Code.BEARER_NOT_SUPPORTED,
+    Code.PRIVATE_KEY_IN_BROWSER,
+    Code.MERCHANT_MISMATCH,
+    Code.CONTEXT_MISSING,
+    Code.RATE_LIMITED,
+)
+"""Every verdict there is."""
+
+
+def add_unrouted(endpoints: list[Any]) -> list[Any]:
+    """drf-spectacular's preprocessing hook. Takes and gives paths, each with a method and what stands for its view."""
+    return [*endpoints, *_integration_plane(), *_forward_auth()]
+
+
+def _stand_in(path: str, method: str, document: Documenter) -> tuple[str, str, str, Any]:
+    """Something with a method of its own, which nothing routes."""
+
+    def answer(self: APIView) -> None:
+        raise NotImplementedError("it is documented, and another view answers")
+
+    view: type[APIView] = type("Documented", (APIView,), {method.lower(): document(answer)})
+    return path, path, method, view.as_view()
+
+
+# --- the integration plane --------------------------------------------------------------------------------
+
+
+def _integration_plane() -> Iterator[Any]:
+    servers = _servers()
+    for endpoint in BUILT_IN.endpoints:
+        yield _stand_in(_template(endpoint), endpoint.method, _document(endpoint, servers[endpoint.name]))
+
+
+def _servers() -> Mapping[str, Server]:
+    for pattern in get_resolver().url_patterns:
+        if isinstance(pattern, URLPattern) and getattr(pattern.callback, "cls", None) is IntegrationView:
+            servers: Mapping[str, Server] = pattern.callback.initkwargs["servers"]  # type: ignore[attr-defined]  # REST framework's
+            return servers
+    raise LookupError("the integration plane has no route")
+
+
+def _template(endpoint: Endpoint) -> str:
+    """Where both environments are based on the origin, they differ in one segment; else each is a server."""
+    prefix = "/{environment}" if is_based_on_origin() else ""
+    return f"{prefix}{endpoint.path}".replace("<", "{").replace(">", "}")
+
+
+def _document(endpoint: Endpoint, server: Server) -> Documenter:
+    panel = dict(authorization_panel(endpoint))
+    return documented(
+        endpoint.name.replace(".", "_"),
+        summary=endpoint.summary,
+        description="\n".join(f"- {label}: {text}" for label, text in panel.items()),
+        panel=panel,
+        answers={server.status: server.gives},
+        takes=server.takes,
+        plane=(*PUBLIC_CODES, Code.NOT_FOUND, Code.DEPENDENCY_UNAVAILABLE),
+        # A body where none is asked for is looked at all the same, to be refused.
+        codes=[*_verdict_codes(endpoint), *([Code.PAYLOAD_TOO_LARGE] if endpoint.method == "POST" else [])],
+        auth=_auth(endpoint),
+        parameters=[*_environment_parameter(), *server.parameters, *_cors(endpoint, server.status)],
+        idempotency_key=NEEDED if endpoint.idempotent_by_key else None,
+        tag="integration plane",
+    )
+
+
+def _verdict_codes(endpoint: Endpoint) -> Iterator[Code]:
+    """Every code that the judgement of a request for this endpoint may end with."""
+    yield from _KEY_CODES
+    if endpoint.bearer is Bearer.NONE:
+        yield Code.BEARER_NOT_SUPPORTED
+    else:
+        yield from _CUSTOMER_CODES
+    if endpoint.bearer is Bearer.REQUIRED:
+        yield Code.CUSTOMER_TOKEN_MISSING
+    if KeyKind.PRIVATE in endpoint.credentials:
+        yield Code.PRIVATE_KEY_IN_BROWSER
+    if endpoint.spends:
+        yield Code.RATE_LIMITED
+
+
+def _auth(endpoint: Endpoint) -> Auth:
+    keys = [f"{kind}Key" for kind in sorted(endpoint.credentials)]
+    alone = [] if endpoint.bearer is Bearer.REQUIRED else [[key] for key in keys]
+    with_customer = [] if endpoint.bearer is Bearer.NONE else [[key, "customerToken"] for key in keys]
+    return [*alone, *with_customer]
+
+
+def _environment_parameter() -> list[OpenApiParameter]:
+    if not is_based_on_origin():
+        return []
+    return [OpenApiParameter("environment", str, OpenApiParameter.PATH, enum=settings.ENVIRONMENTS, required=True)]
+
+
+def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
+    if KeyKind.PUBLIC in endpoint.credentials:
+        text = "The origin that asked, where the key's account lists it."
+        yield _told("Access-Control-Allow-Origin", text, [status], is_always=False)
+        yield _told("Vary", "Holds Origin.", [status])
+
+
+# --- forward-auth -----------------------------------------------------------------------------------------
+
+
+_CLIENTS_OWN: Auth = [
+    ["gatewayToken", "privateKey"],
+    ["gatewayToken", "privateKey", "customerToken"],
+    ["gatewayToken", "publicKey"],
+]
+
+
+def _forward_auth() -> Iterator[Any]:
+    for dialect, names in NAMES.items():
+        asked = [
+            _header(names.method, "The method of the client's request.", pattern="^[^,]+$"),
+            _header(names.uri, "Its path and query, as they were sent.", pattern="^/"),
+            _header(names.host, "Its Host.", is_needed=False, pattern="^[^,]*$"),
+            _header(names.address, "Where it came from; the right-most entry counts.", is_needed=False),
+        ]
+        yield _stand_in(f"/v1/authorize/{dialect}", "GET", _gateway(dialect, asked))
+    path = OpenApiParameter(
+        "path", str, OpenApiParameter.PATH, description="The client's own, of up to 8 KiB with its query."
+    )
+    yield _stand_in("/v1/authorize/envoy/{path}", "GET", _gateway(Dialect.ENVOY, [path]))
+
+
+def _gateway(dialect: Dialect, asked: Iterable[OpenApiParameter]) -> Documenter:
+    is_nginx = dialect is Dialect.NGINX
+    told = [_told(name, "For the upstream; empty where it does not apply.", [200]) for name in _IDENTITY]
+    if is_nginx:
+        told += [_told(name, "What is behind the status.", [401, 403]) for name in (AUTH_STATUS, AUTH_CODE)]
+        told.append(_told("Retry-After", "Behind a limit or an outage: seconds to wait.", [403], is_always=False))
+    return documented(
+        f"authorize_{dialect}",
+        summary=f"Whether {dialect.title()} lets its client's request in.",
+        description="Any method is answered alike. Allowed is 200 and nothing else.",
+        answers={200: None},
+        plane=SERVICE_CODES,
+        codes=_UPSTREAM_CODES,
+        auth=_CLIENTS_OWN,
+        parameters=[*asked, *told],
+        tag="forward-auth",
+        travels_as=nginx_status if is_nginx else int,
+    )
+
+
+_IDENTITY = ("X-Merchant-Id", "X-Environment", "X-Key-Id", "X-Credential-Id", "X-Customer-Id")
+
+
+def _header(name: str, text: str, *, is_needed: bool = True, pattern: str = "") -> OpenApiParameter:
+    schema = {"type": "string", **({"pattern": pattern} if pattern else {})}
+    return OpenApiParameter(name, schema, OpenApiParameter.HEADER, required=is_needed, description=text)
+
+
+def _told(name: str, text: str, statuses: list[int], *, is_always: bool = True) -> OpenApiParameter:
+    return OpenApiParameter(name, str, OpenApiParameter.HEADER, required=is_always, description=text, response=statuses)

@@ -1,0 +1,158 @@
+"""What keyvault itself serves of the integration plane: one server for each endpoint; rotation adds its own."""
+
+from datetime import datetime
+from typing import Any
+
+from drf_spectacular.utils import OpenApiParameter
+from rest_framework.response import Response
+
+from keyvault.access.customers import CUSTOMER_ID
+from keyvault.access.decision import Denial
+from keyvault.access.permissions import Permission
+from keyvault.api.integration import Call, Server, Servers, read_json
+from keyvault.api.integration_serializers import (
+    ConfigurationBody,
+    CustomerBody,
+    CustomerTokenBody,
+    CustomerTokenRequest,
+    OrderBody,
+    OrderRequest,
+    OwnEndBody,
+)
+from keyvault.api.serializers import StrictSerializer
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import ErrorCode, NotFoundError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.models import Order
+from keyvault.services.customer_tokens import issue_customer_token, revoke_customer_token
+from keyvault.services.idempotency import Answer, Effect
+from keyvault.services.keys import get_key, revoke_own_key
+from keyvault.services.orders import create_order, find_order
+from keyvault.services.verification import Judgement
+
+
+def _read(form: type[StrictSerializer], call: Call) -> dict[str, Any]:
+    """The body as the form has it. Raises ValidationError with a pointer to each fault."""
+    read = form(data=read_json(call.request))
+    read.is_valid(raise_exception=True)
+    return dict(read.validated_data)
+
+
+def _create_order(call: Call) -> Effect:
+    asked = _read(OrderRequest, call)
+
+    def effect() -> Answer:
+        order = create_order(call.grant(Permission.ORDERS_CREATE), call.account, **asked)
+        return Answer(201, order_as_json(order))
+
+    return effect
+
+
+def _retrieve_order(call: Call) -> Response:
+    return Response(order_as_json(find_order(call.account, call.variables["order_token"], call.customer)))
+
+
+def order_as_json(order: Order) -> dict[str, Any]:
+    return {
+        "order_token": order.order_token,
+        "amount_minor": order.amount_minor,
+        "currency": order.currency,
+        "customer_id": order.customer_id,
+        "created_at": _as_text(order.created_at),
+    }
+
+
+def _as_text(at: datetime) -> str:
+    """ISO 8601 in UTC, as every other time of the API: the stored answer of a request is text."""
+    return at.isoformat().replace("+00:00", "Z")
+
+
+def _read_configuration(call: Call) -> Response:
+    account = call.account
+    return Response(
+        {
+            "merchant_id": account.merchant_id,
+            "environment": account.environment,
+            "configuration": account.client_configuration,
+        }
+    )
+
+
+def _create_customer_token(call: Call) -> Effect:
+    asked = _read(CustomerTokenRequest, call)
+
+    def effect() -> Answer:
+        key = get_key(call.holder.key_id)
+        if key is None:
+            raise NotFoundError
+        grant = call.grant(Permission.CUSTOMER_TOKENS_WRITE)
+        customer_id = call.variables["customer_id"]
+        token, text = issue_customer_token(grant, call.account, key, customer_id=customer_id, **asked)
+        body: dict[str, JsonValue] = {
+            "token_id": token.token_id,
+            "token": None,
+            "customer_id": token.customer_id,
+            "expires_at": _as_text(token.expires_at),
+        }
+        return Answer(201, body, secret_field="token", secret=text, secret_of=token.token_id)  # noqa: S106  its name
+
+    return effect
+
+
+def _revoke_customer_token(call: Call) -> Response:
+    grant = call.grant(Permission.CUSTOMER_TOKENS_WRITE)
+    revoke_customer_token(grant, call.account, call.variables["token_id"])
+    return Response(status=204)
+
+
+def _show_customer(call: Call) -> Response:
+    if call.customer is None:
+        raise NotFoundError
+    return Response({"customer_id": call.customer.customer_id, "expires_at": _as_text(call.customer.expires_at)})
+
+
+def _revoke_self(call: Call) -> Response:
+    key = get_key(call.holder.key_id)
+    if key is None:
+        raise NotFoundError
+    sequence = revoke_own_key(call.grant(Permission.KEYS_REVOKE_SELF), key)
+    return Response({"key_id": key.key_id, "state": key.state, "sequence": sequence}, status=202)
+
+
+def _may_still_end(judgement: Judgement) -> bool:
+    """Whether a refused key is one that its holder may end, or has ended: a private one that could be good again,
+    or was revoked already."""
+    verdict, record = judgement.verdict, judgement.record
+    if not isinstance(verdict, Denial) or record is None or judgement.holder is None:
+        return False
+    if record.kind is not KeyKind.PRIVATE:
+        return False
+    if verdict.code is ErrorCode.KEY_NOT_ACTIVE:
+        return record.state is KeyState.SUSPENDED
+    return verdict.code in {ErrorCode.KEY_REVOKED, ErrorCode.MERCHANT_SUSPENDED}
+
+
+def _in_path(name: str, pattern: str) -> OpenApiParameter:
+    return OpenApiParameter(name, {"type": "string", "pattern": pattern}, OpenApiParameter.PATH, required=True)
+
+
+SERVERS: Servers = {
+    "orders.retrieve": Server(
+        answers=_retrieve_order, gives=OrderBody, parameters=(_in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
+    ),
+    "orders.create": Server(prepares=_create_order, status=201, takes=OrderRequest, gives=OrderBody),
+    "client.configuration": Server(answers=_read_configuration, gives=ConfigurationBody),
+    "customer_tokens.create": Server(
+        prepares=_create_customer_token,
+        status=201,
+        takes=CustomerTokenRequest,
+        gives=CustomerTokenBody,
+        parameters=(_in_path("customer_id", CUSTOMER_ID),),
+    ),
+    "customer_tokens.revoke": Server(
+        answers=_revoke_customer_token, status=204, parameters=(_in_path("token_id", "^[0-9A-Za-z]{16}$"),)
+    ),
+    "customers.me": Server(answers=_show_customer, gives=CustomerBody),
+    "credentials.revoke_self": Server(answers=_revoke_self, serves_denied=_may_still_end, status=202, gives=OwnEndBody),
+}
+"""What keyvault serves, by the endpoint's name."""

@@ -1,0 +1,63 @@
+"""The OpenAPI page: as data for machines, and browsable for people."""
+
+from functools import cache
+from typing import Any
+
+from django.http import HttpResponse
+from django.shortcuts import render
+from drf_spectacular.generators import SchemaGenerator
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.api import openapi_fields  # noqa: F401  drf-spectacular finds what is loaded
+from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
+from keyvault.api.public import PublicView
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        # Swagger UI lays styles on its elements, and draws its icons from data.
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    )
+)
+
+
+@cache
+def openapi_page() -> dict[str, Any]:
+    """The whole page; the same for as long as the process lives."""
+    page: dict[str, Any] = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]  # untyped package
+    return page
+
+
+class OpenAPIView(PublicView):
+    @documented(
+        "openapi",
+        summary="This page.",
+        answers={200: dict},
+        plane=PUBLIC_CODES,
+        auth=NOBODY,
+        tag="operations",
+    )
+    def get(self, request: Request) -> Response:
+        return Response(openapi_page())
+
+
+class DocsView(PublicView):
+    @documented(
+        "docs",
+        summary="This page, browsable.",
+        answers={(200, "text/html"): str},
+        plane=PUBLIC_CODES,
+        auth=NOBODY,
+        tag="operations",
+    )
+    def get(self, request: Request) -> HttpResponse:
+        page = render(request._request, "docs.html")
+        page["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+        return page

@@ -1,0 +1,102 @@
+"""A merchant's backend and a browser, for the tests of the integration plane."""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from django.test import Client
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, KeyHolder
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, Key
+from keyvault.services.recording import recorded
+from tests.factories import SANDBOX, account, grant, issue
+
+ORDERS = "/sandbox/merchants/orders"
+ORDER = {"amount_minor": 1299, "currency": "EUR"}
+
+Ask = Callable[..., Any]
+"""`ask(method, path, body, key=…, bearer=…, idempotency=…, **headers)`; the parsed body is in `.body`."""
+
+_keys: Iterator[int] = count()
+_NO_BODY: Any = object()
+
+
+def asking(client: Client) -> Ask:
+    """An Idempotency-Key, a fresh one unless told otherwise, goes with every POST; None leaves it out."""
+
+    def send(
+        method: str,
+        path: str,
+        body: Any = _NO_BODY,
+        *,
+        key: Plaintext | None = None,
+        bearer: str | None = None,
+        idempotency: str | None = "",
+        content_type: str = "application/json",
+        **headers: str,
+    ) -> Any:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if key is not None:
+            sent["X-Api-Key"] = key.reveal()
+        if bearer is not None:
+            sent["Authorization"] = f"Bearer {bearer}"
+        if method == "POST" and idempotency is not None:
+            sent["Idempotency-Key"] = idempotency or f"attempt-{next(_keys)}"
+        raw = b"" if body is _NO_BODY else body if isinstance(body, bytes) else json.dumps(body).encode()
+        response: Any = client.generic(method, path, data=raw, content_type=content_type, headers=sent)
+        response.body = response.json() if response.content else None
+        return response
+
+    return send
+
+
+def change_account(merchant_id: str = "acme", environment: Environment = SANDBOX, **changes: Any) -> Account:
+    """The account with these columns, whatever they say."""
+    row = account(merchant_id, environment)
+    with recorded(grant(HOST, P.MERCHANTS_WRITE, row), P.MERCHANTS_WRITE, "test.changed", account=row):
+        row.compare_and_swap(**changes)
+    return row
+
+
+def expect(response: Any, status: int, code: str) -> None:
+    """A problem document of that code, as every answer of the plane is."""
+    assert (response.status_code, response.body.get("code")) == (status, code), response.content
+    assert response["Content-Type"] == "application/problem+json"
+    assert response["Cache-Control"] == "no-store"
+    assert response.body["request_id"] == response["X-Request-Id"]
+    assert ("WWW-Authenticate" in response) == (status == 401)
+
+
+def pointers(response: Any) -> list[str]:
+    return [fault["pointer"] for fault in response.body["errors"]]
+
+
+def private(merchant_id: str = "acme", environment: Environment = SANDBOX) -> Plaintext:
+    return issue(account(merchant_id, environment))[1]
+
+
+def public(merchant_id: str = "acme", environment: Environment = SANDBOX) -> Plaintext:
+    return issue(account(merchant_id, environment), kind=KeyKind.PUBLIC)[1]
+
+
+def issue_token(ask: Ask, key: Plaintext, customer_id: str = "cust-1", **body: Any) -> Any:
+    response = ask("POST", f"/sandbox/customers/{customer_id}/access-tokens", body, key=key)
+    assert response.status_code == 201, response.content
+    return response.body
+
+
+def holder_of(key: Key) -> KeyHolder:
+    """Whoever presented it, for the services."""
+    credential = key.credential
+    return KeyHolder(
+        key.key_id,
+        credential.credential_id,
+        KeyKind(credential.kind),
+        credential.environment,
+        credential.account.merchant_id,
+    )

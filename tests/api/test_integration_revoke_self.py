@@ -1,0 +1,128 @@
+"""Whoever holds a leaked private key may end it: at once, whatever became of it, as often as they like."""
+
+import pytest
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, WORKER
+from keyvault.access.roles import Role
+from keyvault.domain.errors import PermissionMissingError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Change, Key
+from keyvault.services import keys
+from keyvault.services.material import destroy_string
+from keyvault.services.merchants import suspend_account, suspend_merchant
+from tests.domain.minting import mint
+from tests.factories import account, grant, issue, now, the_operator
+
+from .integration import ORDER, ORDERS, Ask, change_account, expect, holder_of, private, public
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+URL = "/sandbox/credentials/revoke-self"
+
+
+def by_admin(permission: P) -> Grant:
+    return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, account())
+
+
+def test_revoke_self_ends_the_presented_key_and_no_other(ask: Ask) -> None:
+    key, text = issue(account())
+    other = private()
+    ended = ask("POST", URL, key=text)
+    assert ended.status_code == 202
+    sequence = Change.objects.get(subject_id=key.key_id, at=Key.objects.get(pk=key.pk).compromised_at).sequence
+    assert ended.body == {"key_id": key.key_id, "state": "compromised", "sequence": sequence}
+    row = Key.objects.get(pk=key.pk)
+    assert (row.state, row.reason, row.material) == ("compromised", "key_compromise", "destroy_due")
+    expect(ask("POST", ORDERS, ORDER, key=text), 401, "key_revoked")
+    assert ask("POST", ORDERS, ORDER, key=other).status_code == 201
+    entry = AuditEntry.objects.get(event="key.compromised")
+    assert (entry.chain_id, entry.actor) == ("account:acme/sandbox", f"key:{key.key_id}")
+
+
+def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> None:
+    """No limit holds it back, so that a repeat must not be a way to fill the audit log."""
+    key, text = issue(account())
+    first = ask("POST", URL, key=text)
+    row = Key.objects.get(pk=key.pk)
+    written = AuditEntry.objects.count(), Change.objects.count()
+    for body in (b"", b"{}", b" {}\n"):
+        again = ask("POST", URL, body, key=text)
+        assert (again.status_code, again.body) == (202, first.body)
+    assert (AuditEntry.objects.count(), Change.objects.count()) == written
+    assert Key.objects.get(pk=key.pk).version == row.version
+
+
+def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:
+    """Whoever found the key cannot keep it alive by using up its quota."""
+    change_account(limit_count=1, limit_seconds=3600)
+    _, text = issue(account())
+    assert ask("POST", ORDERS, ORDER, key=text).status_code == 201
+    expect(ask("POST", ORDERS, ORDER, key=text), 429, "rate_limited")
+    assert ask("POST", URL, key=text).status_code == 202
+
+
+@pytest.mark.parametrize("stop", ["key", "account", "merchant", "superseded"])
+def test_revoke_self_of_a_key_that_was_stopped_otherwise_ends_it_for_good(ask: Ask, stop: str) -> None:
+    """A suspension could be taken back: the leaked key is ended all the same."""
+    key, text = issue(account())
+    if stop == "key":
+        keys.suspend_key(by_admin(P.KEYS_SUSPEND), key)
+    elif stop == "account":
+        suspend_account(grant(HOST, P.MERCHANTS_WRITE, account()), account())
+    elif stop == "merchant":
+        suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), account().merchant)
+    else:
+        keys.revoke_key(by_admin(P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+    assert ask("POST", ORDERS, ORDER, key=text).status_code in {401, 403}
+    first, again = ask("POST", URL, key=text), ask("POST", URL, key=text)
+    assert (first.status_code, first.body["state"]) == (202, "compromised")
+    assert again.body == first.body
+
+
+def test_revoke_self_of_a_key_that_was_never_good_or_has_expired_is_refused(ask: Ask) -> None:
+    key, _ = issue(account())
+    staged, text = keys.stage_key(grant(WORKER, P.ISSUANCE_EXECUTE, account()), key.credential, expires_in_days=None)
+    expect(ask("POST", URL, key=text), 401, "key_not_active")
+    long_ago = now().replace(year=now().year - 1)
+    expired, expired_text = issue(account(), expires_in_days=1, at=long_ago)
+    expect(ask("POST", URL, key=expired_text), 401, "key_expired")
+    for row in (staged, expired):
+        assert Key.objects.get(pk=row.pk).state == row.state
+
+
+def test_revoke_self_is_for_the_holders_of_private_keys(ask: Ask) -> None:
+    """A public key's holders are shoppers: none of them may end it, not even where it is refused anyway."""
+    key, text = issue(account())
+    shown = public()
+    expect(ask("POST", URL, key=shown), 403, "method_not_supported")
+    suspend_account(grant(HOST, P.MERCHANTS_WRITE, account()), account())
+    expect(ask("POST", URL, key=shown), 403, "merchant_suspended")
+    expect(ask("POST", URL), 401, "credential_missing")
+    expect(ask("POST", URL, bearer=text.reveal()), 401, "credential_missing")
+    expect(ask("POST", URL, key=Plaintext(mint())), 401, "credential_invalid")
+    expect(ask("POST", URL.replace("sandbox", "production"), key=text), 401, "environment_mismatch")
+    assert Key.objects.get(pk=key.pk).state == "active"
+
+
+def test_revoke_self_names_the_same_sequence_after_the_material_is_gone(ask: Ask) -> None:
+    """What is written of the key later does not change when it ended."""
+    key, text = issue(account())
+    first = ask("POST", URL, key=text).body
+    destroy_string(grant(WORKER, P.ISSUANCE_EXECUTE, account()), Key.objects.get(pk=key.pk))
+    assert Key.objects.get(pk=key.pk).material == "destroyed"
+    assert ask("POST", URL, key=text).body == first
+
+
+def test_revoke_self_has_no_leave_to_end_another_key_of_the_account(ask: Ask) -> None:
+    """What whoever holds one leaked key may do to the merchant's others is nothing."""
+    (mine, _), (other, _) = issue(account()), issue(account())
+    allowed = grant(holder_of(mine), P.KEYS_REVOKE_SELF, account())
+    with pytest.raises(PermissionMissingError):
+        keys.revoke_own_key(allowed, other)
+    with pytest.raises(PermissionMissingError):
+        keys.revoke_own_key(grant(HOST, P.MERCHANTS_WRITE, account()), mine)
+    for key in (mine, other):
+        assert Key.objects.get(pk=key.pk).state == "active"

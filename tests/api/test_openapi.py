@@ -1,0 +1,192 @@
+"""The OpenAPI page: whole, exact, and about what is really served."""
+
+import re
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.test import Client, override_settings
+from django.urls import URLPattern, URLResolver, get_resolver
+from drf_spectacular.generators import SchemaGenerator
+
+from keyvault.access.catalog import BUILT_IN
+from keyvault.access.panel import authorization_panel
+from keyvault.api.integration import IntegrationView
+from keyvault.api.views.docs import CONTENT_SECURITY_POLICY, openapi_page
+from keyvault.api.views.forward_auth import ForwardAuthView
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+
+OPERATION_IDS = """
+authorize_envoy authorize_nginx authorize_traefik
+client_configuration
+credentials_acknowledge credentials_list credentials_revoke_self
+customer_tokens_create customer_tokens_revoke customers_me
+docs healthz
+issuance_requests_collect issuance_requests_create issuance_requests_read
+keys_read keys_revoke keys_verify keys_verify_batch
+openapi orders_create orders_retrieve readyz
+rotations_create rotations_read
+"""
+"""Stable for ever: generated clients have methods of these names."""
+
+Operation = dict[str, Any]
+
+
+def operations() -> Iterator[tuple[str, str, Operation]]:
+    for path, item in openapi_page()["paths"].items():
+        for method, operation in item.items():
+            yield method, path, operation
+
+
+def responses() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for _, _, operation in operations():
+        for status, response in operation["responses"].items():
+            yield operation["operationId"], status, response
+
+
+def codes_of(response: dict[str, Any]) -> set[str]:
+    problem = response.get("content", {}).get("application/problem+json")
+    return set() if problem is None else set(problem["schema"]["properties"]["code"]["enum"])
+
+
+def test_page_is_valid_and_made_without_a_warning() -> None:
+    written = StringIO()
+    call_command("spectacular", "--validate", "--fail-on-warn", stdout=written)
+    assert written.getvalue().startswith("openapi: 3.1.0")
+
+
+def test_operation_ids_are_those_that_clients_were_generated_from() -> None:
+    ids = [operation["operationId"] for _, _, operation in operations()]
+    assert sorted(ids) == OPERATION_IDS.split()
+
+
+def routed(patterns: list[URLPattern | URLResolver]) -> Iterator[tuple[str, str]]:
+    """Method and path of everything outside the console that a request can be for."""
+    for pattern in patterns:
+        if isinstance(pattern, URLResolver):
+            if pattern.app_name != "admin":
+                yield from routed(pattern.url_patterns)
+            continue
+        view = pattern.callback.cls  # type: ignore[attr-defined]  # REST framework's
+        path = "/" + re.sub(r"<\w+:(\w+)>", r"{\1}", str(pattern.pattern))
+        if view is ForwardAuthView:
+            yield "get", path.replace(r"^v1/authorize/envoy/[\s\S]*", "v1/authorize/envoy/{path}")
+        elif view is not IntegrationView:
+            yield from ((method, path) for method in ("get", "post", "put", "patch", "delete") if hasattr(view, method))
+
+
+def test_page_and_routes_have_the_same_operations() -> None:
+    served = set(routed(get_resolver().url_patterns))
+    for endpoint in BUILT_IN.endpoints:
+        path = re.sub(r"<(\w+)>", r"{\1}", endpoint.path)
+        served.add((endpoint.method.lower(), f"/{{environment}}{path}"))
+    assert {(method, path) for method, path, _ in operations()} == served
+
+
+def test_every_error_code_is_documented_where_it_can_be_answered() -> None:
+    documented = set().union(*(codes_of(response) for _, _, response in responses()))
+    assert documented == set(ErrorCode)
+
+
+def test_every_response_says_which_headers_it_carries() -> None:
+    for operation_id, status, response in responses():
+        needed = {"X-Request-Id", "Cache-Control"}
+        needed |= {"401": {"WWW-Authenticate"}, "405": {"Allow"}}.get(status, set())
+        if status == "429":
+            needed |= {"Retry-After", "RateLimit", "RateLimit-Policy"}
+        assert needed <= response["headers"].keys(), (operation_id, status)
+        if status == "503" and codes_of(response):
+            assert "Retry-After" in response["headers"], operation_id
+    for name, header in openapi_page()["components"]["headers"].items():
+        assert header["required"] is True, name
+
+
+def test_every_refusal_is_a_problem_document() -> None:
+    for operation_id, status, response in responses():
+        if status >= "400" and (operation_id, status) != ("readyz", "503"):
+            (content,) = response["content"].values()
+            assert content["schema"]["allOf"] == [{"$ref": "#/components/schemas/Problem"}], (operation_id, status)
+
+
+def test_bodies_have_no_field_that_is_not_listed() -> None:
+    for name, schema in openapi_page()["components"]["schemas"].items():
+        assert schema["additionalProperties"] is False, name
+
+
+def test_endpoints_show_the_authorization_panel_in_words_and_as_data() -> None:
+    found = {operation["operationId"]: operation for _, _, operation in operations()}
+    for endpoint in BUILT_IN.endpoints:
+        operation = found[endpoint.name.replace(".", "_")]
+        panel = authorization_panel(endpoint)
+        assert operation["x-authorization"] == dict(panel)
+        assert operation["description"] == "\n".join(f"- {label}: {text}" for label, text in panel)
+
+
+@pytest.mark.parametrize(
+    ("operation_id", "security"),
+    [
+        ("healthz", None),
+        ("openapi", None),
+        ("keys_verify", [{"serviceToken": []}]),
+        ("client_configuration", [{"publicKey": []}]),
+        ("orders_create", [{"privateKey": []}]),
+        ("orders_retrieve", [{"privateKey": []}, {"privateKey": [], "customerToken": []}]),
+        ("customers_me", [{"privateKey": [], "customerToken": []}]),
+    ],
+)
+def test_operation_names_every_credential_that_it_needs(operation_id: str, security: Any) -> None:
+    (found,) = (operation for _, _, operation in operations() if operation["operationId"] == operation_id)
+    assert found.get("security") == security
+
+
+def test_environments_on_hosts_of_their_own_are_servers_of_the_integration_plane() -> None:
+    with override_settings(BASE_URLS={environment: f"https://{environment}.example" for environment in Environment}):
+        page = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]  # untyped package
+    urls = [server["url"] for server in page["paths"]["/merchants/orders"]["post"]["servers"]]
+    assert sorted(urls) == ["https://production.example", "https://sandbox.example"]
+    assert "servers" not in page["paths"]["/v1/keys/verify"]["post"]
+    assert "{environment}" not in "".join(page["paths"])
+
+
+# --- how it is served -------------------------------------------------------------------------------------
+
+
+def test_page_is_served_to_anybody(client: Client) -> None:
+    response = client.get("/v1/openapi.json")
+    assert (response.status_code, response["Content-Type"]) == (200, "application/json")
+    assert response["Cache-Control"] == "no-store"
+    assert response.json() == openapi_page()
+
+
+def test_docs_load_nothing_from_elsewhere(client: Client) -> None:
+    response = client.get("/v1/docs")
+    assert (response.status_code, response["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert response["Content-Security-Policy"] == CONTENT_SECURITY_POLICY
+    assert "'unsafe-inline'" not in CONTENT_SECURITY_POLICY.replace("style-src 'self' 'unsafe-inline'", "")
+    assert response["Cache-Control"] == "no-store"
+    text = response.content.decode()
+    loaded = re.findall(r'(?:src|href|data-page)="([^"]*)"', text)
+    assert len(loaded) == 5
+    assert re.search(r"<script>|<style|style=| on\w+=", text) is None
+    for address in loaded:
+        assert address.startswith("/"), address
+        asked = client.get(address)
+        assert asked.status_code == 200, address
+        b"".join(asked)
+
+
+@pytest.mark.parametrize("path", ["/v1/openapi.json", "/v1/docs"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_page_and_docs_are_only_read(client: Client, method: str, path: str) -> None:
+    response = Client(enforce_csrf_checks=True).generic(method, path)
+    assert (response.status_code, response.json()["code"]) == (405, "method_not_allowed")
+    assert response["Allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("path", ["/v1/openapi.json", "/v1/docs", "/healthz"])
+def test_key_in_the_address_of_a_public_page_is_told_so(client: Client, path: str) -> None:
+    response = client.get(f"{path}?key=kv_prv_sbx_{'a' * 65}")
+    assert (response.status_code, response.json()["code"]) == (400, "credential_in_url")
