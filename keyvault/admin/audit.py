@@ -18,7 +18,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Link, link, moment, mono, short_moment
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.audit import account_chain
-from keyvault.models import Account, AuditChain, AuditEntry
+from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride
 
 PAGES = {
     "key_id": "keyvault_key",
@@ -156,7 +156,10 @@ class AuditEntryAdmin(NounAdmin):
         """Every other page leads to what the audit log says of its row."""
         if isinstance(row, AuditEntry) or not self.has_view_permission(request):
             return None
-        query = {"chain": _chain_of(row)} if isinstance(row, Account) else {"q": str(row.pk)}
+        if isinstance(row, Account):
+            query = {"chain": _chain_of(row)}
+        else:
+            query = {"q": row.endpoint if isinstance(row, LimitOverride) else str(row.pk)}
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
 
 

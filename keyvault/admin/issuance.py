@@ -31,7 +31,7 @@ from keyvault.admin.enforcement import may, operator_of
 from keyvault.admin.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
 from keyvault.admin.keys import key_link
 from keyvault.admin.noun import NounAdmin
-from keyvault.domain.issuance import Delivery, IssuanceState, may_become
+from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, may_become
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services.issuance import (
@@ -47,6 +47,7 @@ S = IssuanceState
 DELIVERIES = {
     Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
     Delivery.SHOW_ONCE: "show once: in this console, to whoever asks for it",
+    Delivery.SEALED: "sealed: to the recipient's public key, for the service that asks for it",
 }
 KINDS = {
     KeyKind.PRIVATE: "private: for a trusted backend, in X-Api-Key",
@@ -65,7 +66,7 @@ class RequestForm(ActForm):
     kind = forms.ChoiceField(choices=[(kind.value, words) for kind, words in KINDS.items()])
     label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
     delivery = forms.ChoiceField(
-        choices=[(way.value, words) for way, words in DELIVERIES.items()],
+        choices=[(way.value, words) for way, words in DELIVERIES.items() if way is not Delivery.SEALED],
         help_text="Showing a production key to a person is break-glass: recorded, and reviewed by a second person.",
     )
     expires_in_days = forms.IntegerField(
@@ -169,7 +170,7 @@ class IssuanceRequestAdmin(NounAdmin):
             P.ISSUANCE_COLLECT,
             _collect,
             _what_collecting_does,
-            fits=lambda request: request.state == S.ISSUED,
+            fits=lambda request: request.state == S.ISSUED and request.requested_via is None,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             tone=Tone.GOOD,
@@ -216,6 +217,7 @@ class IssuanceRequestAdmin(NounAdmin):
     def summary(self, row: IssuanceRequest) -> Facts:
         """Exactly what is asked, field by field as its digest covers it."""
         plan = row.plan()
+        recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
         return Facts(
             "Exactly what is asked",
             [
@@ -224,6 +226,7 @@ class IssuanceRequestAdmin(NounAdmin):
                 ("Kind", KINDS[plan.kind]),
                 ("Label", plan.label),
                 ("Delivery", DELIVERIES[plan.delivery]),
+                *(recipient if plan.recipient_public_key else []),
                 ("Expires in days", plan.expires_in_days or "it does not expire"),
                 ("Digest of all this (SHA-256)", mono(plan.digest())),
                 ("Asked by", requester_name(row.requester, row.requested_via)),
@@ -237,10 +240,17 @@ class IssuanceRequestAdmin(NounAdmin):
             ("Asked", moment(row.created_at)),
             ("Decided", moment(row.decided_at, missing="not yet")),
             ("Issued", moment(row.issued_at, missing="not yet")),
-            ("Collected", moment(row.collected_at, missing="not yet")),
+            ("Collected", moment(row.collected_at, missing="never" if row.state == S.BURNED else "not yet")),
         ]
         if row.state == S.PENDING:
             outcome.append(("Falls due unapproved", moment(row.expires_at)))
+        if (
+            row.state == S.ISSUED
+            and row.issued_at is not None
+            and row.delivery in HANDED_OVER
+            and row.kind == KeyKind.PRIVATE
+        ):
+            outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))
         if row.credential is not None:
             url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
             outcome.append(("Credential", link(url, row.credential)))
@@ -266,12 +276,16 @@ class IssuanceRequestAdmin(NounAdmin):
             yield "It waits for approval."
         elif row.state == S.APPROVED:
             yield "Approved. The worker issues it in a moment; this page looks again by itself."
+        elif row.state == S.ISSUED and row.requested_via is not None:
+            yield "Issued. Only the service that asked for it may collect it."
         elif row.state == S.ISSUED and mine:
             yield "Issued. You asked for it, so it is you who may collect it, once."
         elif row.state == S.ISSUED:
             yield "Issued. Only whoever asked for it may collect it."
         elif row.state == S.COLLECTED:
             yield "The key was collected already; nobody can see it again."
+        elif row.state == S.BURNED:
+            yield "Nobody collected the key in time, so it was ended and its copy destroyed. Ask for another one."
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
         rows = self.get_queryset(request).order_by("created_at")
@@ -284,7 +298,8 @@ class IssuanceRequestAdmin(NounAdmin):
         if may(request, P.ISSUANCE_REQUEST):
             yield self.waits("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
-            issued = rows.filter(state=S.ISSUED, requester_person=me, delivery=Delivery.SHOW_ONCE)
+            mine = rows.filter(requester_person=me, requested_via=None)
+            issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
             yield self.waits("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "act")
         approved = rows.filter(state=S.APPROVED)
         yield self.waits("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")

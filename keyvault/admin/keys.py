@@ -1,4 +1,4 @@
-"""Credentials and their keys in the console: looked at, suspended, resumed, ended. Never edited."""
+"""Keys in the console: looked at, suspended, resumed, ended. Never edited."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -6,20 +6,21 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
-from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import NOTHING, Detail, Facts, Line, Table, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.enforcement import may
+from keyvault.admin.exposures import EXPOSURES, ExposedFilter, exposure_tables, exposures
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, Credential, Key, KeyUse, UseBucket
+from keyvault.models import Account, Key, KeyUse, UseBucket
 from keyvault.services.keys import report_compromise, resume_key, revoke_key, suspend_key
 from keyvault.services.material import read_public_string
 
@@ -70,73 +71,6 @@ def _is_last(key: Key) -> str:
     if key.state != KeyState.ACTIVE or key.credential.keys.filter(state=KeyState.ACTIVE).count() > 1:
         return ""
     return "This is the credential's only active key. Whoever uses it is refused from this moment on."
-
-
-class CredentialAdmin(NounAdmin):
-    view_permissions = (P.KEYS_READ,)
-    section, singular, plural = "Keys", "Credential", "Credentials"
-
-    list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
-    list_filter = ("account__environment", "kind", "delivery")
-    search_fields = ("=credential_id", "=keys__key_id", "account__merchant__merchant_id", "label")
-    search_help_text = "By credential id, key id, merchant or label. Never paste a whole key."
-    ordering = ("-created_at",)
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant").prefetch_related("keys")
-
-    @admin.display(description="keys")
-    def key_states(self, credential: Credential) -> SafeString | str:
-        return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
-
-    @admin.display(description="created (UTC)", ordering="created_at")
-    def created(self, credential: Credential) -> SafeString:
-        return short_moment(credential.created_at)
-
-    def account_of(self, row: Credential) -> Account:
-        return row.account
-
-    def summary(self, row: Credential) -> Facts:
-        return credential_facts(row)
-
-    def detail(self, request: HttpRequest, row: Credential) -> Detail:
-        keys = row.keys.select_related("use").order_by("-created_at")
-        return Detail(
-            title=f"{row.account} · {row.label}",
-            state=row.kind,
-            sections=[
-                credential_facts(row),
-                Table(
-                    "Keys",
-                    ["key id", "state", "activated (UTC)", "first used (UTC)", "last used (UTC)", "expires (UTC)"],
-                    [
-                        [
-                            key_link(key),
-                            badge(key.state),
-                            short_moment(key.activated_at),
-                            short_moment(_use(key, "first_at"), missing="never"),
-                            short_moment(_use(key, "last_at"), missing="never"),
-                            short_moment(key.expires_at, missing="never"),
-                        ]
-                        for key in keys
-                    ],
-                    empty="No key was issued yet.",
-                ),
-            ],
-        )
-
-    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page lists its credentials."""
-        if not isinstance(row, Account) or not self.has_view_permission(request):
-            return None
-        rows = self.get_queryset(request).filter(account=row).order_by("-created_at")[:50]
-        table = Table(
-            "Credentials",
-            ["credential", "kind", "label", "keys"],
-            [[link(self.url_of(item), item), item.kind, item.label, self.key_states(item)] for item in rows],
-            empty="None was issued yet.",
-        )
-        return Extras(sections=[table])
 
 
 class KeyAdmin(NounAdmin):
@@ -199,7 +133,7 @@ class KeyAdmin(NounAdmin):
     )
 
     list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
-    list_filter = ("state", "credential__account__environment", "credential__kind")
+    list_filter = ("state", "credential__account__environment", "credential__kind", ExposedFilter)
     search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
     search_help_text = (
         "By key id (the 16 characters after the third underscore), credential id or merchant. Times are UTC."
@@ -223,11 +157,11 @@ class KeyAdmin(NounAdmin):
 
     @admin.display(description="first used", ordering="use__first_at")
     def first_used(self, key: Key) -> SafeString:
-        return short_moment(_use(key, "first_at"), missing="never")
+        return short_moment(use_of(key, "first_at"), missing="never")
 
     @admin.display(description="last used", ordering="use__last_at")
     def last_used(self, key: Key) -> SafeString:
-        return short_moment(_use(key, "last_at"), missing="never")
+        return short_moment(use_of(key, "last_at"), missing="never")
 
     @admin.display(description="expires", ordering="expires_at")
     def expires(self, key: Key) -> SafeString:
@@ -235,6 +169,20 @@ class KeyAdmin(NounAdmin):
 
     def account_of(self, row: Key) -> Account:
         return row.credential.account
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        """Keys that are still good and may have been seen by others, for whoever may end them."""
+        if not may(request, P.KEYS_REVOKE):
+            return
+        living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
+        exposed = living.filter(pk__in=exposures().values("key_id"))
+        yield self.waits("Suspected exposures", exposed, "?exposed=lately", "alarm")
+
+    def line_of(self, row: Key) -> Line:
+        last = exposures().filter(key=row).first()
+        how = "" if last is None else f", {last.get_outcome_display()}"
+        about = f"{row.credential.account} · {row.credential.label}{how}"
+        return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
 
     def summary(self, row: Key) -> Facts:
         return Facts(
@@ -245,13 +193,14 @@ class KeyAdmin(NounAdmin):
                 ("Account", row.credential.account),
                 ("Kind", row.credential.kind),
                 ("Label", row.credential.label),
-                ("Last used", moment(_use(row, "last_at"), missing="never")),
+                ("Last used", moment(use_of(row, "last_at"), missing="never")),
             ],
         )
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
         account = credential.account
+        uses = UseBucket.objects.filter(key=row).exclude(outcome__in=EXPOSURES).order_by("-last_at")
         return Detail(
             title=f"Key {row}",
             state=row.state,
@@ -272,6 +221,7 @@ class KeyAdmin(NounAdmin):
                     ],
                 ),
                 Facts("Life", list(_life(row))),
+                *exposure_tables(row),
                 Table(
                     "Who uses it",
                     ["source", "user agent", "endpoint", "outcome", "in that minute", "last seen (UTC)"],
@@ -284,32 +234,12 @@ class KeyAdmin(NounAdmin):
                             use.count,
                             short_moment(use.last_at),
                         ]
-                        for use in UseBucket.objects.filter(key=row).order_by("-last_at")[:20]
+                        for use in uses[:20]
                     ],
                     empty="Nobody has used it.",
                 ),
             ],
         )
-
-
-def credential_facts(credential: Credential) -> Facts:
-    account = credential.account
-    return Facts(
-        "Credential",
-        [
-            ("Credential id", mono(credential)),
-            ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
-            ("Kind", f"{credential.kind} API key"),
-            ("Label", credential.label),
-            ("Delivery", credential.get_delivery_display()),
-            ("A private key with an Origin header", credential.get_origin_header_display()),
-            ("Created", moment(credential.created_at)),
-        ],
-    )
-
-
-def credential_link(credential: Credential) -> SafeString:
-    return link(reverse("admin:keyvault_credential_change", args=[credential.pk]), mono(credential))
 
 
 def key_link(key: Key) -> SafeString:
@@ -333,9 +263,9 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     if key.reason:
         yield "Reason", REASONS[RevocationReason(key.reason)]
     yield "Expires", moment(key.expires_at, missing="never")
-    yield "First used", moment(_use(key, "first_at"), missing="never")
-    yield "Last used", moment(_use(key, "last_at"), missing="never")
-    yield "Uses", _use(key, "count") or 0
+    yield "First used", moment(use_of(key, "first_at"), missing="never")
+    yield "Last used", moment(use_of(key, "last_at"), missing="never")
+    yield "Uses", use_of(key, "count") or 0
 
 
 def _notes(key: Key) -> Iterable[str]:
@@ -348,7 +278,7 @@ def _notes(key: Key) -> Iterable[str]:
         yield "Its merchant is suspended: the key is refused."
 
 
-def _use(key: Key, name: str) -> Any:
+def use_of(key: Key, name: str) -> Any:
     """A fact of the key's use. A key that was never used has no such row."""
     use: KeyUse | None = getattr(key, "use", None)
     return None if use is None else getattr(use, name)

@@ -13,10 +13,12 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
-from keyvault.admin.cells import Detail, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import NOTHING, Detail, Facts, Table, badge, link, moment, mono, seconds, short_moment
+from keyvault.admin.client_configuration import BROWSER_ACTS
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, Merchant, MerchantStatus
+from keyvault.services.catalog import limit_of
 from keyvault.services.lookup import BASE_URLS
 from keyvault.services.merchants import (
     create_merchant,
@@ -25,6 +27,7 @@ from keyvault.services.merchants import (
     suspend_account,
     suspend_merchant,
 )
+from keyvault.services.verification import default_limit
 
 
 class MerchantForm(ActForm):
@@ -57,6 +60,13 @@ def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
 def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
     resume_account(grant, account)
     return Done(f"{account} is active again.")
+
+
+def _limit(account: Account) -> str:
+    """The account's own, or what it has by default."""
+    own = limit_of(account.limit_count, account.limit_seconds)
+    limit = own or default_limit(Environment(account.environment))
+    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (the environment's default)")
 
 
 def _is_active(row: Merchant | Account) -> bool:
@@ -166,6 +176,7 @@ class AccountAdmin(NounAdmin):
             fits=_is_suspended,
             tone=Tone.GOOD,
         ),
+        *BROWSER_ACTS,
     )
 
     list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")
@@ -212,7 +223,6 @@ class AccountAdmin(NounAdmin):
 
     def detail(self, request: HttpRequest, row: Account) -> Detail:
         merchant = link(reverse("admin:keyvault_merchant_change", args=[row.merchant_id]), row.merchant.name)
-        limit = f"{row.limit_count} per {row.limit_seconds} s" if row.limit_count else "the environment's default"
         return Detail(
             title=str(row),
             state=row.status,
@@ -224,9 +234,16 @@ class AccountAdmin(NounAdmin):
                         ("Merchant", merchant),
                         ("Environment", badge(row.environment)),
                         ("Base URL", mono(BASE_URLS[Environment(row.environment)])),
-                        ("Limit", limit),
-                        ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
+                        ("Limit", _limit(row)),
                         ("Created", moment(row.created_at)),
+                    ],
+                ),
+                Facts(
+                    "For browsers and apps",
+                    [
+                        ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
+                        ("Allowed origins", mono(" ".join(row.allowed_origins)) if row.allowed_origins else NOTHING),
+                        ("Customer tokens live at most", seconds(row.customer_token_seconds)),
                     ],
                 ),
                 Table(

@@ -17,23 +17,30 @@ from django.urls import URLPattern, URLResolver, include, path, re_path
 from keyvault.access.verification import find_exposed
 from keyvault.admin.audit import AuditEntryAdmin
 from keyvault.admin.break_glass import BreakGlassAdmin
+from keyvault.admin.catalog import CatalogEndpointAdmin
+from keyvault.admin.credentials import CredentialAdmin
 from keyvault.admin.enforcement import operator_of
 from keyvault.admin.issuance import IssuanceRequestAdmin
-from keyvault.admin.keys import CredentialAdmin, KeyAdmin
+from keyvault.admin.keys import KeyAdmin
+from keyvault.admin.limits import LimitOverrideAdmin
 from keyvault.admin.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.noun import NounAdmin
 from keyvault.admin.pages import page, problem_page
+from keyvault.admin.refusals import RefusalAdmin
 from keyvault.admin.tokens import ServiceTokenAdmin
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.models import (
     Account,
     AuditEntry,
     BreakGlass,
+    CatalogEndpoint,
     Credential,
     IssuanceRequest,
     Key,
+    LimitOverride,
     Merchant,
     Operator,
+    Refusal,
     ServiceToken,
 )
 
@@ -43,13 +50,16 @@ NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (Key, KeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
+    (CatalogEndpoint, CatalogEndpointAdmin),
+    (LimitOverride, LimitOverrideAdmin),
     (ServiceToken, ServiceTokenAdmin),
     (AuditEntry, AuditEntryAdmin),
     (BreakGlass, BreakGlassAdmin),
+    (Refusal, RefusalAdmin),
 )
 """Keyvault's own; rotation registers its noun itself."""
 
-SECTIONS = ("Keys", "Merchants", "Access", "Oversight")
+SECTIONS = ("Keys", "Merchants", "Catalog", "Access", "Oversight")
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (

@@ -1,4 +1,4 @@
-"""Service tokens in the console: made, shown once, revoked."""
+"""Service tokens in the console: made, shown once, rotated, revoked."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -18,7 +18,14 @@ from keyvault.admin.cells import Detail, Facts, badge, moment, mono, short_momen
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.keystring import StringScope
 from keyvault.models import Merchant, ServiceToken
-from keyvault.services.tokens import DEFAULT_DAYS, LONGEST_DAYS, create_service_token, revoke_service_token
+from keyvault.services.tokens import (
+    DEFAULT_DAYS,
+    LONGEST_DAYS,
+    LONGEST_OVERLAP_HOURS,
+    create_service_token,
+    revoke_service_token,
+    rotate_service_token,
+)
 
 SCOPES = {
     StringScope.SANDBOX: "sandbox",
@@ -50,6 +57,16 @@ class TokenForm(ActForm):
         return cleaned
 
 
+class RotateForm(ActForm):
+    overlap_hours = forms.IntegerField(
+        label="Overlap in hours",
+        min_value=0,
+        max_value=LONGEST_OVERLAP_HOURS,
+        initial=24,
+        help_text="So long the old token stays good beside the new one, but never longer than it was to be anyway.",
+    )
+
+
 def _create(grant: Grant, cleaned: Cleaned) -> Done:
     token, secret = create_service_token(
         grant,
@@ -60,6 +77,11 @@ def _create(grant: Grant, cleaned: Cleaned) -> Done:
         lifetime_days=cleaned["lifetime_days"],
     )
     return Done(f"The new token of {token.name}", secret=secret, row=token)
+
+
+def _rotate(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
+    successor, secret = rotate_service_token(grant, token, cleaned["overlap_hours"])
+    return Done(f"The new token of {successor.name}", secret=secret, row=successor)
 
 
 def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
@@ -101,6 +123,18 @@ class ServiceTokenAdmin(NounAdmin):
         ),
     )
     acts = (
+        Act(
+            "rotate",
+            "Rotate token",
+            P.TOKENS_WRITE,
+            _rotate,
+            lambda token: (
+                "A new token with the same rights is shown on the next page, this once, and the old one ends "
+                "after the overlap. From now on you answer for what the new one asks."
+            ),
+            form=RotateForm,
+            fits=lambda token: token_state(token) == "active",
+        ),
         Act(
             "revoke",
             "Revoke token",

@@ -10,9 +10,23 @@ from django.test import Client
 from django.urls import reverse
 
 from keyvault.access import principals
+from keyvault.access.endpoints import EndpointWish
+from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
-from keyvault.models import Account, Operator
-from tests.factories import PRODUCTION, SANDBOX, account, have_peppers, make_merchant, make_operator
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account, CatalogEndpoint, Operator, Refusal
+from keyvault.services.endpoints import add_endpoint
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    account,
+    grant,
+    have_peppers,
+    make_merchant,
+    make_operator,
+    now,
+    the_operator,
+)
 
 SHAPED = re.compile(r"kv_(?:pub|prv|svc)_(?:sbx|prd|all)_[0-9A-Za-z]{65}")
 """A whole key or token of this suite."""
@@ -43,6 +57,31 @@ def set_up_desk() -> Desk:
         auditor=make_operator("auditor", Role.AUDITOR),
         responder=make_operator("responder", Role.INCIDENT_RESPONDER),
     )
+
+
+def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoint:
+    """An upstream endpoint that an operator added: a POST for private keys, unless told otherwise."""
+    wish: dict[str, Any] = {
+        "method": "POST",
+        "path": "/refunds/<refund_id>",
+        "credentials": frozenset({KeyKind.PRIVATE}),
+    }
+    adding = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointWish(name, **{**wish, **wished}))
+
+
+def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:
+    """A stored one, of a key that nobody proved."""
+    columns = {
+        "door": "verify",
+        "environment": SANDBOX,
+        "endpoint": "orders.retrieve",
+        "code": "credential_invalid",
+        "detail": "The API key is not valid.",
+        "source": "192.0.2.7",
+        "trace": [["credential_invalid", False]],
+    }
+    return Refusal.objects.create(request_id=request_id, at=now(), **{**columns, **told})
 
 
 def browser(operator: principals.Operator, **options: Any) -> Client:

@@ -13,6 +13,7 @@ from django.db.models import Model
 from django.test import Client, RequestFactory
 from django.urls import URLPattern, URLResolver
 
+from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
 from keyvault.admin.enforcement import Guarded
@@ -27,8 +28,10 @@ from keyvault.models import (
     UseBucket,
 )
 from keyvault.services.issuance import collect_key
+from keyvault.services.limit_overrides import set_endpoint_limit
 from rotation.services.requests import Wish, request_rotation
 from tests.factories import (
+    SANDBOX,
     approve,
     grant,
     issue,
@@ -39,7 +42,7 @@ from tests.factories import (
     request_key,
 )
 
-from .desk import Desk, browser
+from .desk import Desk, browser, make_endpoint, make_refusal
 
 pytestmark = pytest.mark.database
 
@@ -58,6 +61,24 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_account_change": frozenset({P.MERCHANTS_READ}),
     "keyvault_account_suspend": frozenset({P.MERCHANTS_WRITE}),
     "keyvault_account_resume": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_configure": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_origins": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_token-bound": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_catalogendpoint_changelist": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_change": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_panels": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_add": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_edit": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_withdraw": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_restore": frozenset({P.CATALOG_WRITE}),
+    "keyvault_limitoverride_changelist": frozenset({P.CATALOG_READ}),
+    "keyvault_limitoverride_change": frozenset({P.CATALOG_READ}),
+    "keyvault_limitoverride_set": frozenset({P.LIMITS_WRITE}),
+    "keyvault_limitoverride_clear": frozenset({P.LIMITS_WRITE}),
+    "keyvault_refusal_changelist": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_refusal_change": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_refusal_explain": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_credential_restrict": frozenset({P.CREDENTIALS_RESTRICT}),
     "keyvault_credential_changelist": frozenset({P.KEYS_READ}),
     "keyvault_credential_change": frozenset({P.KEYS_READ}),
     "keyvault_key_changelist": frozenset({P.KEYS_READ}),
@@ -78,6 +99,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_servicetoken_change": frozenset({P.TOKENS_READ}),
     "keyvault_servicetoken_create": frozenset({P.TOKENS_WRITE}),
     "keyvault_servicetoken_revoke": frozenset({P.TOKENS_WRITE}),
+    "keyvault_servicetoken_rotate": frozenset({P.TOKENS_WRITE}),
     "keyvault_auditentry_changelist": frozenset({P.AUDIT_READ}),
     "keyvault_auditentry_change": frozenset({P.AUDIT_READ}),
     "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
@@ -123,7 +145,13 @@ def every_row(desk: Desk) -> dict[str, Model]:
     rotation = request_rotation(
         grant(desk.tam, P.ROTATIONS_WRITE, desk.production), rotated.credential, Wish(reason="yearly")
     )
+    endpoint = make_endpoint()
+    limit = set_endpoint_limit(grant(desk.admin, P.LIMITS_WRITE), SANDBOX, endpoint.name, Limit(5, 1))
+    assert limit is not None
     return {
+        "keyvault_catalogendpoint": endpoint,
+        "keyvault_limitoverride": limit,
+        "keyvault_refusal": make_refusal(),
         "keyvault_merchant": desk.sandbox.merchant,
         "keyvault_account": desk.sandbox,
         "keyvault_credential": key.credential,

@@ -1,6 +1,7 @@
 """Issuance in the console: two persons, one digest, and a key that is seen once by one of them."""
 
 import logging
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -8,10 +9,23 @@ from django.contrib.messages import get_messages
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.domain.issuance import Delivery, IssuanceState
+from keyvault.domain.issuance import COLLECT_WITHIN, Delivery, IssuanceState
+from keyvault.domain.keys import KeyKind
 from keyvault.models import BreakGlass, IssuanceApproval, IssuanceRequest
-from keyvault.services.issuance import reject_issuance
-from tests.factories import PRODUCTION, SANDBOX, approve, grant, issue_request, make_operator, request_key
+from keyvault.services.issuance import reject_issuance, request_issuance
+from keyvault.services.lookup import prove_service_token
+from keyvault.services.upkeep import burn_due
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    approve,
+    grant,
+    issue_request,
+    make_operator,
+    make_token,
+    now,
+    request_key,
+)
 
 from .desk import SHAPED, Desk, address, browser, dump, hidden, text_of
 
@@ -141,6 +155,66 @@ def test_issuance_withdrawn_only_by_whoever_asked(desk: Desk) -> None:
     assert browser(desk.admin).post(page).status_code == 409
     assert browser(desk.tam).post(page).status_code == 302
     assert fresh(row).state == S.WITHDRAWN
+
+
+# ------------------------------------------------------------------------------------------- asked by a service
+
+RECIPIENT = "CQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+
+
+def asked_by_service(desk: Desk, delivery: Delivery = Delivery.SEALED, at: datetime | None = None) -> IssuanceRequest:
+    """With a token that `admin` made."""
+    service = prove_service_token(make_token(P.ISSUANCE_REQUEST, by=desk.admin)[1].reveal(), now())
+    assert service is not None
+    place = desk.production if delivery is Delivery.SEALED else desk.sandbox
+    return request_issuance(
+        grant(service, P.ISSUANCE_REQUEST, place, at=at),
+        place,
+        kind=KeyKind.PRIVATE,
+        label="checkout",
+        delivery=delivery,
+        recipient_public_key=RECIPIENT if delivery is Delivery.SEALED else "",
+    )
+
+
+def test_issuance_approver_sees_the_recipient_of_a_sealed_key(desk: Desk) -> None:
+    """Who will be able to open it is part of what is approved, so it stands on the page."""
+    row = asked_by_service(desk)
+    text = text_of(browser(desk.approver).get(address("keyvault_issuancerequest_approve", row.pk)))
+    for value in (RECIPIENT, "sealed", "service gateway", row.plan_digest):
+        assert value in text
+    page = address("keyvault_issuancerequest_approve", row.pk)
+    assert browser(desk.admin).post(page, {"plan_digest": row.plan_digest}).status_code == 409, "they made the token"
+    assert browser(desk.approver).post(page, {"plan_digest": row.plan_digest}).status_code == 302
+
+
+def test_issuance_sealed_is_not_for_asking_in_the_console(desk: Desk) -> None:
+    assert ask(desk, browser(desk.tam), delivery="sealed").status_code == 400
+    assert not IssuanceRequest.objects.exists()
+
+
+def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> None:
+    """Not even by the person who made the token."""
+    row = asked_by_service(desk, Delivery.SHOW_ONCE)
+    issue_request(row)
+    client = browser(desk.admin)
+    page = address("keyvault_issuancerequest_collect", row.pk)
+    text = text_of(client.get(address("keyvault_issuancerequest_change", row.pk)))
+    assert page not in text
+    assert "Only the service that asked" in text
+    answer = client.post(page)
+    assert answer.status_code == 409
+    assert not SHAPED.search(text_of(answer))
+    assert page not in text_of(client.get("/admin/"))
+
+
+def test_issuance_burned_says_so(desk: Desk) -> None:
+    row = asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    issue_request(row, at=now() - COLLECT_WITHIN)
+    burn_due()
+    text = text_of(browser(desk.auditor).get(address("keyvault_issuancerequest_change", row.pk)))
+    assert "badge-burned" in text
+    assert "Nobody collected the key in time" in text
 
 
 # ------------------------------------------------------------------------------------------------- collecting

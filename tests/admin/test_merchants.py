@@ -3,6 +3,7 @@
 import pytest
 
 from keyvault.models import Account, AuditEntry, Merchant
+from tests.domain.minting import mint
 
 from .desk import Desk, address, browser, hidden, text_of
 
@@ -57,3 +58,71 @@ def test_account_page_offers_to_ask_for_its_key(desk: Desk) -> None:
     assert offer in text_of(client.get(page))
     assert f'<option value="{desk.sandbox.pk}" selected>' in text_of(client.get(offer))
     assert offer not in text_of(browser(desk.auditor).get(page))
+
+
+def test_account_page_shows_its_base_url_and_the_limit_in_force(desk: Desk) -> None:
+    page = text_of(browser(desk.auditor).get(address("keyvault_account_change", desk.sandbox.pk)))
+    assert "/sandbox</code>" in page
+    assert "25 per 1 second (the environment&#x27;s default)" in page
+    assert "1 hour" in page
+
+
+ACTS = {
+    "configure": ({"configuration": '{"theme": "blue"}'}, "client_configuration", {"theme": "blue"}),
+    "origins": (
+        {"origins": "https://shop.example\r\n  HTTP://localhost:3000\r\n"},
+        "allowed_origins",
+        ["https://shop.example", "http://localhost:3000"],
+    ),
+    "token-bound": ({"seconds": "600"}, "customer_token_seconds", 600),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_account_changed_for_browsers_says_so_on_its_page(desk: Desk, act: str) -> None:
+    said, column, value = ACTS[act]
+    client, page = browser(desk.admin), address(f"keyvault_account_{act}", desk.sandbox.pk)
+    version = hidden(client.get(page), "version")
+    answer = client.post(page, {**said, "version": version}, follow=True)
+    assert answer.status_code == 200
+    assert getattr(Account.objects.get(pk=desk.sandbox.pk), column) == value
+    assert getattr(Account.objects.get(pk=desk.production.pk), column) != value
+    shown = text_of(answer)
+    assert any(words in shown for words in ("&quot;theme&quot;", "https://shop.example", "10 minutes"))
+    # The same page sent again is about what is no longer true.
+    assert client.post(page, {**said, "version": version}).status_code == 409
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_account_is_changed_for_browsers_by_those_who_may(desk: Desk, act: str) -> None:
+    said, column, value = ACTS[act]
+    for operator in (desk.tam, desk.auditor, desk.approver, desk.responder):
+        answer = browser(operator).post(address(f"keyvault_account_{act}", desk.sandbox.pk), {**said, "version": 1})
+        assert answer.status_code == 403
+    assert getattr(Account.objects.get(pk=desk.sandbox.pk), column) != value
+
+
+@pytest.mark.parametrize(
+    ("act", "said", "words"),
+    [
+        ("configure", {"configuration": "{"}, "not JSON"),
+        ("configure", {"configuration": '{"a": 1, "a": 2}'}, "twice"),
+        ("configure", {"configuration": "[]"}, "a JSON object"),
+        ("configure", {"configuration": '{"a": NaN}'}, "whole numbers"),
+        ("configure", {"configuration": "[" * 50_000}, "not JSON"),
+        ("configure", {"configuration": f'{{"key": "{mint()}"}}'}, "secret"),
+        ("configure", {"configuration": ""}, "required"),
+        ("origins", {"origins": "https://shop.example\nhttps://*.example"}, "line 2"),
+        ("token-bound", {"seconds": "59"}, "60 to 86400"),
+        ("token-bound", {"seconds": "x"}, "whole number"),
+    ],
+)
+def test_account_change_that_does_not_fit_is_refused_in_words(
+    desk: Desk, act: str, said: dict[str, str], words: str
+) -> None:
+    before = Account.objects.get(pk=desk.sandbox.pk)
+    page = address(f"keyvault_account_{act}", desk.sandbox.pk)
+    answer = browser(desk.admin).post(page, {**said, "version": before.version})
+    assert answer.status_code == 400
+    assert words in text_of(answer)
+    assert Account.objects.get(pk=desk.sandbox.pk).version == before.version

@@ -151,3 +151,13 @@ def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
     assert "Break-glass acts" in text
     assert "Service tokens" not in text
     assert "Recent actions" not in text
+
+
+@pytest.mark.django_db
+def test_session_is_not_looked_at_outside_the_console(client: Client, django_assert_num_queries: Any) -> None:
+    """A cookie of the console opens nothing on the other planes: it costs no query, and no answer varies by it."""
+    client.cookies["session"] = "x" * 32
+    with django_assert_num_queries(0):
+        answer = client.get("/healthz")
+    assert answer.status_code == 200
+    assert "Cookie" not in answer.headers.get("Vary", "")

@@ -75,6 +75,26 @@ def test_token_revoked_proves_nothing_any_more(desk: Desk) -> None:
     assert client.post(page).status_code == 409
 
 
+def test_token_rotated_is_shown_once_beside_the_old_one(desk: Desk) -> None:
+    """The successor is in the body of one answer; the old token ends after the overlap that was asked for."""
+    token, old = make_token()
+    client = browser(desk.admin)
+    page = address("keyvault_servicetoken_rotate", token.pk)
+    assert client.post(page, {"overlap_hours": "169"}).status_code == 400
+    answer = client.post(page, {"overlap_hours": "0"})
+    assert answer.status_code == 200
+    assert "no-store" in answer["Cache-Control"]
+    (secret,) = set(SHAPED.findall(text_of(answer)))
+    service = prove_service_token(secret, now())
+    assert service is not None
+    assert (service.lineage, service.person) == (token.pk, desk.admin.person)
+    assert prove_service_token(old.reveal(), now()) is None
+    assert secret not in dump()
+    assert client.post(page, {"overlap_hours": "1"}).status_code == 409
+    for row in ServiceToken.objects.all():
+        assert not SHAPED.search(text_of(client.get(address("keyvault_servicetoken_change", row.pk))))
+
+
 @pytest.mark.parametrize(("state", "count"), [("active", 1), ("revoked", 0), ("expired", 0)])
 def test_token_list_filters_by_state(desk: Desk, state: str, count: int) -> None:
     token, _ = make_token()
