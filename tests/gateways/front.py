@@ -1,0 +1,133 @@
+"""What stands around a gateway in its tests: a client before it, which writes what it likes, and an upstream behind."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPMessage, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.servers.nginx import nginx_server
+from tests.servers.throwaway import Place
+
+SAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "nginx" / "keyvault-gateway.conf"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request that reached the upstream: its path as it was sent, every header as it came."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def all(self, name: str) -> list[str]:
+        return [value for found, value in self.headers if found.lower() == name.lower()]
+
+
+@dataclass
+class Upstream:
+    port: int
+    seen: list[Seen] = field(default_factory=list)
+
+
+@contextmanager
+def echoing() -> Iterator[Upstream]:
+    """An upstream that lets everything in and remembers it: whoever reaches it was let in by the gateway."""
+    seen: list[Seen] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def parse_request(self) -> bool:
+            read = super().parse_request()
+            # It has a method of ours for each of HTTP's, whatever they are called.
+            setattr(self, f"do_{self.command}", self._answer)
+            return read
+
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = self.requestline.split(" ")[1]
+            seen.append(Seen(self.command, path, self.headers.items(), body))
+            self.send_response(207)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"in")
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its parent's name for it
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield Upstream(server.server_port, seen)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: HTTPMessage
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """Of a refusal: a problem document, told once and not to be kept."""
+        problem: dict[str, Any] = json.loads(self.body)
+        assert self.headers.get_all("Content-Type") == ["application/problem+json"]
+        assert self.headers.get_all("Cache-Control") == ["no-store"]
+        assert problem["status"] == self.status
+        assert problem["type"] == f"urn:keyvault:problem:{problem['code']}"
+        assert problem["request_id"]
+        return str(problem["code"])
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """Whatever answers at that address."""
+
+    url: str
+
+    def send(
+        self, *lines: str, method: str = "POST", path: str = "/", body: str = "", host: str = "shop.example"
+    ) -> Answer:
+        """The request line and the headers go out as they are given; bytes above 127 as latin-1."""
+        address = urlsplit(self.url)
+        head = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close", *lines]
+        if body:
+            head.append(f"Content-Length: {len(body)}")
+        with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+            connection.sendall(("\r\n".join([*head, "", ""]) + body).encode("latin-1"))
+            with HTTPResponse(connection, method=method) as response:
+                response.begin()
+                return Answer(response.status, response.headers, response.read())
+
+
+@contextmanager
+def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
+    """The shipped sample, but for two addresses, the listen line and the path of the token's file."""
+
+    def http(place: Place) -> str:
+        line = f'proxy_set_header X-Service-Token "{token}";\n'
+        text = SAMPLE.read_text()
+        for shipped, ours in (
+            ("server 127.0.0.1:8000;", f"server 127.0.0.1:{keyvault};"),
+            ("server 127.0.0.1:9000;", f"server 127.0.0.1:{upstream};"),
+            ("listen 8080;", f"listen 127.0.0.1:{place.port};"),
+            ("include /etc/nginx/keyvault-service-token.conf;", f"include {place.write('token.conf', line)};"),
+        ):
+            assert text.count(shipped) == 1, shipped
+            text = text.replace(shipped, ours)
+        return text
+
+    with nginx_server(http) as url:
+        yield Gateway(url)

@@ -1,0 +1,268 @@
+"""The shipped nginx sample, started in front of an upstream and of the server of `make run`."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from keyvault.access.limits import Limit
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.keystring import StringScope
+from keyvault.models.keys import OriginHeader
+from keyvault.services.credentials import restrict_credential
+from keyvault.services.limit_overrides import set_account_limit
+from tests.factories import PRODUCTION, account, grant, issue, make_merchant, make_token, the_operator
+from tests.fuzz.drive import UNLIMITED
+from tests.fuzz.served import serving
+
+from .front import Answer, Gateway, Upstream, echoing, nginx_gateway
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("nginx")]
+
+ORDERS = "/sandbox/merchants/orders"
+CONFIGURATION = "/sandbox/client/configuration"
+LOST = (503, "dependency_unavailable")
+
+
+@dataclass
+class Scene:
+    """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which can be ended."""
+
+    gateway: Gateway
+    production: Gateway
+    upstream: Upstream
+    key: str
+    sandbox_token: str
+    production_token: str
+    keyvault: ExitStack
+    open_gateway: Callable[..., Gateway]
+
+    def refused(self, answer: Answer) -> tuple[int, str]:
+        """What the client is told; nothing has come through."""
+        assert self.upstream.seen == []
+        assert self.key.encode() not in answer.body
+        assert ("WWW-Authenticate" in answer.headers) == (answer.status == 401)
+        assert len(answer.headers.get_all("X-Request-Id", [])) <= 1
+        return answer.status, answer.code
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    make_merchant("acme")
+    key = issue(account())[1].reveal()
+    tokens = [
+        make_token(P.KEYS_VERIFY, name=f"{scope}-gateway", scope=scope)[1].reveal()
+        for scope in (StringScope.SANDBOX, StringScope.PRODUCTION)
+    ]
+    with ExitStack() as around:
+        upstream = around.enter_context(echoing())
+        keyvault = around.enter_context(ExitStack())
+        port = keyvault.enter_context(serving(tmp_path, **UNLIMITED))
+
+        def open_gateway(token: str, keyvault: int = port, upstream: int = upstream.port) -> Gateway:
+            return around.enter_context(nginx_gateway(token, keyvault=keyvault, upstream=upstream))
+
+        gateways = [open_gateway(token) for token in tokens]
+        yield Scene(gateways[0], gateways[1], upstream, key, tokens[0], tokens[1], keyvault, open_gateway)
+    logged = (tmp_path / "server.log").read_text()
+    assert key not in logged
+    assert not any(token in logged for token in tokens)
+    assert "Traceback" not in logged
+
+
+def test_nginx_gateway_lets_in_whom_keyvault_lets_in_and_nobody_elses_words(scene: Scene) -> None:
+    """Guarantee: who asks is told to the upstream by Keyvault alone, and the key ends at the gateway."""
+    forged = [
+        "X-Merchant-Id: globex",
+        "x-merchant-id: globex",
+        "X-Environment: production",
+        "X-Key-Id: forged",
+        "X-Credential-Id: forged",
+        "X-Customer-Id: forged",
+        "X-Request-Id: forged",
+        "X-Service-Token: forged",
+        "X-Original-Method: GET",
+        f"X-Original-URI: {CONFIGURATION}",
+        "X-Original-Host: evil.example",
+        "X-Original-Address: 203.0.113.9",
+        "X-Forwarded-Method: GET",
+        f"X-Forwarded-Uri: {CONFIGURATION}",
+        "X-Forwarded-Host: evil.example",
+        "X-Forwarded-For: 203.0.113.9",
+        "X-Auth-Status: 200",
+        # Some upstreams read these as those with hyphens.
+        "X_Merchant_Id: globex",
+        "X-Merchant_Id: globex",
+        "X_Api_Key: forged",
+        "X-Kept: yes",
+    ]
+    for path in (ORDERS, f"{ORDERS}?a=1&b=%2f//..", f"{ORDERS}?"):
+        answer = scene.gateway.send(f"X-Api-Key: {scene.key}", *forged, path=path, body="{}")
+        assert (answer.status, answer.body) == (207, b"in")
+        seen = scene.upstream.seen.pop()
+        assert (seen.method, seen.path, seen.body) == ("POST", path, b"{}")
+        assert seen.all("X-Merchant-Id") == ["acme"]
+        assert seen.all("X-Environment") == ["sandbox"]
+        assert [len(value) for value in seen.all("X-Key-Id")] == [16]
+        assert seen.all("X-Credential-Id")[0].startswith("crd_")
+        assert seen.all("X-Request-Id") == answer.headers.get_all("X-Request-Id")
+        assert seen.all("X-Forwarded-For") == ["127.0.0.1"]
+        assert seen.all("X-Forwarded-Host") == ["shop.example"]
+        assert seen.all("X-Kept") == ["yes"]
+        names = {name.lower() for name, _ in seen.headers}
+        assert not names & {"x-api-key", "x-service-token", "x-customer-id"}
+        assert not {name for name in names if name.startswith("x-original-") or "_" in name}
+        text = str(seen.headers)
+        assert scene.key not in text
+        assert "forged" not in text
+        assert answer.headers["RateLimit-Policy"].startswith('"account"')
+
+
+def test_nginx_gateway_tells_its_client_the_real_status(scene: Scene) -> None:
+    key, other = f"X-Api-Key: {scene.key}", issue(account("acme", PRODUCTION))[1].reveal()
+    public = f"X-Api-Key: {issue(account(), kind=KeyKind.PUBLIC)[1].reveal()}"
+    for lines, line, expected in (
+        ((), ("POST", ORDERS), (401, "credential_missing")),
+        (("X-Api-Key:",), ("POST", ORDERS), (401, "credential_invalid")),
+        (("X-Api-Key: nonsense",), ("POST", ORDERS), (401, "credential_invalid")),
+        (("X-Api-Key: \xe9",), ("POST", ORDERS), (401, "credential_invalid")),
+        ((f"X-Api-Key: {other}",), ("POST", ORDERS), (401, "environment_mismatch")),
+        ((f"X_Api_Key: {scene.key}",), ("POST", ORDERS), (401, "credential_missing")),
+        ((f"X-Service-Token: {scene.sandbox_token}",), ("POST", ORDERS), (401, "credential_missing")),
+        ((key, "Authorization: Bearer x"), ("POST", ORDERS), (401, "bearer_not_supported")),
+        ((key,), ("GET", "/sandbox/customers/me"), (401, "customer_token_missing")),
+        ((key, key), ("POST", ORDERS), (400, "credential_ambiguous")),
+        ((key, "X-Api-Key:"), ("POST", ORDERS), (400, "credential_ambiguous")),
+        (("x-api-key: bad", key), ("POST", ORDERS), (400, "credential_ambiguous")),
+        ((), ("POST", f"{ORDERS}?k={scene.key}"), (400, "credential_in_url")),
+        ((key,), ("POST", f"/sandbox/{scene.key.replace('_', '%5f')}"), (400, "credential_in_url")),
+        ((public,), ("POST", ORDERS), (403, "method_not_supported")),
+        ((key, "Origin: https://shop.example"), ("POST", ORDERS), (403, "private_key_in_browser")),
+        ((key,), ("GET", "/sandbox/nowhere"), (404, "endpoint_unknown")),
+        ((key,), ("GET", "/"), (404, "endpoint_unknown")),
+        ((key,), ("POST", "/production/merchants/orders"), (404, "endpoint_unknown")),
+        ((key,), ("PATCH", ORDERS), (405, "method_not_allowed")),
+        ((), ("OPTIONS", ORDERS), (405, "method_not_allowed")),
+    ):
+        answer = scene.gateway.send(*lines, method=line[0], path=line[1])
+        assert scene.refused(answer) == expected, (lines, line)
+        assert len(answer.headers.get_all("WWW-Authenticate", [])) == (expected[0] == 401)
+        assert answer.headers["Allow"] == ("POST" if expected[0] == 405 else None)
+    chunked = scene.gateway.send("Transfer-Encoding: chunked", path=ORDERS, body="")
+    assert scene.refused(chunked) == (401, "credential_missing")
+
+
+def test_nginx_gateway_passes_on_when_to_come_back(scene: Scene) -> None:
+    limiting = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.LIMITS_WRITE, account())
+    set_account_limit(limiting, account(), Limit(1, 3600))
+    key = f"X-Api-Key: {scene.key}"
+    assert scene.gateway.send(key, path=ORDERS).status == 207
+    scene.upstream.seen.clear()
+    answer = scene.gateway.send(key, path=ORDERS)
+    assert scene.refused(answer) == (429, "rate_limited")
+    (retry_after,) = answer.headers.get_all("Retry-After", [])
+    assert 3500 <= int(retry_after) <= 3600
+    assert answer.headers["RateLimit-Policy"] == '"account";q=1;w=3600'
+    assert answer.headers["RateLimit"].startswith('"account";r=0;')
+
+
+def test_nginx_gateway_of_one_environment_refuses_the_others_key(scene: Scene) -> None:
+    """Guarantee: neither a sandbox key nor the sandbox gateway's own token, sent by a client, opens production."""
+    path = "/production/merchants/orders"
+    for lines in ((), (f"X-Service-Token: {scene.sandbox_token}",)):
+        answer = scene.production.send(f"X-Api-Key: {scene.key}", *lines, path=path)
+        assert scene.refused(answer) == (401, "environment_mismatch")
+    production = issue(account("acme", PRODUCTION))[1].reveal()
+    assert scene.production.send(f"X-Api-Key: {production}", path=path).status == 207
+    assert scene.upstream.seen.pop().all("X-Environment") == ["production"]
+
+
+def test_nginx_gateway_lets_no_path_through_that_it_may_read_otherwise(scene: Scene) -> None:
+    """Guarantee: nginx undoes escapes, dots and slashes to find a location; what it would find is not judged."""
+    key = f"X-Api-Key: {scene.key}"
+    for path in (
+        "/sandbox/merchants%2forders",
+        "/sandbox/merchants%2Forders",
+        "/sandbox/merchants/%6frders",
+        "/sandbox/x/../merchants/orders",
+        "/sandbox/x/%2e%2e/merchants/orders",
+        "/sandbox/./merchants/orders",
+        "/sandbox/merchants//orders",
+        "//sandbox/merchants/orders",
+        "/sandbox/merchants/orders/",
+        "/sandbox/merchants/orders/.",
+        "/sandbox/merchants/orders;x",
+        "/sandbox;x/merchants/orders",
+        "/sandbox/merchants/orders%3b",
+        "/sandbox/merchants/orders%20",
+        "/sandbox/merchants/orders%3fx",
+        "/sandbox/merchants/orders%ff",
+        "/sandbox/merchants/orders\xe9",
+        "/sandbox/merchants\\orders",
+        "/sandbox/merchants/orders#x",
+        "/sandbox/Merchants/orders",
+        "/_keyvault/../sandbox/merchants//orders",
+    ):
+        assert scene.refused(scene.gateway.send(key, path=path)) == (404, "endpoint_unknown"), path
+    # What is no path to nginx is refused by itself.
+    for path in ("/sandbox/merchants/orders%00", "/sandbox/merchants/orders%", "/../sandbox/merchants/orders", "x"):
+        assert scene.gateway.send(key, path=path).status == 400, path
+    assert scene.gateway.send(key, path="/_keyvault").status == 404
+    assert scene.upstream.seen == []
+    # A client may name scheme and host before the path: nginx judges and passes on the path alone.
+    assert scene.gateway.send(key, path=f"http://evil.example{ORDERS}").status == 207
+    assert scene.upstream.seen.pop().path == ORDERS
+
+
+def test_nginx_gateway_tells_the_address_that_it_sees(scene: Scene) -> None:
+    """Guarantee: a client cannot write itself into a credential's list of networks."""
+    for networks, expected in ((["192.0.2.0/24"], 403), (["127.0.0.0/8"], 207)):
+        key, text = issue(account())
+        may = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CREDENTIALS_RESTRICT, account())
+        restrict_credential(may, key.credential, networks, OriginHeader.REFUSE)
+        answer = scene.gateway.send(
+            f"X-Api-Key: {text.reveal()}",
+            "X-Original-Address: 192.0.2.7",
+            "X-Forwarded-For: 192.0.2.7",
+            "X-Real-IP: 192.0.2.7",
+            path=ORDERS,
+        )
+        assert answer.status == expected
+
+
+def test_nginx_gateway_lets_nobody_in_without_keyvault(scene: Scene) -> None:
+    """Guarantee: a Keyvault that is gone, silent, or refuses the gateway itself is a no, and not a client's fault."""
+    key = f"X-Api-Key: {scene.key}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        all_environments = make_token(P.KEYS_VERIFY, scope=StringScope.ALL)[1].reveal()
+        no_verifier = make_token(P.KEYS_READ, scope=StringScope.SANDBOX)[1].reveal()
+        for gateway in (
+            scene.open_gateway(scene.sandbox_token, keyvault=silent.getsockname()[1]),
+            scene.open_gateway("nonsense"),
+            scene.open_gateway(all_environments),
+            scene.open_gateway(no_verifier),
+        ):
+            answer = gateway.send(key, path=ORDERS)
+            assert (answer.status, answer.code) == LOST
+            assert answer.headers.get_all("Retry-After") == ["1"]
+    assert scene.gateway.send(key, path=ORDERS).status == 207
+    scene.upstream.seen.clear()
+    scene.keyvault.close()
+    for lines in ((key,), ()):
+        answer = scene.gateway.send(*lines, path=ORDERS)
+        assert scene.refused(answer) == LOST
+        assert answer.headers.get_all("Retry-After") == ["1"]
+
+
+def test_nginx_gateway_leaves_the_upstreams_own_answers_alone(scene: Scene) -> None:
+    """An upstream that is down is no refusal of Keyvault's."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gateway = scene.open_gateway(scene.sandbox_token, upstream=port)
+    assert gateway.send(f"X-Api-Key: {scene.key}", path=ORDERS).status == 502
+    assert gateway.send(path=ORDERS).code == "credential_missing"

@@ -1,0 +1,76 @@
+"""The samples say what the code says. Envoy's and Traefik's have not been run: what can be held without them is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keyvault.access.principals import KeyHolder
+from keyvault.api.middleware import ENVOY
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.wire.gateways import ENVOY_ADDRESS, SERVICE_TOKEN, identity_headers
+from keyvault.wire.headers import API_KEY
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+IDENTITY = set(identity_headers(KeyHolder("K", "c", KeyKind.PRIVATE, Environment.SANDBOX, "acme"), None, "R"))
+STRIPPED = {API_KEY, SERVICE_TOKEN}
+
+
+@pytest.fixture(scope="module")
+def envoy() -> Any:
+    manager = yaml.safe_load((DEPLOY / "envoy/envoy.yaml").read_text())["static_resources"]["listeners"][0]
+    return manager["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+@pytest.fixture(scope="module")
+def traefik() -> Any:
+    return yaml.safe_load((DEPLOY / "traefik/keyvault.yaml").read_text())["http"]["middlewares"]
+
+
+def lower(names: set[str]) -> set[str]:
+    return {name.lower() for name in names}
+
+
+def listed(patterns: Any) -> set[str]:
+    return {pattern["exact"] for pattern in patterns["patterns"]}
+
+
+@pytest.mark.parametrize("name", ["envoy/envoy.yaml", "traefik/keyvault.yaml"])
+def test_sample_that_was_never_run_says_so(name: str) -> None:
+    assert "NOT RUN HERE" in (DEPLOY / name).read_text()
+    assert "**not run here**" in next(line for line in (DEPLOY / "README.md").read_text().splitlines() if name in line)
+
+
+def test_sample_of_envoy_lets_nobody_in_without_an_answer(envoy: Any) -> None:
+    ask = envoy["http_filters"][0]["typed_config"]
+    assert ask["failure_mode_allow"] is False
+    assert ask["http_service"]["path_prefix"] == ENVOY.rstrip("/")
+    assert envoy["http_filters"][1]["name"] == "envoy.filters.http.router"
+
+
+def test_sample_of_envoy_tells_the_identity_and_strips_the_credentials(envoy: Any) -> None:
+    ask = envoy["http_filters"][0]["typed_config"]
+    service = ask["http_service"]
+    assert listed(service["authorization_response"]["allowed_upstream_headers"]) == lower(IDENTITY)
+    assert set(envoy["route_config"]["request_headers_to_remove"]) == lower(STRIPPED)
+    added = {header["key"]: header["value"] for header in service["authorization_request"]["headers_to_add"]}
+    assert set(added) == {SERVICE_TOKEN.lower(), ENVOY_ADDRESS.lower()}
+    assert not listed(ask["allowed_headers"]) & set(added)
+    assert API_KEY.lower() in listed(ask["allowed_headers"])
+
+
+def test_sample_of_traefik_asks_between_setting_and_stripping(traefik: Any) -> None:
+    assert traefik["keyvault"]["chain"]["middlewares"] == ["keyvault-token", "keyvault-ask", "keyvault-strip"]
+    assert SERVICE_TOKEN in traefik["keyvault-token"]["headers"]["customRequestHeaders"]
+    ask = traefik["keyvault-ask"]["forwardAuth"]
+    assert ask["address"].endswith("/v1/authorize/traefik")
+    assert ask["trustForwardHeader"] is False
+    assert set(ask["authResponseHeaders"]) == IDENTITY
+    assert traefik["keyvault-strip"]["headers"]["customRequestHeaders"] == dict.fromkeys(sorted(STRIPPED), "")
+
+
+def test_samples_page_names_all_that_the_upstream_is_told() -> None:
+    page = (DEPLOY / "README.md").read_text()
+    assert [name for name in sorted(IDENTITY) if f"`{name}`" not in page] == []
