@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 CODE = keyvault rotation tests manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test test-next lint lock clean ready-to-run ready-to-test
+.PHONY: help demo run test test-next fuzz errors lint lock clean ready-to-run ready-to-test
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,12 @@ test-next: ## the suite on SQLite again, on Python 3.13, where that is installed
 	    fi; \
 	done; \
 	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'
+
+fuzz: ready-to-test ## 100,000 requests with odd headers and paths at a real server (ARGS='--count N --seed N')
+	@exec $(BIN)/python -m tests.fuzz $(ARGS)
+
+errors: ready-to-run ## every error code with its cause and cure, as in ERRORS.md
+	@exec $(BIN)/python manage.py errors
 
 lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
 	$(BIN)/ruff check $(CODE)

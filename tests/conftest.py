@@ -186,3 +186,15 @@ def redis_url(redis_server_url: str) -> str:
     with Redis.from_url(redis_server_url) as client:
         client.flushall()
     return redis_server_url
+
+
+# ----------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.fixture(autouse=True)
+def fresh_limits() -> None:
+    """Limits are counted in this process, by account: a rolled back account's id comes again in the next test."""
+    from keyvault.services.limits import failed_proofs, limiter
+
+    limiter.cache_clear()
+    failed_proofs.cache_clear()

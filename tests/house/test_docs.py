@@ -6,15 +6,27 @@ from pathlib import Path
 from django.core.management import get_commands
 
 from keyvault.project.configuration import settings_table
+from keyvault.wire.problems import problems_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "keyvault" / "README.md", ROOT / "rotation" / "README.md"]
+ERRORS = ROOT / "ERRORS.md"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "keyvault" / "README.md",
+    ROOT / "rotation" / "README.md",
+    ROOT / "deploy" / "README.md",
+]
 
 
 def test_docs_settings_table_equals_the_code() -> None:
     """Run `python -m tests.house.test_docs` to write it anew."""
     assert _between_markers(README) == settings_table()
+
+
+def test_docs_errors_page_equals_the_code() -> None:
+    """Every code with its cause and cure. Run `python -m tests.house.test_docs` to write it anew."""
+    assert ERRORS.read_text() == f"{problems_page()}\n"
 
 
 def test_docs_links_and_paths_exist() -> None:
@@ -42,3 +54,4 @@ if __name__ == "__main__":
     before, rest = README.split("<!-- settings -->\n")
     after = rest.split("<!-- /settings -->", 1)[1]
     (ROOT / "README.md").write_text(f"{before}<!-- settings -->\n{settings_table()}\n<!-- /settings -->{after}")
+    ERRORS.write_text(f"{problems_page()}\n")

@@ -10,10 +10,14 @@ THE_ONE_GRANT = "keyvault/access/decision.py"
 
 REVEALS: dict[str, str] = {
     "keyvault/admin/pages.py": "the one page that shows a secret",
+    "keyvault/api/idempotency.py": "the one answer that shows a new secret, and its replay",
     "keyvault/backends/local.py": "seals it",
     "keyvault/domain/digests.py": "hashes it",
+    "keyvault/domain/recipients.py": "seals it to the recipient's public key",
+    "keyvault/domain/sealing.py": "seals it",
     "keyvault/management/commands/create_service_token.py": "prints a new token, asked for with --reveal",
     "keyvault/management/commands/issue_key.py": "prints a new key, asked for with --reveal",
+    "keyvault/management/commands/rotate_service_token.py": "prints the new token, asked for with --reveal",
     "keyvault/management/commands/run.py": "prints the passwords and the curl line of `make run`",
     "keyvault/services/operators.py": "hands a password to Django's hasher",
     "keyvault/services/peppers.py": "decodes a pepper",

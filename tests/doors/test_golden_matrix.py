@@ -1,0 +1,97 @@
+"""The golden matrix: one table of verdicts, read by people, and demanded of every door.
+
+`KEYVAULT_TEST_REWRITE=matrix pytest tests/doors/test_golden_matrix.py` writes golden_matrix.txt anew; the diff is
+the review.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+from pytest_django import DjangoDbBlocker
+
+from keyvault.domain.environments import Environment
+from keyvault.services.refusals import RefusalLog
+from keyvault.services.usage import UsageLog
+from tests.access.folding import folded
+
+from .golden import STATUS, Row, matrix, reaches_requests, sample
+from .golden_doors import DOORS, Asked, Door, in_batches
+from .golden_rows import Rows, make_rows, other
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+GOLDEN = Path(__file__).with_name("golden_matrix.txt")
+LEAST = 500
+"""Cases of each door."""
+
+HEADING = """\
+# The verdict that every door gives, by credential, request and circumstances. `*`: whatever it is, the answer is the
+# same; `a|b`: the same for these; `!a|b`: the same for all but these. Endpoints from payouts.list on are added by
+# operators. Made by test_golden_matrix.py; golden.py says what each word stands for, golden_doors.py where a door
+# answers otherwise, and why. Review a change of this file as a diff, against the table of verdicts in design/API.md.
+#
+# status and code           kind  environment  state  merchant  endpoint  origin  bearer  store
+"""
+
+
+@pytest.fixture(scope="module")
+def demanded() -> dict[Row, str]:
+    return matrix()
+
+
+@pytest.fixture(scope="module")
+def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Rows]:
+    """Made once for all doors, and gone with the module."""
+    with django_db_blocker.unblock(), transaction.atomic():
+        yield make_rows()
+        transaction.set_rollback(True)
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doors note is not written: nothing here is about it."""
+    monkeypatch.setattr(UsageLog, "start", lambda self: None)
+    for door in ("views.verification", "views.forward_auth", "integration"):
+        monkeypatch.setattr(f"keyvault.api.{door}.usage_log", UsageLog())
+        monkeypatch.setattr(f"keyvault.api.{door}.refusal_log", RefusalLog())
+
+
+def test_matrix_is_the_one_that_was_reviewed(demanded: Mapping[Row, str]) -> None:
+    text = HEADING + folded({tuple(row): f"{STATUS[code]} {code}" for row, code in demanded.items()})
+    if os.environ.get("KEYVAULT_TEST_REWRITE") == "matrix":
+        GOLDEN.write_text(text)
+        pytest.skip(f"{GOLDEN.name} was written; read its diff")
+    assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("door_type", DOORS, ids=lambda door: door.name)
+def test_every_door_gives_the_verdicts_of_the_matrix(
+    door_type: type[Door], rows: Rows, demanded: Mapping[Row, str]
+) -> None:
+    """One table of rules, seven ways to ask: no door is more lenient, or says it in another way."""
+    door = door_type(rows, demanded)
+    sampled = sample(demanded, filter(door.can_ask, demanded), LEAST)
+    assert len(sampled) >= LEAST
+    assert {demanded[row] for row in sampled} == {demanded[row] for row in demanded if door.can_ask(row)}
+    assert sum(map(reaches_requests, sampled)) > LEAST // 3
+    cases = [_placed(row, number) for number, row in enumerate(sampled)]
+    wrong = []
+    for batch in in_batches(cases, door.at_once):
+        before = transaction.savepoint()
+        answers = door.ask(batch)
+        transaction.savepoint_rollback(before)
+        wrong += [
+            f"{case.row} of {case.home}: {answer}, not {door.demand(case.row)}"
+            for case, answer in zip(batch, answers, strict=True)
+            if answer != door.demand(case.row)
+        ]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)}", *wrong[:20]])
+
+
+def _placed(row: Row, number: int) -> Asked:
+    """Both environments are somebody's home in turn."""
+    home = list(Environment)[number % 2]
+    return Asked(row, home, home if row.environment == "own" else other(home))

@@ -1,0 +1,87 @@
+"""The server of `make run`, over the database that the environment names, and what goes over its wire."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPResponse
+from pathlib import Path
+
+from keyvault.management import service
+from keyvault.management.service import SERVER, find_free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60
+STOP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`headers` by lower-case name."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@contextmanager
+def serving(folder: Path, **settings: str) -> Iterator[int]:
+    """The port; its log is `server.log` in the folder. On leaving it is ended by SIGTERM, as the supervisor does."""
+    port = find_free_port()
+    # The very command line of `make run`: another would be another server.
+    command = next(program.command for program in service._programs(port) if program.name == SERVER)
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while (answered := service._ask_readyz(port)) is None or answered[0] != 200:
+            assert process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, f"{answered} {log.read_text()[-2000:]}"
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()  # it ends its own worker process
+        try:
+            assert process.wait(STOP_SECONDS) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Wire:
+    """One connection after the other to a server; what is sent is written out by hand."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connection: socket.socket | None = None
+
+    def send(self, method: bytes, *parts: bytes) -> Answer:
+        """All of a request, in as many pieces as given. A connection is used again as long as the server keeps it."""
+        if self._connection is None:
+            self._connection = socket.create_connection(("127.0.0.1", self._port), timeout=20)
+        for part in parts:
+            self._connection.sendall(part)
+        with HTTPResponse(self._connection, method=method.decode()) as response:
+            response.begin()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            answer = Answer(response.status, headers, response.read())
+            closes = response.will_close
+        if closes:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
