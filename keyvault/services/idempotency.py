@@ -63,7 +63,7 @@ def run_once(
     *,
     holder: str,
     endpoint: str,
-    environment: Environment,
+    environment: Environment | None,
     key: str,
     body: bytes,
     now: datetime,
@@ -71,6 +71,7 @@ def run_once(
 ) -> Outcome:
     """The effect's answer, or that of the request before with this key of this holder at this endpoint.
 
+    `environment` is whose peppers seal a secret in the answer; None for an endpoint whose answers hold none.
     `prepare` validates the body; it, and the effect, may raise what they like, and nothing is stored then.
     Raises IdempotencyError while the first attempt is at work, or when it had another body.
     """
@@ -99,7 +100,7 @@ class _Place:
 
     holder: str
     endpoint: str
-    environment: Environment
+    environment: Environment | None
     key_digest: bytes
     body_digest: bytes
 
@@ -110,6 +111,8 @@ class _Place:
 
     @property
     def peppers(self) -> Peppers:
+        if self.environment is None:
+            raise TypeError(f"{self.endpoint} was said to answer without a secret")
         return load_peppers(PEPPER_SET[self.environment])
 
 
