@@ -64,10 +64,12 @@ def endpoint_of(row: CatalogEndpoint) -> Endpoint:
     )
 
 
-def endpoint_limit(account_id: int, environment: Environment, endpoint: Endpoint) -> tuple[Limit | None, str]:
+def endpoint_limit(
+    account_id: int, environment: Environment, endpoint: Endpoint
+) -> tuple[Limit | None, LimitOverride | None]:
     """The endpoint's limit for this account: the pair's own, else the environment's, else the catalog's.
 
-    And which setting it comes from: a row and its version, or nothing for the catalog's.
+    And the row that sets it: None for the catalog's.
     """
     rows = LimitOverride.objects.filter(
         Q(account_id=account_id) | Q(account__isnull=True, environment=environment), endpoint=endpoint.name
@@ -76,8 +78,8 @@ def endpoint_limit(account_id: int, environment: Environment, endpoint: Endpoint
     for row in (by_account.get(account_id), by_account.get(None)):
         limit = None if row is None else limit_of(row.limit_count, row.limit_seconds)
         if row is not None and limit is not None:
-            return limit, f"{row.pk}.{row.version}"
-    return endpoint.limit, ""
+            return limit, row
+    return endpoint.limit, None
 
 
 def limit_of(count: int | None, seconds: int | None) -> Limit | None:

@@ -91,12 +91,10 @@ def endpoint_limit_in_force(
 ) -> LimitInForce:
     """The endpoint's limit for that account; None: for those without one of their own. Raises RequestInvalidError."""
     endpoint = _require_limitable(endpoint_name)
-    rows = LimitOverride.objects.filter(endpoint=endpoint_name, environment=environment, limit_count__isnull=False)
-    limit, _ = endpoint_limit(NO_ACCOUNT if account is None else account.pk, environment, endpoint)
-    if account is not None and rows.filter(account=account).exists():
-        return LimitInForce(limit, LimitSource.PAIR)
-    is_set = rows.filter(account__isnull=True).exists()
-    return LimitInForce(limit, LimitSource.ENDPOINT if is_set else LimitSource.DEFAULT)
+    limit, row = endpoint_limit(NO_ACCOUNT if account is None else account.pk, environment, endpoint)
+    if row is None:
+        return LimitInForce(limit, LimitSource.DEFAULT)
+    return LimitInForce(limit, LimitSource.ENDPOINT if row.account_id is None else LimitSource.PAIR)
 
 
 def _require_limitable(endpoint_name: str) -> Endpoint:

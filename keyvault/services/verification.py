@@ -212,7 +212,7 @@ def _spent(judgement: Judgement, presented: Presented) -> Judgement:
     if not endpoint.spends:
         return judgement
     own = limit_of(record.limit_count, record.limit_seconds)
-    endpoints_own, setting = endpoint_limit(record.account_id, record.environment, endpoint)
+    endpoints_own, row = endpoint_limit(record.account_id, record.environment, endpoint)
     buckets = account_buckets(
         record.account_id,
         record.kind,
@@ -220,7 +220,7 @@ def _spent(judgement: Judgement, presented: Presented) -> Judgement:
         endpoint.name,
         endpoints_own,
         account_setting=str(record.account_version),
-        endpoint_setting=setting,
+        endpoint_setting="" if row is None else f"{row.pk}.{row.version}",
     )
     largest = min(bucket.limit.count for bucket in buckets)
     if presented.cost > largest:
