@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import DataError, InterfaceError, OperationalError
-from django.http import Http404, HttpResponse, JsonResponse
+from django.http import Http404
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -104,12 +104,6 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
             )
         case _:
             return None
-
-
-def problem_response(code: ErrorCode, detail: str, request: object, **more: Any) -> HttpResponse:
-    """A problem from outside REST framework: unknown paths, refused hosts, faults."""
-    found = problem(code, detail, request_id_of(request), **more)
-    return JsonResponse(dict(found.body), status=found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)
 
 
 def _invalid(detail: str, request_id: str) -> Problem:

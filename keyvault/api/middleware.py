@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -92,7 +93,7 @@ class EnvironmentMiddleware:
         if request.path_info.startswith("/admin/") and response.status_code != 400 and find_exposed(raw_url(request)):
             # The way to the log-in, and its form, would repeat the address.
             detail = "A whole key stands in the address, where logs keep it. Have it rotated."
-            return problem_answer(ErrorCode.CREDENTIAL_IN_URL, detail, request_id_of(request))
+            return problem_response(ErrorCode.CREDENTIAL_IN_URL, detail, request)
         return response
 
     def _lead(self, request: HttpRequest) -> None:
@@ -145,7 +146,7 @@ def raw_url(request: HttpRequest) -> str:
     return f"{raw_path(request)}?{request.META.get('QUERY_STRING', '')}"
 
 
-def problem_answer(code: ErrorCode, detail: str, request_id: str) -> HttpResponse:
-    """A problem document of what no view and no handler answers."""
-    found = problem(code, detail, request_id)
+def problem_response(code: ErrorCode, detail: str, request: object, **more: Any) -> HttpResponse:
+    """A problem from outside REST framework: unknown paths, refused hosts, faults."""
+    found = problem(code, detail, request_id_of(request), **more)
     return JsonResponse(dict(found.body), status=found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)

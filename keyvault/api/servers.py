@@ -3,7 +3,6 @@
 from datetime import datetime
 from typing import Any
 
-from drf_spectacular.utils import OpenApiParameter
 from rest_framework.response import Response
 
 from keyvault.access.customers import CUSTOMER_ID
@@ -19,6 +18,7 @@ from keyvault.api.integration_serializers import (
     OrderRequest,
     OwnEndBody,
 )
+from keyvault.api.openapi import in_path
 from keyvault.api.serializers import StrictSerializer
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -132,13 +132,9 @@ def _may_still_end(judgement: Judgement) -> bool:
     return verdict.code in {ErrorCode.KEY_REVOKED, ErrorCode.MERCHANT_SUSPENDED}
 
 
-def _in_path(name: str, pattern: str) -> OpenApiParameter:
-    return OpenApiParameter(name, {"type": "string", "pattern": pattern}, OpenApiParameter.PATH, required=True)
-
-
 SERVERS: Servers = {
     "orders.retrieve": Server(
-        answers=_retrieve_order, gives=OrderBody, parameters=(_in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
+        answers=_retrieve_order, gives=OrderBody, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
     ),
     "orders.create": Server(prepares=_create_order, status=201, takes=OrderRequest, gives=OrderBody),
     "client.configuration": Server(answers=_read_configuration, gives=ConfigurationBody),
@@ -147,10 +143,10 @@ SERVERS: Servers = {
         status=201,
         takes=CustomerTokenRequest,
         gives=CustomerTokenBody,
-        parameters=(_in_path("customer_id", CUSTOMER_ID),),
+        parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": Server(
-        answers=_revoke_customer_token, status=204, parameters=(_in_path("token_id", "^[0-9A-Za-z]{16}$"),)
+        answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
     ),
     "customers.me": Server(answers=_show_customer, gives=CustomerBody),
     "credentials.revoke_self": Server(answers=_revoke_self, serves_denied=_may_still_end, status=202, gives=OwnEndBody),

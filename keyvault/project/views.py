@@ -5,8 +5,7 @@ from django.views import defaults
 
 from keyvault.access.verification import find_exposed
 from keyvault.admin.middleware import is_console
-from keyvault.api.exceptions import problem_response
-from keyvault.api.middleware import INTEGRATION_ROUTES, raw_url
+from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url
 from keyvault.domain.errors import ErrorCode, Fault
 
 
