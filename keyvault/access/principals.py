@@ -46,6 +46,7 @@ class Service:
     """A backend service or gateway that proved a service token. `merchants` None: all of them.
 
     `lineage` is the first token of a row of rotated ones: what one of them began, its successor may go on with.
+    What one that `is_probe` verifies is a test call of our own, and no use of a key.
     """
 
     token_id: str
@@ -55,6 +56,7 @@ class Service:
     environments: frozenset[Environment]
     merchants: frozenset[str] | None = None
     lineage: str = ""
+    is_probe: bool = False
     channel: Channel = field(default=Channel.REST, init=False)
 
     @property
@@ -95,7 +97,11 @@ class System:
         return f"system:{self.name}"
 
 
-WORKER = System("worker", frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE}))
+WORKER = System(
+    "worker",
+    frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.ROTATIONS_BEGIN})
+    | {Permission.WEBHOOKS_DELIVER},
+)
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE}),

@@ -20,3 +20,8 @@ def find_text_fault(text: str, longest: int) -> str | None:
     if SHAPED.search(text) is not None:
         return "no key string: it would be kept and shown"
     return None
+
+
+def find_reason_fault(text: str) -> str | None:
+    """A reason that somebody has to give is told along with an act, see `clean_text`; a blank one is none."""
+    return None if text.strip() else "say why"

@@ -1,0 +1,110 @@
+"""Where we may be told to send a request: which URLs, and which addresses behind them (OWASP: SSRF). PURE.
+
+A URL is somebody else's text, so only the plainest form of it is taken; and a name is nobody's promise, so it is the
+address that is judged, the very one that is then connected to.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from keyvault.domain.networks import IPNetwork, is_within
+
+LONGEST_URL = 500
+_PLAIN = re.compile(r"[!-\[\]-~]+")
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"(?:{_LABEL}\.)*(?=[a-z]){_LABEL}")
+"""The last label begins with a letter: `127.1`, `0x7f000001` and `2130706433` are addresses to a resolver."""
+_DEFAULT_PORT = {"https": 443, "http": 80}
+_FIRST_FREE_PORT, _LAST_PORT = 1024, 65_535
+
+_PUBLIC_IPV6 = IPv6Network("2000::/3")
+_TRANSLATED = IPv6Network("64:ff9b::/96")
+_SPECIAL = tuple(
+    map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
+)
+"""In the registries of special addresses, or carrying another address inside, and not in every Python's own list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One URL, read once: `target` is its path and query as they are sent."""
+
+    scheme: str
+    host: str
+    port: int
+    target: str
+
+    @property
+    def authority(self) -> str:
+        """Host and port as `Host` has them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _DEFAULT_PORT[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The one way to write it: two texts that mean the same are equal."""
+        return f"{self.scheme}://{self.authority}{self.target}"
+
+
+def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
+    """The destination that a URL names. Raises ValueError, whose text says what to write instead.
+
+    https only, but for hosts without a public address: those are reached where the host's owner has named their
+    networks, and over plain http too. Nothing is resolved here: a name is judged by its address when it is used.
+    """
+    if len(text) > LONGEST_URL or _PLAIN.fullmatch(text) is None:
+        raise ValueError(f"at most {LONGEST_URL} plain ASCII characters, without spaces and backslashes")
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError("an address such as https://merchant.example/hooks") from error
+    scheme, host = parts.scheme.lower(), (parts.hostname or "").lower()
+    if scheme != "https" and not (scheme == "http" and own_networks):
+        raise ValueError("https")
+    if "@" in parts.netloc or "#" in text:
+        raise ValueError("no user, no password and no fragment")
+    if _is_address(host):
+        if not may_connect(host, own_networks):
+            raise ValueError("a public address")
+    elif _NAME.fullmatch(host) is None or len(host) > 253 or "[" in parts.netloc:
+        raise ValueError("a host name, or an address in its usual form")
+    if port is None:
+        port = _DEFAULT_PORT[scheme]
+    if port != _DEFAULT_PORT[scheme] and not _FIRST_FREE_PORT <= port <= _LAST_PORT:
+        raise ValueError(f"port {_DEFAULT_PORT[scheme]}, or {_FIRST_FREE_PORT} and up")
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return Destination(scheme, host, port, target)
+
+
+def may_connect(address: str, own_networks: Sequence[IPNetwork] = ()) -> bool:
+    """Whether a request may go to this address: a public one, or one in a network that the host's owner named."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    return is_within(address, own_networks) or _is_public(parsed)
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    if isinstance(address, IPv6Address):
+        if address.scope_id is not None:
+            return False
+        if address.ipv4_mapped is not None:
+            return _is_public(address.ipv4_mapped)
+        if address in _TRANSLATED:
+            return _is_public(IPv4Address(int(address) & 0xFFFF_FFFF))
+        if address not in _PUBLIC_IPV6:
+            return False
+    return address.is_global and not address.is_multicast and not is_within(str(address), _SPECIAL)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
