@@ -1,19 +1,168 @@
-"""Rotations, their approvals, their ledger and their evidence. Triggers stand in `keyvault.models.triggers`."""
+"""Rotations, their approvals, their ledger and their evidence; schedules and campaigns that begin them.
+
+Triggers stand in `keyvault.models.triggers`.
+"""
 
 from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
 
+from keyvault.domain.environments import Environment
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.keys import Credential, Key
+from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 from keyvault.models.tokens import ServiceToken
+from rotation.events import RotationState
 from rotation.policy import Plan
-from rotation.states import CLOSED, RotationState
+from rotation.states import CLOSED
+
+
+class BlackoutCalendar(RecordedModel):
+    """Days on which nothing begins, by name. `periods`: [{"begins_at", "ends_at", "why"}], ISO 8601 with offset."""
+
+    name = models.CharField(primary_key=True, max_length=64)
+    periods = models.JSONField(default=list)
+    created_at = created_at()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def alters(self) -> None:
+        return None
+
+
+class RotationSchedule(RecordedModel):
+    """How often keys are rotated: in an environment, of an account there, or of one credential; the narrowest counts.
+
+    `window`: as `windows.Window.as_json` writes it, its blackouts apart, which come from the `calendar`; None: any
+    time. A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` that its credential's id
+    decides; the rotation is asked for `lead_days` before, so that it can be approved in time. `wish`: what the plan
+    asks for beside the environment's defaults. `author`: the person behind what it asks for.
+    """
+
+    environment = choice(Environment)
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="rotation_schedules")
+    credential = models.ForeignKey(Credential, models.PROTECT, null=True, blank=True, related_name="rotation_schedules")
+    cryptoperiod_days = models.PositiveIntegerField()
+    jitter_days = models.PositiveIntegerField(default=0)
+    lead_days = models.PositiveIntegerField(default=0)
+    window = models.JSONField(null=True, blank=True)
+    calendar = models.ForeignKey(BlackoutCalendar, models.PROTECT, null=True, blank=True, related_name="schedules")
+    wish = models.JSONField(default=dict, blank=True)
+    is_enabled = models.BooleanField(default=True)
+    author = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="rotation_schedules")
+    author_person = models.CharField(max_length=32)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [
+            choices_check("schedule_environment", "environment", Environment),
+            models.CheckConstraint(name="schedule_cryptoperiod", condition=Q(cryptoperiod_days__range=(1, 3650))),
+            models.CheckConstraint(name="schedule_jitter", condition=Q(jitter_days__lt=F("cryptoperiod_days"))),
+            models.CheckConstraint(
+                name="schedule_scope", condition=Q(account__isnull=True) | Q(credential__isnull=True)
+            ),
+            models.UniqueConstraint(
+                fields=["environment"],
+                name="schedule_one_of_environment",
+                condition=Q(account__isnull=True, credential__isnull=True),
+            ),
+            models.UniqueConstraint(
+                fields=["account"], name="schedule_one_of_account", condition=Q(account__isnull=False)
+            ),
+            models.UniqueConstraint(
+                fields=["credential"], name="schedule_one_of_credential", condition=Q(credential__isnull=False)
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"every {self.cryptoperiod_days} days in {self.credential_id or self.account or self.environment}"
+
+    def alters(self) -> None:
+        return None
+
+
+class CampaignState(models.TextChoices):
+    AWAITING_APPROVAL = "awaiting_approval"
+    RUNNING = "running"
+    PAUSED = "paused"
+    HALTED = "halted"
+    COMPLETED = "completed"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+class Campaign(RecordedModel):
+    """A selection of credentials that is rotated under one approval of selection and plan.
+
+    `selection`: {"environment", "merchants" (list or null), "older_than_days" (or null)}. `wish`: what each plan asks
+    for. `pace`: {"per_minute", "concurrency", "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest is over all
+    three and over the credentials that were selected, which are `members` from the start. `selection` says
+    beside it how many were left out, by reason. `began_at`: when the approval was complete. `resumed_at`: when it was
+    last resumed after a halt; only what happened since counts for the next one.
+    """
+
+    campaign_id = models.CharField(primary_key=True, max_length=32)
+    environment = choice(Environment)
+    state = choice(CampaignState)
+    why = models.CharField(max_length=300, blank=True)
+    reason = models.CharField(max_length=300)
+    selection = models.JSONField()
+    wish = models.JSONField()
+    pace = models.JSONField()
+    plan_digest = models.CharField(max_length=64)
+    approvals_needed = models.PositiveSmallIntegerField()
+    requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="campaigns")
+    requester_person = models.CharField(max_length=32)
+    created_at = created_at()
+    approval_expires_at = models.DateTimeField()
+    began_at = at()
+    resumed_at = at()
+    closed_at = at()
+
+    class Meta:
+        constraints = [
+            choices_check("campaign_environment", "environment", Environment),
+            choices_check("campaign_state", "state", CampaignState),
+        ]
+
+    def __str__(self) -> str:
+        return self.campaign_id
+
+    def alters(self) -> None:
+        return None
+
+
+class CampaignApproval(RecordedModel):
+    """One person's yes to one campaign's digest."""
+
+    campaign = models.ForeignKey(Campaign, models.PROTECT, related_name="approvals")
+    approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="campaign_approvals")
+    person = models.CharField(max_length=32)
+    plan_digest = models.CharField(max_length=64)
+    created_at = created_at()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["campaign", "person"], name="campaign_approval_once")]
+
+    def __str__(self) -> str:
+        return f"{self.approver_id} on {self.campaign_id}"
+
+    def alters(self) -> None:
+        return None
 
 
 class Rotation(RecordedModel):
-    """`accepted_at`, `delivered_at`, `used_at`, `silent_at` are the four facts; none stands for another."""
+    """`accepted_at`, `delivered_at`, `used_at`, `silent_at` are the four facts; none stands for another.
+
+    `deadline_at`: the plan's, or what it was extended to. `retire_at`: of a public key, the approved date.
+    `quarantined_at`: since when we have suspended the key that is being retired. `waived_at`: the predecessor went into
+    quarantine on an approved date, its silence unproved. `bypassed_at`: begun without the second person; it stays in
+    sight until the break-glass act is reviewed. `handover`: of a sealed credential, the replacement's string sealed
+    to the recipient's key. `reminded_percent`, `alarmed_at`: what the merchant and the operators were told of last.
+    """
 
     rotation_id = models.CharField(primary_key=True, max_length=32)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="rotations")
@@ -40,6 +189,20 @@ class Rotation(RecordedModel):
     silent_at = at()
     collected_at = at()
     closed_at = at()
+    deadline_at = at()
+    retire_at = at()
+    confirmed_at = at()
+    told_at = at()
+    quarantined_at = at()
+    reinstated_at = at()
+    waived_at = at()
+    written_back_at = at()
+    bypassed_at = at()
+    alarmed_at = at()
+    reminded_percent = models.PositiveSmallIntegerField(default=0)
+    handover = models.JSONField(null=True, blank=True)
+    schedule = models.ForeignKey(RotationSchedule, models.PROTECT, null=True, blank=True, related_name="rotations")
+    campaign = models.ForeignKey(Campaign, models.PROTECT, null=True, blank=True, related_name="rotations")
 
     class Meta:
         constraints = [
@@ -59,7 +222,9 @@ class Rotation(RecordedModel):
             ),
             models.CheckConstraint(
                 name="rotation_silent",
-                condition=~Q(state__in=["quarantine", "revoking"]) | Q(silent_at__isnull=False),
+                condition=~Q(state__in=["quarantine", "revoking"])
+                | Q(silent_at__isnull=False)
+                | Q(waived_at__isnull=False),
             ),
         ]
         indexes = [models.Index(fields=["state"], name="rotation_by_state")]
@@ -98,6 +263,53 @@ class RotationApproval(RecordedModel):
         return None
 
 
+class Retirement(RecordedModel):
+    """The date on which a rotation's public predecessor is taken out of service, asked by one person and approved by
+    another where the environment wants that."""
+
+    rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="retirements")
+    retire_at = models.DateTimeField()
+    requester = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="+")
+    requester_person = models.CharField(max_length=32)
+    approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="+")
+    approver_person = models.CharField(max_length=32, blank=True)
+    created_at = created_at()
+    approved_at = at()
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(
+                name="retirement_second_person", condition=~Q(approver_person=F("requester_person"))
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.rotation_id} on {self.retire_at:%Y-%m-%d}"
+
+    def alters(self) -> None:
+        return None
+
+
+class CampaignMember(models.Model):
+    """A credential of a campaign, and the rotation that it got, whose state is then what became of it.
+
+    `outcome` is `skipped` for a credential that no longer qualified when its turn came, and `why`; else empty.
+    """
+
+    campaign = models.ForeignKey(Campaign, models.PROTECT, related_name="members")
+    credential = models.ForeignKey(Credential, models.PROTECT, related_name="+")
+    rotation = models.OneToOneField(Rotation, models.PROTECT, null=True, blank=True, related_name="membership")
+    outcome = models.CharField(max_length=32, blank=True)
+    why = models.CharField(max_length=300, blank=True)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["campaign", "credential"], name="campaign_member_once")]
+        indexes = [models.Index(fields=["campaign", "outcome"], name="campaign_member_by_outcome")]
+
+    def __str__(self) -> str:
+        return f"{self.credential_id} in {self.campaign_id}"
+
+
 class LedgerState(models.TextChoices):
     STARTED = "started"
     DONE = "done"
@@ -129,6 +341,10 @@ class EvidenceKind(models.TextChoices):
     USED = "used"
     SILENT = "silent"
     UNTRIED = "untried"
+    TRIED = "tried"
+    CONFIRMED = "confirmed"
+    WAIVED = "waived"
+    WRITTEN_BACK = "written_back"
 
 
 class Evidence(RecordedModel):

@@ -8,6 +8,7 @@ from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
 from keyvault.models.leases import WorkLease
 from keyvault.models.merchants import Account, Merchant, MerchantStatus, ProviderConnection, WebhookEndpoint
+from keyvault.models.notifications import DeliveryState, Notice, WebhookDelivery
 from keyvault.models.operators import Operator
 from keyvault.models.orders import Order
 from keyvault.models.peppers import PepperVersion
@@ -24,6 +25,7 @@ __all__ = [
     "Change",
     "Credential",
     "CustomerToken",
+    "DeliveryState",
     "IdempotentRequest",
     "IssuanceApproval",
     "IssuanceRequest",
@@ -33,6 +35,7 @@ __all__ = [
     "Material",
     "Merchant",
     "MerchantStatus",
+    "Notice",
     "Operator",
     "Order",
     "PepperVersion",
@@ -41,6 +44,7 @@ __all__ = [
     "ServiceToken",
     "UsageReporter",
     "UseBucket",
+    "WebhookDelivery",
     "WebhookEndpoint",
     "WorkLease",
 ]

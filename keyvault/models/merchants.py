@@ -9,8 +9,11 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 class MerchantStatus(models.TextChoices):
+    """Offboarded: a merchant that left. There is no way back, and its accounts get no keys any more."""
+
     ACTIVE = "active"
     SUSPENDED = "suspended"
+    OFFBOARDED = "offboarded"
 
 
 class Merchant(RecordedModel):
@@ -99,12 +102,20 @@ class ProviderConnection(RecordedModel):
 
 
 class WebhookEndpoint(RecordedModel):
-    """Where the merchant is told of events of this environment; never shared with the other one."""
+    """Where the merchant is told of events of this environment; never shared with the other one.
+
+    `secret` signs each message (Standard Webhooks), sealed at rest like whatever `domain.sealing` seals. While the
+    secret is being rotated `previous_secret` signs too, until `previous_until`.
+    """
 
     account = models.ForeignKey(Account, models.PROTECT, related_name="webhook_endpoints")
     url = models.URLField(max_length=500)
+    secret = models.BinaryField(default=bytes)
+    previous_secret = models.BinaryField(null=True, blank=True)
+    previous_until = at()
     created_at = created_at()
     disabled_at = at()
+    disabled_why = models.CharField(max_length=300, blank=True)
 
     class Meta:
         constraints = [

@@ -15,7 +15,8 @@ from keyvault.models.recording import RecordedModel, Subject
 class ServiceToken(RecordedModel):
     """`merchants` None: all of them. The creator's person answers for what the token asks.
 
-    `lineage` is the id of the first of a row of rotated tokens, its own for the first.
+    `lineage` is the id of the first of a row of rotated tokens, its own for the first. What a token that `is_probe`
+    verifies is a test call of our own, and never counts as use of a key.
     """
 
     token_id = models.CharField(primary_key=True, max_length=16)
@@ -26,6 +27,7 @@ class ServiceToken(RecordedModel):
     scope = choice(StringScope)
     permissions = models.JSONField()
     merchants = models.JSONField(null=True, blank=True)
+    is_probe = models.BooleanField(default=False)
     creator = models.ForeignKey(
         settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="service_tokens"
     )

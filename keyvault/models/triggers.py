@@ -15,11 +15,13 @@ _APPEND_ONLY = (
     "keyvault_change",
     "keyvault_issuanceapproval",
     "rotation_rotationapproval",
+    "rotation_campaignapproval",
     "rotation_evidence",
 )
 """Tables whose rows are written once and never again."""
 
 _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
+    "keyvault_merchant": (("merchant_id",),),
     "keyvault_account": (("id",), ("merchant_id", "environment")),
     "keyvault_credential": (("credential_id",),),
     "keyvault_key": (("key_id",),),
@@ -31,7 +33,12 @@ _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "keyvault_order": (("order_token",),),
     "keyvault_catalogendpoint": (("name",),),
     "keyvault_limitoverride": (("id",), ("account_id", "endpoint")),
+    "keyvault_notice": (("notice_id",),),
+    "keyvault_webhookendpoint": (("id",), ("account_id", "url")),
     "rotation_rotation": (("rotation_id",),),
+    "rotation_retirement": (("id",),),
+    "rotation_campaign": (("campaign_id",),),
+    "rotation_campaignmember": (("id",), ("campaign_id", "credential_id"), ("rotation_id",)),
 }
 """Tables whose rows stay, each with every set of columns that is unique in it: to take a row away and put another
 in its place, by any of them, is refused like the update that it would be. An update that changes such a column
@@ -40,7 +47,7 @@ in its place, by any of them, is refused like the update that it would be. An up
 _UNTRUNCATED = (*_APPEND_ONLY, "keyvault_auditchain", *_KEPT)
 
 _DEAD = "('deactivated', 'compromised', 'destroyed')"
-_CLOSED = "('cancelled', 'completed', 'expired', 'rejected')"
+_CLOSED = "('cancelled', 'completed', 'expired', 'rejected', 'rolled_back')"
 _APPROVED = "('approved', 'issued', 'collected')"
 
 
@@ -79,6 +86,7 @@ def _conditions() -> Iterator[Refusal]:
     for approval, request in (
         ("keyvault_issuanceapproval", "request_id"),
         ("rotation_rotationapproval", "rotation_id"),
+        ("rotation_campaignapproval", "campaign_id"),
     ):
         short = approval.split("_", 1)[1]
         yield Refusal(
@@ -146,6 +154,24 @@ def _conditions() -> Iterator[Refusal]:
         _WRONG_MODE,
         "test mode is for sandbox, live mode for production",
     )
+    yield Refusal(
+        "merchant_stays_gone",
+        "keyvault_merchant",
+        "UPDATE",
+        "NEW.merchant_id <> OLD.merchant_id OR (OLD.status = 'offboarded' AND NEW.status <> 'offboarded')",
+        "a merchant that has left does not come back",
+    )
+    for when in ("INSERT", "UPDATE"):
+        yield Refusal(
+            f"key_of_a_merchant_{when.lower()}",
+            "keyvault_key",
+            when,
+            "NEW.state = 'active' AND EXISTS (SELECT 1 FROM keyvault_credential c "  # noqa: S608  our own names only
+            "JOIN keyvault_account a ON a.id = c.account_id JOIN keyvault_merchant m ON m.merchant_id = a.merchant_id "
+            "WHERE c.credential_id = NEW.credential_id AND m.status = 'offboarded')"
+            + ("" if when == "INSERT" else " AND OLD.state <> 'active'"),
+            "a merchant that has left gets no keys",
+        )
     yield Refusal(
         "account_stays",
         "keyvault_account",
@@ -285,15 +311,103 @@ def _conditions() -> Iterator[Refusal]:
             "requested_via_id",
         ),
     )
+    yield Refusal(
+        "notice_stays",
+        "keyvault_notice",
+        "UPDATE",
+        "NEW.notice_id <> OLD.notice_id OR NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind "
+        "OR NEW.subject <> OLD.subject OR CAST(NEW.payload AS TEXT) <> CAST(OLD.payload AS TEXT) "
+        "OR NEW.created_at <> OLD.created_at OR OLD.seen_at IS NOT NULL",
+        "what was announced stays as it was, and is seen once",
+    )
+    yield Refusal(
+        "webhookendpoint_stays",
+        "keyvault_webhookendpoint",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.account_id <> OLD.account_id OR NEW.url <> OLD.url",
+        "an endpoint keeps its account and its address",
+    )
+    yield Refusal(
+        "rotation_bypass_stays",
+        "rotation_rotation",
+        "UPDATE",
+        "OLD.bypassed_at IS NOT NULL AND NEW.bypassed_at IS NULL",
+        "a bypass stays in sight",
+    )
+    yield Refusal(
+        "rotation_retirement_approved",
+        "rotation_rotation",
+        "UPDATE",
+        "coalesce(CAST(NEW.retire_at AS TEXT), '') <> coalesce(CAST(OLD.retire_at AS TEXT), '') "
+        "AND NOT EXISTS (SELECT 1 FROM rotation_retirement t WHERE t.rotation_id = NEW.rotation_id "
+        "AND t.retire_at = NEW.retire_at AND t.approved_at IS NOT NULL "
+        "AND (t.approver_person <> '' OR EXISTS (SELECT 1 FROM keyvault_credential c "
+        "JOIN keyvault_account a ON a.id = c.account_id "
+        "WHERE c.credential_id = NEW.credential_id AND a.environment = 'sandbox')))",
+        "a date is approved before it counts",
+    )
+    yield Refusal(
+        "retirement_stays",
+        "rotation_retirement",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.rotation_id <> OLD.rotation_id OR NEW.retire_at <> OLD.retire_at "
+        "OR NEW.requester_person <> OLD.requester_person OR OLD.approved_at IS NOT NULL",
+        "a date is approved as it was asked, and once",
+    )
     yield from _four_eyes(
         request="rotation_rotation",
         key="rotation_id",
         approval="rotation_rotationapproval",
         foreign_key="rotation_id",
-        approved="NEW.state NOT IN ('requested', 'awaiting_approval', 'rejected', 'expired', 'cancelled')",
+        approved="NEW.state NOT IN ('requested', 'awaiting_approval', 'emergency', 'rejected', 'expired', 'cancelled') "
+        "AND NOT (NEW.bypassed_at IS NOT NULL AND EXISTS (SELECT 1 FROM keyvault_breakglass g "
+        "WHERE g.event = 'rotation.bypassed' AND g.subject = NEW.rotation_id))",
         environment="(SELECT a.environment FROM keyvault_account a JOIN keyvault_credential c "
         "ON c.account_id = a.id WHERE c.credential_id = NEW.credential_id)",
         frozen=("credential_id", "predecessor_id", "plan"),
+    )
+    yield from _four_eyes(
+        request="rotation_campaign",
+        key="campaign_id",
+        approval="rotation_campaignapproval",
+        foreign_key="campaign_id",
+        approved="NEW.state NOT IN ('awaiting_approval', 'rejected', 'expired', 'cancelled')",
+        environment="NEW.environment",
+        frozen=("environment", "selection", "wish", "pace"),
+        by_services=False,
+    )
+    yield Refusal(
+        "campaign_no_reopening",
+        "rotation_campaign",
+        "UPDATE",
+        "OLD.state IN ('completed', 'rejected', 'expired', 'cancelled') AND NEW.state <> OLD.state",
+        "a campaign that is closed stays closed",
+    )
+    yield Refusal(
+        "campaignmember_as_asked",
+        "rotation_campaignmember",
+        "INSERT",
+        "NEW.rotation_id IS NOT NULL OR NOT EXISTS (SELECT 1 FROM rotation_campaign c "
+        "WHERE c.campaign_id = NEW.campaign_id AND c.state = 'awaiting_approval') "
+        "OR EXISTS (SELECT 1 FROM rotation_campaignapproval v WHERE v.campaign_id = NEW.campaign_id)",
+        "a campaign is about what was selected when it was asked for",
+    )
+    yield Refusal(
+        "campaignmember_stays",
+        "rotation_campaignmember",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.campaign_id <> OLD.campaign_id OR NEW.credential_id <> OLD.credential_id "
+        "OR (OLD.rotation_id IS NOT NULL AND coalesce(NEW.rotation_id, '') <> OLD.rotation_id)",
+        "a member stays with its campaign, and gets one rotation",
+    )
+    yield Refusal(
+        "rotation_of_campaign",
+        "rotation_rotation",
+        "INSERT",
+        "NEW.campaign_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM rotation_campaignmember m "
+        "JOIN rotation_campaign c ON c.campaign_id = m.campaign_id WHERE m.campaign_id = NEW.campaign_id "
+        "AND m.credential_id = NEW.credential_id AND m.rotation_id IS NULL AND c.state = 'running')",
+        "a campaign that runs begins one rotation for each of its members",
     )
 
 
@@ -317,8 +431,12 @@ def _four_eyes(
     approved: str,
     environment: str,
     frozen: tuple[str, ...],
+    by_services: bool = True,
 ) -> Iterator[Refusal]:
-    """Who asked does not approve, each person once and on the digest as asked, and only enough approvals count."""
+    """Who asked does not approve, each person once and on the digest as asked, and only enough approvals count.
+
+    `by_services`: a service token may have asked, and the person who answers for it stands for it.
+    """
     short = request.split("_", 1)[1]
     asked = f"SELECT 1 FROM {request} r WHERE r.{key} = NEW.{foreign_key}"  # noqa: S608  our own names only
     yield Refusal(
@@ -342,14 +460,18 @@ def _four_eyes(
         "NOT EXISTS (SELECT 1 FROM keyvault_operator o WHERE o.id = NEW.approver_id AND o.person = NEW.person)",
         "an approval is in the name of its approver",
     )
+    by_token = (
+        " AND NOT EXISTS (SELECT 1 FROM keyvault_servicetoken t "
+        "WHERE t.token_id = NEW.requested_via_id AND t.creator_person = NEW.requester_person)"
+        if by_services
+        else ""
+    )
     yield Refusal(
         f"{short}_requester_is_person",
         request,
         "INSERT",
-        "NOT EXISTS (SELECT 1 FROM keyvault_operator o "
-        "WHERE o.id = NEW.requester_id AND o.person = NEW.requester_person) "
-        "AND NOT EXISTS (SELECT 1 FROM keyvault_servicetoken t "
-        "WHERE t.token_id = NEW.requested_via_id AND t.creator_person = NEW.requester_person)",
+        "NOT EXISTS (SELECT 1 FROM keyvault_operator o "  # noqa: S608  our own names only
+        f"WHERE o.id = NEW.requester_id AND o.person = NEW.requester_person){by_token}",
         "whoever asks is the person who answers for it",
     )
     counted = (

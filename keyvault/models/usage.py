@@ -7,10 +7,23 @@ from keyvault.models.keys import Key
 
 
 class Outcome(models.TextChoices):
+    """What became of a presented key, once possession was proved.
+
+    `denied`: the key was good, but the request was refused for another reason; `refused`: the key was suspended.
+    """
+
     ALLOWED = "allowed"
+    DENIED = "denied"
     REFUSED = "refused"
+    PROBED = "probed"
     EXPOSED_IN_URL = "exposed_in_url"
     EXPOSED_IN_BROWSER = "exposed_in_browser"
+
+
+SIGNS_OF_LIFE = (Outcome.ALLOWED, Outcome.DENIED)
+"""Somebody holds the key and goes on using it: no silence. Only what was allowed proves anything."""
+
+EXPOSURES = (Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER)
 
 
 class KeyUse(models.Model):
@@ -26,14 +39,19 @@ class KeyUse(models.Model):
 
 
 class UseBucket(models.Model):
-    """The same by minute, source, user agent and endpoint. Beside them, attempts on a suspended key, and suspected
-    exposures: a key that was proved to stand in a URL, or a private one that came from a browser."""
+    """The same by minute, source, user agent, endpoint and, of a public key, the page's origin.
+
+    Beside them, calls denied for other reasons than the key; attempts on a suspended key; test calls of our own,
+    which count for nothing (`probed`); and suspected exposures: a key that was proved to stand in a URL, or a
+    private one that came from a browser.
+    """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets")
     minute = models.DateTimeField()
     source = models.CharField(max_length=64)
     user_agent = models.CharField(max_length=120, blank=True)
     endpoint = models.CharField(max_length=100, blank=True)
+    origin = models.CharField(max_length=120, blank=True)
     outcome = choice(Outcome)
     count = models.PositiveIntegerField(default=0)
     first_at = models.DateTimeField()
@@ -42,10 +60,16 @@ class UseBucket(models.Model):
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["key", "minute", "source", "user_agent", "endpoint", "outcome"],
+                fields=["key", "minute", "source", "user_agent", "endpoint", "origin", "outcome"],
                 name="use_bucket_unique",
             ),
             choices_check("use_outcome", "outcome", Outcome),
+        ]
+        indexes = [
+            # Of columns that never change, so that a count going up touches no index.
+            models.Index(fields=["key", "outcome", "minute"], name="use_by_minute"),
+            models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
+            models.Index(fields=["minute"], name="use_by_age"),
         ]
 
     def __str__(self) -> str:

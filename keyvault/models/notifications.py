@@ -1,0 +1,70 @@
+"""The outbox: what happened to credentials, written with the change itself, and told to the merchant afterwards."""
+
+from django.conf import settings
+from django.db import models
+from django.db.models import Q
+
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models.columns import at, choice, choices_check, created_at
+from keyvault.models.merchants import Account, WebhookEndpoint
+from keyvault.models.recording import RecordedModel
+
+
+class Notice(RecordedModel):
+    """One event of a credential's life; `payload` carries ids and times, never material.
+
+    `is_alarm`: somebody is to look at it. It stays in the console's inbox until `seen_at`.
+    """
+
+    notice_id = models.CharField(primary_key=True, max_length=32)
+    account = models.ForeignKey(Account, models.PROTECT, related_name="notices")
+    kind = choice(NoticeKind)
+    subject = models.CharField(max_length=64)
+    payload = models.JSONField()
+    is_alarm = models.BooleanField(default=False)
+    created_at = created_at()
+    seen_at = at()
+    seen_by = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="+")
+
+    class Meta:
+        constraints = [choices_check("notice_kind", "kind", NoticeKind)]
+        indexes = [
+            models.Index(fields=["account", "-created_at"], name="notice_by_account"),
+            models.Index(fields=["subject", "kind"], name="notice_by_subject"),
+            models.Index(fields=["created_at"], name="notice_unseen", condition=Q(is_alarm=True, seen_at__isnull=True)),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.notice_id})"
+
+    def alters(self) -> None:
+        return None
+
+
+class DeliveryState(models.TextChoices):
+    DUE = "due"
+    DELIVERED = "delivered"
+    GIVEN_UP = "given_up"
+
+
+class WebhookDelivery(models.Model):
+    """A notice on its way to one endpoint. Tried again with growing pauses for about 75 hours."""
+
+    notice = models.ForeignKey(Notice, models.PROTECT, related_name="deliveries")
+    endpoint = models.ForeignKey(WebhookEndpoint, models.PROTECT, related_name="deliveries")
+    state = choice(DeliveryState, default=DeliveryState.DUE)
+    attempts = models.PositiveSmallIntegerField(default=0)
+    due_at = models.DateTimeField()
+    delivered_at = at()
+    last_status = models.PositiveSmallIntegerField(null=True, blank=True)
+    last_error = models.CharField(max_length=300, blank=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["notice", "endpoint"], name="webhook_delivery_once"),
+            choices_check("webhook_delivery_state", "state", DeliveryState),
+        ]
+        indexes = [models.Index(fields=["due_at"], name="webhook_delivery_due", condition=Q(state="due"))]
+
+    def __str__(self) -> str:
+        return f"{self.notice_id} to {self.endpoint_id}: {self.state}"
