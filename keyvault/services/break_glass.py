@@ -6,6 +6,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Operator
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.models import BreakGlass
 from keyvault.models import Operator as OperatorRow
@@ -24,7 +25,7 @@ def note_break_glass(grant: Grant, *, event: str, subject: str, why: str) -> Non
         operator=OperatorRow.objects.get(username=operator.username),
         person=operator.person,
         host_user=operator.host_user or "",
-        why=why,
+        why=clean_text(why, 300),
         created_at=grant.at,
     ).save()
 

@@ -13,11 +13,13 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import Sealed, seal_to
 from keyvault.models import IssuanceRequest, Key, KeyUse, Material
 from keyvault.services.keys import burn_key
 from keyvault.services.material import read_string, require_served
+from keyvault.services.notifications import announce
 from keyvault.services.recording import recorded
 
 
@@ -96,6 +98,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
 def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
     """Ends a key that was to be collected and was not in time: whoever uses it was not given it.
 
+    The merchant was told that it was issued, so it is told of its end too.
     Raises StateConflictError when its time has not come, somebody collected it meanwhile, or it is in use.
     """
     key = request.key
@@ -115,6 +118,15 @@ def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
         request.compare_and_swap(state=IssuanceState.BURNED)
         if is_alive:
             burn_key(grant, key)
+            announce(
+                grant,
+                NoticeKind.KEY_REVOKED,
+                request.account,
+                key.key_id,
+                reason=str(key.reason),
+                key_id=key.key_id,
+                credential_id=key.credential_id,
+            )
 
 
 def is_uncollected(request: IssuanceRequest, now: datetime) -> bool:

@@ -27,6 +27,7 @@ from keyvault.domain.issuance import (
     may_become,
 )
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import find_recipient_fault
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
@@ -37,6 +38,8 @@ from keyvault.services.four_eyes import approving_operator, locked, note_command
 from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
 from keyvault.services.leases import Lease, hold
 from keyvault.services.material import find_stored, newest_version, read_string, require_served, store_string
+from keyvault.services.merchants import require_staying
+from keyvault.services.notifications import announce
 from keyvault.services.operators import operator_row
 from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import recorded
@@ -61,7 +64,7 @@ def request_issuance(
     """Asks for a new credential. Approved at once where the environment's policy wants no second person.
 
     For a service the person answers who made its token. Raises RequestInvalidError, listing what does not fit;
-    NotFoundError where this process is not for the environment.
+    StateConflictError when the merchant has left; NotFoundError where this process is not for the environment.
     """
     principal = grant.principal
     if not isinstance(principal, Operator | Service):
@@ -101,6 +104,7 @@ def request_issuance(
         delivery=delivery,
         approvals_needed=needed,
     ):
+        require_staying(account)
         request.save()
     return request
 
@@ -156,6 +160,13 @@ def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest
     return _close(grant, P.ISSUANCE_WITHDRAW, request, IssuanceState.WITHDRAWN, "issuance.withdrawn")
 
 
+def end_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
+    """Of a merchant that leaves: withdrawn, whoever asked for it."""
+    return _close(
+        grant, P.MERCHANTS_OFFBOARD, request, IssuanceState.WITHDRAWN, "issuance.withdrawn", why=clean_text(why, 300)
+    )
+
+
 def expire_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
     if grant.at < request.expires_at:
         raise StateConflictError("The request has not expired.")
@@ -200,6 +211,16 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         note_stored(grant, key, version)
         activate_key(grant, key)
         request.compare_and_swap(state=IssuanceState.ISSUED, key=key, issued_at=grant.at)
+        announce(
+            grant,
+            NoticeKind.KEY_ISSUED,
+            request.account,
+            key.key_id,
+            key_id=key.key_id,
+            credential_id=key.credential_id,
+            key_kind=request.kind,
+            request_id=request.request_id,
+        )
     return key
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -16,15 +16,19 @@ from keyvault.access.principals import KeyHolder, System
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement, may_become
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason, state_after
-from keyvault.models import Change, Credential, Key, KeyUse, Material
+from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
+from keyvault.services.notifications import announce
 from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import Record, recorded
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
+_REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
 
 MAX_VERIFYING = 2
 """Keys of one credential that verify at once (a trigger holds it too)."""
@@ -89,7 +93,8 @@ def resume_key(grant: Grant, key: Key) -> Record:
         raise StateConflictError(f"Only a suspended key is resumed; this one is {key.state}.")
     if key.expires_at is not None and grant.at >= key.expires_at:
         raise StateConflictError("The key has expired; resuming would not make it good again.")
-    return _move(grant, frozenset({P.KEYS_RESUME, P.ROTATIONS_ADVANCE}), key, KeyState.ACTIVE, "key.resumed")
+    permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
+    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed")
 
 
 def revoke_key(
@@ -102,7 +107,8 @@ def revoke_key(
     """Refused from now on, for ever; needs neither the secret backend nor the broker. `evidence` is cited.
 
     A key that is dead already stays as it is, and the answer is the same (repeatable); only a report of
-    compromise still marks one that was merely deactivated.
+    compromise still marks one that was merely deactivated. Merchant and operators are told, and alarmed when the
+    credential has no usable key left.
     """
     with _as_it_is(grant, key):
         return _revoke(grant, key, reason, evidence)
@@ -111,21 +117,19 @@ def revoke_key(
 def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence[str]) -> Record:
     if reason is RevocationReason.KEY_COMPROMISE:
         return _report_compromise(grant, key)
-    permissions = frozenset({P.KEYS_REVOKE, *_ENGINE})
     if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
-        with recorded(
-            grant, permissions, "key.revoke_repeated", account=key.credential.account, **_about(key)
-        ) as record:
+        with recorded(grant, _REVOKE, "key.revoke_repeated", account=key.credential.account, **_about(key)) as record:
             pass
         return record
     if key.state == KeyState.PRE_ACTIVATION:
         return burn_key(grant, key)
     return _move(
         grant,
-        permissions,
+        _REVOKE,
         key,
         state_after(reason),
         "key.revoked",
+        notice=NoticeKind.KEY_REVOKED,
         details={"reason": reason.value, "evidence": list(evidence)},
         deactivated_at=grant.at,
         retirement=Retirement.REVOKED,
@@ -134,10 +138,13 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
     )
 
 
-def report_compromise(grant: Grant, key: Key) -> Record:
-    """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone."""
+def report_compromise(grant: Grant, key: Key, *, why: str = "") -> Record:
+    """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone; an alarm.
+
+    `why` is kept in the audit log.
+    """
     with _as_it_is(grant, key):
-        return _report_compromise(grant, key)
+        return _report_compromise(grant, key, why)
 
 
 def revoke_own_key(grant: Grant, key: Key) -> int:
@@ -168,7 +175,7 @@ def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
         yield
 
 
-def _report_compromise(grant: Grant, key: Key) -> Record:
+def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
     permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE, P.KEYS_REVOKE_SELF})
     if key.state in {KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(
@@ -182,7 +189,12 @@ def _report_compromise(grant: Grant, key: Key) -> Record:
         key,
         KeyState.COMPROMISED,
         "key.compromised",
-        details={"reason": RevocationReason.KEY_COMPROMISE.value, "was": key.state},
+        notice=NoticeKind.KEY_COMPROMISED,
+        details={
+            "reason": RevocationReason.KEY_COMPROMISE.value,
+            "was": key.state,
+            **({"why": clean_text(why, 300)} if why else {}),
+        },
         compromised_at=grant.at,
         reason=RevocationReason.KEY_COMPROMISE,
         material=_to_destroy(key),
@@ -191,7 +203,7 @@ def _report_compromise(grant: Grant, key: Key) -> Record:
 
 def burn_key(grant: Grant, key: Key) -> Record:
     """Ends a key that nobody was given: it never verified, or must never verify again."""
-    permissions = frozenset({P.KEYS_REVOKE, P.ROTATIONS_WRITE, *_ENGINE})
+    permissions = _REVOKE | {P.ROTATIONS_WRITE}
     material = _to_destroy(key)
     if key.state == KeyState.PRE_ACTIVATION:
         return _move(
@@ -223,6 +235,7 @@ def expire_key(grant: Grant, key: Key) -> None:
         deactivated_at=grant.at,
         retirement=Retirement.EXPIRED,
         material=_to_destroy(key),
+        notice=NoticeKind.KEY_REVOKED,
     )
 
 
@@ -270,6 +283,13 @@ def describe_key(key: Key) -> dict[str, Any]:
     }
 
 
+def usable_keys(credential_id: str, now: datetime) -> QuerySet[Key]:
+    """Those of the credential that verify now, as long as its merchant and account are active."""
+    unexpired = Q(expires_at__isnull=True) | Q(expires_at__gt=now)
+    keys: QuerySet[Key] = Key.objects.filter(unexpired, credential_id=credential_id, state=KeyState.ACTIVE)
+    return keys
+
+
 def _keys() -> QuerySet[Key]:
     return Key.objects.select_related("credential__account__merchant")
 
@@ -289,10 +309,11 @@ def _move(
     state: KeyState,
     event: str,
     *,
+    notice: NoticeKind | None = None,
     details: dict[str, JsonValue] | None = None,
     **stamps: object,
 ) -> Record:
-    """One way of the transition table, in one transaction with its audit entry and change row."""
+    """One way of the transition table, in one transaction with its audit entry, change row and notices."""
     if not may_become(KeyState(key.state), state):
         raise StateConflictError(
             f"A key that is {key.state} cannot become {state}.", internal=f"{key.key_id}: {key.state} to {state}"
@@ -302,13 +323,46 @@ def _move(
     ) as record:
         if state is KeyState.ACTIVE:
             _require_room(key)
+        was_active = key.state == KeyState.ACTIVE
         key.compare_and_swap(state=state, **stamps)
+        if notice is not None:
+            _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
+        if was_active and event in _TAKES_AWAY:
+            _alarm_if_last(grant, key)
     return record
 
 
+_TAKES_AWAY = frozenset({"key.revoked", "key.compromised", "key.expired"})
+"""What may leave a credential without a usable key. A burned one was in nobody's hands, a suspended one comes back."""
+
+
+def _alarm_if_last(grant: Grant, key: Key) -> None:
+    """Inside the transaction that took the key away. Not of a merchant that leaves: there it is what was asked for.
+
+    A key that another transaction holds this moment may be going too: it is not counted on, so that of two
+    revocations at once at least one raises the alarm, and neither waits for the other.
+    """
+    if key.credential.account.merchant.status == MerchantStatus.OFFBOARDED:
+        return
+    others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk)
+    if not list(others.select_for_update(skip_locked=True, no_key=True)):
+        why = str(key.reason or key.retirement)
+        _announce(grant, NoticeKind.CREDENTIAL_WITHOUT_KEY, key, key.credential_id, why)
+
+
+def _announce(grant: Grant, notice: NoticeKind, key: Key, subject: str, reason: str) -> None:
+    account, credential_id = key.credential.account, key.credential_id
+    announce(grant, notice, account, subject, reason=reason, key_id=key.key_id, credential_id=credential_id)
+
+
 def _require_room(key: Key) -> None:
-    """Inside the transaction. The credential's row is locked, so that two activations are counted one by one."""
-    Credential.objects.select_for_update(no_key=True).get(pk=key.credential_id)
+    """Inside the transaction. The credential's row is locked, so that two activations are counted one by one; the
+    account's too, so that its merchant leaves either before (and this stops) or after, and finds the key."""
+    rows = Credential.objects.select_related("account").select_for_update(no_key=True, of=("self", "account"))
+    account = rows.get(pk=key.credential_id).account
+    # Read once the lock is held: what was read with it may be older.
+    if Merchant.objects.get(pk=account.merchant_id).status == MerchantStatus.OFFBOARDED:
+        raise StateConflictError("The merchant has left; its credentials get no keys any more.")
     verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
     if verifying.count() >= MAX_VERIFYING:
         raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")

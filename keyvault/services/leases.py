@@ -75,9 +75,13 @@ def postpone(lease: Lease, now: datetime, error: str) -> None:
     _give_back(lease, now + timedelta(seconds=min(_LONGEST_BACKOFF_SECONDS, doubled * _jitter())), error)
 
 
-def pause(lease: Lease, now: datetime, error: str) -> None:
-    """Gives the work back while a server that it needs is away: no attempt is used up, and it is soon tried again."""
-    _give_back(lease, now + timedelta(seconds=_PAUSE_SECONDS * _jitter()), error, attempts=0)
+def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
+    """Gives the work back while a server that it needs is away: no attempt is used up, and it is soon tried again.
+
+    `seconds`: what the server itself asked for, honoured up to a minute, so that its return is noticed.
+    """
+    wanted = min(max(_PAUSE_SECONDS, seconds), _LONGEST_BACKOFF_SECONDS - 10)
+    _give_back(lease, now + timedelta(seconds=wanted * _jitter()), error, attempts=0)
 
 
 def _give_back(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:

@@ -101,4 +101,5 @@ def prove_service_token(text: str | None, now: datetime) -> Service | None:
         environments=row.environments,
         merchants=None if row.merchants is None else frozenset(row.merchants),
         lineage=row.lineage,
+        is_probe=row.is_probe,
     )

@@ -40,11 +40,12 @@ def newest_version(credential: Credential) -> int:
     return max((version.version for version in versions), default=0)
 
 
-def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None = None) -> int:
+def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None = None, again: bool = False) -> int:
     """Writes the key's string as the newest version of its credential, and returns the version's number.
 
     `after`: the newest version when the key was staged. A worker that was overtaken since then writes nothing,
-    instead of putting a burned key over the good one; None knows no such moment.
+    instead of putting a burned key over the good one; None knows no such moment. `again`: a new version even where
+    the newest one is the key's already, so that nobody can write after that one any more.
 
     Safe after any ambiguous answer: what is stored is read back and decided by key id. Raises
     BackendUnavailableError (nothing is known: try again), BackendConflictError, ForeignWriterError.
@@ -58,14 +59,15 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
         "purpose": purpose,
     }
     newest = find_stored(credential)
-    if newest is not None and newest.labels.get("key_id") == key.key_id:
+    if newest is not None and newest.labels.get("key_id") == key.key_id and not again:
         return newest.version
     known = newest_version(credential) if after is None else after
     try:
         return secret_backend().put(mount, path, text, labels, expected_version=known)
     except (BackendConflictError, BackendUnavailableError):
         stored = find_stored(credential)
-        if stored is not None and stored.labels.get("key_id") == key.key_id:
+        is_ours = stored is not None and stored.labels.get("key_id") == key.key_id
+        if stored is not None and is_ours and (not again or stored.version > known):
             return stored.version
         raise
 

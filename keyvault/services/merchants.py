@@ -63,7 +63,21 @@ def find_account(merchant_id: str, environment: str) -> Account:
     return account
 
 
+def require_staying(account: Account) -> None:
+    """Inside the transaction that gives the merchant something: its account's row is locked, so that it leaves either
+    before, and this raises StateConflictError, or afterwards, and what was given is found. Other accounts do not wait.
+    """
+    Account.objects.select_for_update(no_key=True).get(pk=account.pk)
+    _refuse_offboarded(Merchant.objects.get(pk=account.merchant_id))
+
+
+def _refuse_offboarded(merchant: Merchant) -> None:
+    if merchant.status == MerchantStatus.OFFBOARDED:
+        raise StateConflictError("The merchant has left, and does not come back: make a new one.")
+
+
 def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatus, event: str) -> None:
+    _refuse_offboarded(merchant)
     if merchant.status == status:
         raise StateConflictError(f"The merchant is {status} already.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, merchant_id=merchant.merchant_id):
@@ -71,6 +85,7 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
 
 
 def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, event: str) -> None:
+    _refuse_offboarded(account.merchant)
     if account.status == status:
         raise StateConflictError(f"The account is {status} already.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, account=account):

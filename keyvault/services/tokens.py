@@ -32,10 +32,12 @@ def create_service_token(
     permissions: Iterable[Permission],
     merchants: Iterable[str] | None = None,
     lifetime_days: int = DEFAULT_DAYS,
+    is_probe: bool = False,
 ) -> tuple[ServiceToken, Plaintext]:
     """The token's row, and the token itself, which is nowhere else and cannot be had again.
 
-    `merchants` None: all of them. Raises RequestInvalidError, listing what does not fit.
+    `merchants` None: all of them. What a token that `is_probe` verifies counts as no use of a key.
+    Raises RequestInvalidError, listing what does not fit.
     """
     wanted = sorted(set(permissions))
     chosen = None if merchants is None else sorted(set(merchants))
@@ -58,6 +60,7 @@ def create_service_token(
         permissions=wanted,
         merchants=chosen,
         lifetime=timedelta(days=lifetime_days),
+        is_probe=is_probe,
     )
     with recorded(
         grant,
@@ -68,6 +71,7 @@ def create_service_token(
         scope=scope,
         permissions=wanted,
         merchants=chosen,
+        is_probe=is_probe,
     ):
         token.save()
     return token, text
@@ -96,6 +100,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
         merchants=token.merchants,
         # Rotating shortens a token's own life, and a successor may have been revoked since: the line remembers.
         lifetime=max(each.expires_at - each.created_at for each in line),
+        is_probe=token.is_probe,
         lineage=token.lineage,
     )
     ends_at = min(token.expires_at, grant.at + timedelta(hours=overlap_hours))
@@ -133,6 +138,7 @@ def _mint(
     permissions: Sequence[str],
     merchants: Sequence[str] | None,
     lifetime: timedelta,
+    is_probe: bool,
     lineage: str = "",
 ) -> tuple[ServiceToken, Plaintext]:
     """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
@@ -148,6 +154,7 @@ def _mint(
         scope=scope,
         permissions=permissions,
         merchants=merchants,
+        is_probe=is_probe,
         creator=None if creator is None else operator_row(creator),
         creator_person=grant.principal.actor if creator is None else creator.person,
         created_at=grant.at,

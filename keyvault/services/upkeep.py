@@ -11,7 +11,17 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.models import Account, IssuanceRequest
-from keyvault.services import collection, idempotency, issuance, keys, leases, material, refusals
+from keyvault.services import (
+    collection,
+    idempotency,
+    issuance,
+    keys,
+    leases,
+    material,
+    refusals,
+    usage,
+    webhook_deliveries,
+)
 from keyvault.services.authorization import authorize
 
 _log = logging.getLogger(__name__)
@@ -69,11 +79,13 @@ def burn_due() -> None:
 
 
 def forget_due() -> None:
-    """What is kept for a while only: sealed secrets, answers to retries, refusals that can be explained."""
+    """What is kept for a while only: sealed secrets, answers to retries, refusals that can be explained, old use."""
     now = datetime.now(UTC)
     idempotency.shred_due(now)
     idempotency.forget_expired(now)
     refusals.forget_old(now)
+    webhook_deliveries.forget_old_deliveries(now)
+    usage.forget_old(now)
 
 
 def destroy_due() -> None:

@@ -3,6 +3,10 @@
 Silence is observed, not assumed: each process that verifies is a reporter, and says in the same transaction
 as its counts up to when it has reported. A reporter that goes without a farewell is lost, and with it
 perhaps some uses; whoever waits for silence starts again from that moment.
+
+Each reporter goes by its own host's clock, and is judged by the engine's: hosts are taken to agree within
+LOST_AFTER, as any that keep time by NTP do. One that is further off, before or behind, is taken for lost at
+every look, so that silence waits until its clock is right; a smaller error is at most an error of as much.
 """
 
 import logging
@@ -11,24 +15,30 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from multiprocessing.util import Finalize
+from typing import Any
 
-from django.db import close_old_connections, connections, transaction
-from django.db.models import F, Max, Min, QuerySet
-from django.db.models.functions import Greatest, Least
+from django.db import close_old_connections, connection, connections, transaction
+from django.db.models import Max, Min, Q, QuerySet
 
 from keyvault.domain.free_text import clean_text
-from keyvault.models import KeyUse, UsageReporter, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models import UsageReporter, UseBucket
+from keyvault.models.usage import EXPOSURES, Outcome
 from keyvault.services.idempotency import shred_used
 
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 LOST_AFTER = timedelta(seconds=10)
-"""A live reporter reports every FLUSH_SECONDS; one this late is taken for dead."""
+"""A live reporter reports every FLUSH_SECONDS; one this late, or this far ahead, is taken for dead."""
+
+KEPT_FOR = timedelta(days=400)
+"""More than a year: what uses a key once a year is still known, and the pause between two such uses."""
+
+_GONE_KEPT_FOR = timedelta(days=7)
+_MOST_FORGOTTEN = 5_000
 
 _MOST_BUCKETS = 20_000
 
@@ -42,13 +52,14 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One bucket: a key, seen in one minute from one source, on one endpoint."""
+    """One bucket: a key, seen in one minute from one source, on one endpoint, with one outcome."""
 
     key_id: str
     minute: datetime
     source: str
     user_agent: str
     endpoint: str
+    origin: str
     outcome: Outcome
 
 
@@ -74,23 +85,27 @@ class UsageLog:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def note(self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome) -> None:
+    def note(
+        self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome, origin: str = ""
+    ) -> None:
         """Some microseconds and no I/O, but for a flood of distinct sources, which is written at once.
 
-        What a client says about itself is noted without the secrets that it may have put there.
+        What a client says about itself is noted without the secrets that it may have put there. Never raises: a
+        database that is away costs the client nothing, and the use is kept for the next try.
 
         The time is taken under the lock that `flush` takes its own under: no use is older than a watermark
         that was given without it.
         """
-        source, user_agent, endpoint = (
+        source, user_agent, endpoint, origin = (
             clean_text(source[:_READ], 64),
             clean_text(user_agent[:_READ], 120),
             clean_text(endpoint[:_READ], 100),
+            clean_text(origin[:_READ], 120),
         )
         with self._lock:
             at = self.now()
             minute = at.replace(second=0, microsecond=0)
-            use = Use(key_id, minute, source, user_agent, endpoint, outcome)
+            use = Use(key_id, minute, source, user_agent, endpoint, origin, outcome)
             count = self._counts.get(use)
             if count is None:
                 self._counts[use] = _Count(1, at, at)
@@ -99,7 +114,7 @@ class UsageLog:
                 count.first_at, count.last_at = min(count.first_at, at), max(count.last_at, at)
             is_full = len(self._counts) >= _MOST_BUCKETS
         if is_full:
-            self.flush()
+            self._try_flush()
 
     def note_secret_use(self, token_id: str) -> None:
         """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
@@ -111,12 +126,14 @@ class UsageLog:
         with self._lock:
             if self._thread is not None:
                 return
-            now = self.now()
-            UsageReporter.objects.create(reporter_id=self.reporter_id, started_at=now, flushed_through_at=now)
+            self._introduce(self.now())
             self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
             self._thread.start()
         # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
+
+    def _introduce(self, now: datetime) -> None:
+        UsageReporter.objects.create(reporter_id=self.reporter_id, started_at=now, flushed_through_at=now)
 
     @property
     def is_reporting(self) -> bool:
@@ -130,6 +147,10 @@ class UsageLog:
             self._thread.join(timeout=5)
             self._thread = None
             self.flush(farewell=True)
+
+    def forget(self) -> None:
+        """In a forked child, which is a reporter of its own: what is pending is the parent's to write."""
+        self.__init__(self.now)  # type: ignore[misc]  # a dataclass's own, which takes its fields
 
     def flush(self, *, farewell: bool = False) -> None:
         """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next.
@@ -147,9 +168,12 @@ class UsageLog:
         try:
             with transaction.atomic():
                 _write(counts)
-                UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
+                is_known = UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
                     flushed_through_at=through, stopped_at=through if farewell else None, lost_at=None
                 )
+                if self.is_reporting and not is_known:
+                    # A host that slept for so long that its reporter was forgotten.
+                    self._introduce(through)
         except Exception:
             with self._lock:
                 for use, count in counts.items():
@@ -163,14 +187,16 @@ class UsageLog:
     def _report(self) -> None:
         try:
             while not self._stop.wait(FLUSH_SECONDS):
-                try:
-                    self.flush()
-                except Exception:  # noqa: BLE001  whatever it was, the next try may do better
-                    _log.exception("usage could not be written; it is kept for the next try")
-                finally:
-                    close_old_connections()
+                self._try_flush()
+                close_old_connections()
         finally:
             connections.close_all()  # this thread's own
+
+    def _try_flush(self) -> None:
+        try:
+            self.flush()
+        except Exception:  # noqa: BLE001  whatever it was, the next try may do better
+            _log.exception("usage could not be written; it is kept for the next try")
 
 
 def _merged(one: _Count, other: _Count) -> _Count:
@@ -183,23 +209,43 @@ def _write(counts: dict[Use, _Count]) -> None:
     Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring.
     """
     keys: dict[str, _Count] = {}
-    for use, count in sorted(counts.items(), key=lambda item: astuple(item[0])):
-        place = asdict(use)
-        UseBucket.objects.update_or_create(**place, defaults=_added(count), create_defaults=place | asdict(count))
+    for use, count in counts.items():
         if use.outcome is Outcome.ALLOWED:
             known = keys.get(use.key_id)
             keys[use.key_id] = count if known is None else _merged(known, count)
-    for key_id, count in sorted(keys.items()):
-        fresh = {"key_id": key_id, **asdict(count)}
-        KeyUse.objects.update_or_create(key_id=key_id, defaults=_added(count), create_defaults=fresh)
+    ordered = sorted(counts.items(), key=lambda item: astuple(item[0]))
+    with connection.cursor() as cursor:
+        cursor.executemany(_ADD_TO_BUCKET, [_row(*astuple(use), *astuple(count)) for use, count in ordered])
+        cursor.executemany(_ADD_TO_KEY, [_row(key_id, *astuple(count)) for key_id, count in sorted(keys.items())])
 
 
-def _added(count: _Count) -> dict[str, object]:
-    return {
-        "count": F("count") + count.count,
-        "first_at": Least(F("first_at"), count.first_at),
-        "last_at": Greatest(F("last_at"), count.last_at),
-    }
+_ADD_TO_BUCKET = """
+    INSERT INTO keyvault_usebucket AS was
+        (key_id, minute, source, user_agent, endpoint, origin, outcome, count, first_at, last_at)
+    VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
+    ON CONFLICT (key_id, minute, source, user_agent, endpoint, origin, outcome) DO UPDATE SET
+        count = was.count + excluded.count,
+        first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
+        last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
+"""
+_ADD_TO_KEY = """
+    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) VALUES (%s, %s, %s, %s)
+    ON CONFLICT (key_id) DO UPDATE SET
+        count = was.count + excluded.count,
+        first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
+        last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
+"""
+"""In SQL, which SQLite and PostgreSQL share here: Django adds to a row in several statements, each reporter does it
+twice a second for every key in use, and SQLite would have no time left for other writers."""
+
+
+def _row(*values: Any) -> list[Any]:
+    """As the database takes them."""
+    adapted = connection.ops.adapt_datetimefield_value
+    return [
+        adapted(value) if isinstance(value, datetime) else value.value if isinstance(value, Outcome) else value
+        for value in values
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +257,24 @@ class Observation:
 
 
 def note_lost(now: datetime) -> None:
-    """Marks overdue reporters as lost: a dead one must not hold up silence for ever. For the engine's turn."""
-    _live().filter(flushed_through_at__lt=now - LOST_AFTER).update(lost_at=now)
+    """Marks reporters that cannot be believed as lost: a dead one must not hold up silence for ever, and one whose
+    clock is ahead must not vouch for what has not been yet. For the engine's turn.
+
+    One that is alive takes the mark away with its next report: it has kept its counts.
+    """
+    cannot_vouch = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
+    lost = _live().filter(cannot_vouch)
+    # Asked first: a write takes SQLite's one lock, and mostly there is nothing to write.
+    if lost.exists() and (count := lost.update(lost_at=now)):
+        _log.warning("reporters of usage are lost, or their clocks are off", extra={"count": count})
 
 
-def observe() -> Observation:
-    """Reads only."""
-    return Observation(
-        _live().aggregate(through=Min("flushed_through_at"))["through"],
-        UsageReporter.objects.aggregate(at=Max("lost_at"))["at"],
-    )
+def observe(now: datetime | None = None) -> Observation:
+    """Reads only. Nothing is observed that lies after `now`, whatever a reporter's clock says."""
+    through = _live().aggregate(through=Min("flushed_through_at"))["through"]
+    if through is not None and now is not None:
+        through = min(through, now)
+    return Observation(through, UsageReporter.objects.aggregate(at=Max("lost_at"))["at"])
 
 
 def _live() -> QuerySet[UsageReporter]:
@@ -228,7 +282,10 @@ def _live() -> QuerySet[UsageReporter]:
 
 
 def longest_gap_seconds(key_id: str) -> int:
-    """The longest pause between two minutes in which the key was used; 0 when it was not."""
+    """The longest pause between two minutes in which the key was used, of those kept; 0 when it was not.
+
+    Of allowed uses alone: a client that is refused every minute says nothing of another that comes once a month.
+    """
     minutes = UseBucket.objects.filter(key_id=key_id, outcome=Outcome.ALLOWED).order_by("minute")
     longest, before = 0, None
     for minute in minutes.values_list("minute", flat=True).distinct().iterator():
@@ -238,5 +295,23 @@ def longest_gap_seconds(key_id: str) -> int:
     return longest
 
 
+def forget_old(now: datetime) -> None:
+    """Deletes minutes of more than 400 days ago, some thousands at a time, and reporters that are long gone.
+
+    Kept for good: a key's total with its first and last use, suspected exposures, and when a reporter was last
+    lost, for that restarts a silence. Evidence has its own copy of what it rests on.
+    """
+    old = (
+        UseBucket.objects.filter(minute__lt=now - KEPT_FOR).exclude(outcome__in=EXPOSURES).values_list("pk", flat=True)
+    )
+    UseBucket.objects.filter(pk__in=list(old[:_MOST_FORGOTTEN])).delete()
+    long_ago, last_lost_at = now - _GONE_KEPT_FOR, observe().lost_at
+    UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
+    if last_lost_at is not None:
+        UsageReporter.objects.filter(lost_at__lt=min(long_ago, last_lost_at)).delete()
+
+
 usage_log = UsageLog()
 """This process's own."""
+
+os.register_at_fork(after_in_child=usage_log.forget)

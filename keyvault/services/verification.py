@@ -1,7 +1,7 @@
 """The whole judgement of a presented key, for the doors that look keys up in the database."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -34,7 +34,7 @@ from keyvault.access.verification import (
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, ErrorCode, NotFoundError
-from keyvault.domain.keys import KeyRecord, KeyState
+from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import STRING_SCOPE
 from keyvault.models.usage import Outcome
 from keyvault.services.catalog import endpoint_limit, limit_of
@@ -287,31 +287,55 @@ def _state_checks(failed: ErrorCode | None) -> list[Check]:
     return [Check(code, code is not failed) for code in applied]
 
 
-def note_use(judgement: Judgement, log: UsageLog, *, source: str, user_agent: str, endpoint: str) -> None:
+def note_use(
+    judgement: Judgement,
+    log: UsageLog,
+    *,
+    source: str,
+    user_agent: str,
+    endpoint: str,
+    origin: str | None = None,
+    is_probe: bool = False,
+) -> None:
     """Notes what a door has judged: real use is evidence, a try on a suspended key restarts its quarantine and alerts.
 
-    A key in a URL, or a private one from a browser, is noted as a suspected exposure. Nothing is noted before
-    proof: whoever merely names a key id leaves no trace on the key.
+    A key in a URL, or a private one from a browser, is noted as a suspected exposure. Of a public key the page's
+    origin is noted too. What `is_probe`, a test call of our own, is noted as that and as nothing else. Nothing is
+    noted before proof: whoever merely names a key id leaves no trace on the key.
     """
+    holder, found = judgement.holder, list(_outcomes(judgement))
+    if is_probe:
+        found = [(key_id, Outcome.PROBED) for key_id in {key_id for key_id, _ in found}]
+    page = origin if origin and holder is not None and holder.kind is KeyKind.PUBLIC else ""
+    for key_id, outcome in found:
+        if outcome in _ALERTS:
+            _log.warning(_ALERTS[outcome], extra={"key_id": key_id, "source": source})
+        log.note(key_id, source=source, user_agent=user_agent, endpoint=endpoint, origin=page, outcome=outcome)
+    if judgement.customer is not None and isinstance(judgement.verdict, Grant) and not is_probe:
+        log.note_secret_use(judgement.customer.token_id)
 
-    def note(key_id: str, outcome: Outcome) -> None:
-        log.note(key_id, source=source, user_agent=user_agent, endpoint=endpoint, outcome=outcome)
 
+_ALERTS = {
+    Outcome.EXPOSED_IN_URL: "a key stands in a URL",
+    Outcome.EXPOSED_IN_BROWSER: "a private key came with an Origin",
+    Outcome.REFUSED: "suspended key was tried",
+}
+
+
+def _outcomes(judgement: Judgement) -> Iterator[tuple[str, Outcome]]:
+    """What is proved of which key. One that was good, but denied for another reason, is in somebody's hands still."""
     if judgement.exposed_key_id is not None:
-        _log.warning("a key stands in a URL", extra={"key_id": judgement.exposed_key_id, "source": source})
-        note(judgement.exposed_key_id, Outcome.EXPOSED_IN_URL)
+        yield judgement.exposed_key_id, Outcome.EXPOSED_IN_URL
     holder, record = judgement.holder, judgement.record
     if holder is None or record is None:
         return
     denied = judgement.verdict.code if isinstance(judgement.verdict, Denial) else None
     is_reported = denied is None and judgement.has_origin and holder.reports_origin
     if is_reported or denied is ErrorCode.PRIVATE_KEY_IN_BROWSER:
-        _log.warning("a private key came with an Origin", extra={"key_id": holder.key_id, "source": source})
-        note(holder.key_id, Outcome.EXPOSED_IN_BROWSER)
+        yield holder.key_id, Outcome.EXPOSED_IN_BROWSER
     if denied is None:
-        note(holder.key_id, Outcome.ALLOWED)
-        if judgement.customer is not None:
-            log.note_secret_use(judgement.customer.token_id)
+        yield holder.key_id, Outcome.ALLOWED
+    elif denied not in _STATES:
+        yield holder.key_id, Outcome.DENIED
     elif record.state is KeyState.SUSPENDED:
-        _log.warning("suspended key was tried", extra={"key_id": holder.key_id, "source": source})
-        note(holder.key_id, Outcome.REFUSED)
+        yield holder.key_id, Outcome.REFUSED

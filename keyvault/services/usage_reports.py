@@ -1,0 +1,247 @@
+"""Who uses a key, for people and for the engine: reads of what `usage` wrote."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from ipaddress import ip_address, ip_network
+
+from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.models import Key, KeyUse, UseBucket
+from keyvault.models.usage import SIGNS_OF_LIFE, Outcome
+
+TRACES = (Outcome.ALLOWED, Outcome.DENIED, Outcome.REFUSED, Outcome.PROBED)
+"""What tells who holds a key. Suspected exposures are told of by themselves."""
+
+_NETWORK_BITS = {4: 24, 6: 48}
+"""What one site usually has."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One who uses a key, in one way. A use that `is_probe` was a test call of our own, and counts for nothing."""
+
+    source: str
+    user_agent: str
+    endpoint: str
+    origin: str
+    outcome: Outcome
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+    @property
+    def network(self) -> str:
+        return network_of(self.source)
+
+    @property
+    def is_probe(self) -> bool:
+        return self.outcome is Outcome.PROBED
+
+    def as_json(self) -> JsonValue:
+        return {
+            "source": self.source,
+            "network": self.network,
+            "user_agent": self.user_agent,
+            "endpoint": self.endpoint,
+            "origin": self.origin,
+            "outcome": self.outcome.value,
+            "is_probe": self.is_probe,
+            "count": self.count,
+            "first_at": self.first_at.isoformat(),
+            "last_at": self.last_at.isoformat(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkUse:
+    """Real use of a key from one network, or by one calling token; `sources` is how many were seen in it."""
+
+    network: str
+    sources: int
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class VersionUse:
+    """Real use of a key by one version of one shop or app: pages are told by their origin, apps by what they say."""
+
+    origin: str
+    user_agent: str
+    sources: int
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Tries of a suspended key from one source. `is_known`: it had really used the key before."""
+
+    source: str
+    count: int
+    last_at: datetime
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The last try of a key since it was suspended, and the last one from a source that had used it before."""
+
+    last_at: datetime | None = None
+    last_known_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The use of a key, all told. `count` and the first two times are of allowed calls and of no others."""
+
+    count: int
+    first_at: datetime | None
+    last_at: datetime | None
+    denied_at: datetime | None
+    tried_at: datetime | None
+    probed_at: datetime | None
+
+
+def describe_use(key: Key) -> Usage:
+    """How much it was used, and the last time for each way in which it was presented."""
+    use = KeyUse.objects.filter(key=key).first()
+    return Usage(
+        count=0 if use is None else use.count,
+        first_at=None if use is None else use.first_at,
+        last_at=None if use is None else use.last_at,
+        denied_at=find_last(key.key_id, (Outcome.DENIED,)),
+        tried_at=find_last(key.key_id, (Outcome.REFUSED,)),
+        probed_at=find_last(key.key_id, (Outcome.PROBED,)),
+    )
+
+
+def list_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: int = 50) -> list[JsonValue]:
+    """`find_users`, as it is answered and cited."""
+    return [user.as_json() for user in find_users(key_id, outcomes=outcomes, limit=limit)]
+
+
+def find_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: int = 50) -> list[User]:
+    """By source, user agent, endpoint, origin and outcome; the latest first.
+
+    Evidence asks for what it rests on; people are shown everything, probes marked.
+    """
+    rows = (
+        _buckets(key_id, outcomes)
+        .values("source", "user_agent", "endpoint", "origin", "outcome")
+        .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
+        .order_by("-last", "source", "user_agent", "endpoint", "origin", "outcome")[:limit]
+    )
+    return [
+        User(
+            row["source"],
+            row["user_agent"],
+            row["endpoint"],
+            row["origin"],
+            Outcome(row["outcome"]),
+            row["total"],
+            row["first"],
+            row["last"],
+        )
+        for row in rows
+    ]
+
+
+def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
+    """Where a key is really used from; the latest first."""
+    rows = (
+        _buckets(key_id, SIGNS_OF_LIFE)
+        .values("source")
+        .annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
+    )
+    found: dict[str, NetworkUse] = {}
+    for row in rows.iterator():
+        name = network_of(row["source"])
+        one = NetworkUse(name, 1, row["total"], row["first"], row["last"])
+        found[name] = _together(found[name], one) if name in found else one
+    return sorted(found.values(), key=lambda use: use.last_at, reverse=True)[:limit]
+
+
+def _together(one: NetworkUse, other: NetworkUse) -> NetworkUse:
+    return NetworkUse(
+        one.network,
+        one.sources + other.sources,
+        one.count + other.count,
+        min(one.first_at, other.first_at),
+        max(one.last_at, other.last_at),
+    )
+
+
+def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
+    """Which shops and app versions use a public key; the latest first."""
+    rows = (
+        _buckets(key_id, SIGNS_OF_LIFE)
+        .values("origin", "user_agent")
+        .annotate(
+            total=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at"), last=Max("last_at")
+        )
+        .order_by("-last", "origin", "user_agent")[:limit]
+    )
+    return [
+        VersionUse(row["origin"], row["user_agent"], row["sources"], row["total"], row["first"], row["last"])
+        for row in rows
+    ]
+
+
+def find_last(key_id: str, outcomes: Iterable[Outcome] = SIGNS_OF_LIFE) -> datetime | None:
+    """When the key was last seen with one of these outcomes. The latest time is in the latest minute."""
+    found = [
+        _buckets(key_id, (outcome,)).filter(minute=minute).aggregate(at=Max("last_at"))["at"]
+        for outcome in outcomes
+        if (minute := _buckets(key_id, (outcome,)).aggregate(at=Max("minute"))["at"]) is not None
+    ]
+    return max(found, default=None)
+
+
+def list_attempts(key_id: str, since: datetime, *, limit: int = 50) -> list[Attempt]:
+    """Tries of a suspended key, by source; the latest first. Our own probes are none."""
+    rows = (
+        _tries(key_id, since)
+        .values("source")
+        .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
+        .order_by("-last", "source")[:limit]
+    )
+    return [Attempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
+
+
+def find_attempts(key_id: str, since: datetime) -> Attempts:
+    """What a tripwire has to know of the time since the key was suspended, however many sources try it."""
+    tries = _tries(key_id, since)
+    last_at = tries.aggregate(at=Max("last_at"))["at"]
+    if last_at is None:
+        return Attempts()
+    return Attempts(last_at, tries.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
+
+
+def _tries(key_id: str, since: datetime) -> QuerySet[UseBucket]:
+    whole_minute = since.replace(second=0, microsecond=0)
+    return _buckets(key_id, (Outcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
+
+
+def _is_known(key_id: str, before: datetime) -> Exists:
+    """That the bucket's source really used the key before this time."""
+    return Exists(_buckets(key_id, SIGNS_OF_LIFE).filter(source=OuterRef("source"), first_at__lt=before))
+
+
+def network_of(source: str) -> str:
+    """The /24 of an IPv4 address, the /48 of an IPv6 one; whatever else a source is called stays as it is."""
+    try:
+        address = ip_address(source)
+    except ValueError:
+        return source
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    address = mapped or address
+    return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
+
+
+def _buckets(key_id: str, outcomes: Iterable[Outcome]) -> QuerySet[UseBucket]:
+    return UseBucket.objects.filter(key_id=key_id, outcome__in=list(outcomes))
