@@ -4,15 +4,22 @@ from datetime import UTC, datetime
 
 from celery import shared_task
 
-from rotation.services.engine import advance_rotation, list_due
+from rotation.services.campaign_work import tick
+from rotation.services.engine import advance_all_due
+from rotation.services.scheduled import begin_due
 
 
-@shared_task(name="rotation.tasks.advance_due", expires=30)
+@shared_task(name="rotation.tasks.advance_due", expires=5)
 def advance_due() -> None:
-    for rotation_id in list_due(datetime.now(UTC)):
-        advance.apply_async((rotation_id,), expires=30)
+    """Takes the turns itself, for a moment: a message for each would pile up in front of everybody else's work."""
+    advance_all_due()
 
 
-@shared_task(name="rotation.tasks.advance")
-def advance(rotation_id: str) -> None:
-    advance_rotation(rotation_id)
+@shared_task(name="rotation.tasks.begin_scheduled", expires=30)
+def begin_scheduled() -> None:
+    begin_due(datetime.now(UTC))
+
+
+@shared_task(name="rotation.tasks.advance_campaigns", expires=30)
+def advance_campaigns() -> None:
+    tick(datetime.now(UTC))

@@ -2,72 +2,95 @@
 
 import secrets
 from datetime import datetime
+from typing import Any
 
-from django.db.models import Count, Max, Min, Sum
+from django.db.models import Count, Min, Q, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.ids import mint_id
-from keyvault.domain.keys import KeyState
-from keyvault.models import Key, Material, UseBucket
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.models import Key, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import Outcome
 from keyvault.services.usage import observe
+from keyvault.services.usage_reports import find_attempts, find_last, list_users
+from rotation.deployers import DEPLOYERS
+from rotation.events import RotationState
 from rotation.models import Evidence, EvidenceKind, Rotation
-from rotation.states import Facts, KeyFacts, RotationState
-
-
-def gather_facts(rotation: Rotation, now: datetime) -> Facts:
-    """Reads only."""
-    observation = observe()
-    replacement = rotation.replacement
-    return Facts(
-        state=rotation.current_state,
-        plan=rotation.approved_plan,
-        entered_at=rotation.entered_at,
-        predecessor=_key_facts(rotation.predecessor, now, refused_since=rotation.entered_at),
-        replacement=None if replacement is None else _key_facts(replacement, now),
-        stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
-        has_approval=rotation.approvals.count() >= rotation.approvals_needed,
-        approval_expires_at=rotation.approval_expires_at,
-        is_accepted=replacement is not None and is_accepted_everywhere(replacement),
-        is_delivered=rotation.delivered_at is not None,
-        acknowledged_at=rotation.acknowledged_at,
-        observed_through=observation.through,
-        lost_at=observation.lost_at,
-    )
-
-
-def is_accepted_everywhere(key: Key) -> bool:
-    """Whether every verifier would accept the key now.
-
-    Each verification reads the database, so that holds as soon as the activation is committed. A verifier
-    that caches has to confirm first, and this is where it will be asked.
-    """
-    return KeyState(key.state) is KeyState.ACTIVE
-
+from rotation.policy import DeliveryChannel
+from rotation.services.acceptance import is_accepted_everywhere
+from rotation.states import Facts, KeyFacts
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
 """An endpoint of ours: using it is a sign of life, but no traffic that proves anything."""
 
 
-def _key_facts(key: Key, now: datetime, refused_since: datetime | None = None) -> KeyFacts:
-    buckets = UseBucket.objects.filter(key=key)
-    allowed = buckets.filter(outcome=Outcome.ALLOWED)
-    traffic = allowed.exclude(endpoint=ACKNOWLEDGEMENT).aggregate(
-        count=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at")
+_BACKEND = DeliveryChannel.SECRET_BACKEND
+
+
+def gather_facts(rotation: Rotation, now: datetime) -> Facts:
+    """Reads only."""
+    observation = observe(now)
+    plan, replacement = rotation.approved_plan, rotation.replacement
+    ways = [DEPLOYERS[channel].find_standing(rotation) for channel in plan.channels if channel is not _BACKEND]
+    rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
+    # Nothing follows from tries of an old public key: shipped apps go on with it.
+    is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
+    is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
+    since = None if is_ignored else rotation.quarantined_at
+    return Facts(
+        state=rotation.current_state,
+        plan=plan,
+        entered_at=rotation.entered_at,
+        predecessor=_key_facts(rotation.predecessor, now, None if rolls_back else since),
+        kind=KeyKind(rotation.credential.kind),
+        replacement=None
+        if replacement is None
+        else _key_facts(replacement, now, since if rolls_back else None, proves=is_proving),
+        deadline=rotation.deadline_at,
+        retire_at=rotation.retire_at,
+        stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
+        has_left=rotation.credential.account.merchant.status == MerchantStatus.OFFBOARDED,
+        has_approval=rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed,
+        approval_expires_at=rotation.approval_expires_at,
+        is_accepted=replacement is not None and is_accepted_everywhere(replacement, now),
+        is_delivered=rotation.delivered_at is not None,
+        is_told=all(way.arrived_at is not None for way in ways),
+        telling_failed=any(way.has_failed for way in ways),
+        acknowledged_at=rotation.acknowledged_at,
+        confirmed_at=rotation.confirmed_at,
+        is_proved=rotation.used_at is not None,
+        quarantined_at=rotation.quarantined_at,
+        was_reinstated=rotation.reinstated_at is not None,
+        silence_waived=rotation.waived_at is not None,
+        written_back_at=rotation.written_back_at,
+        observed_through=observation.through,
+        lost_at=observation.lost_at,
     )
-    refused = buckets.filter(outcome=Outcome.REFUSED)
-    if refused_since is not None:
-        refused = refused.filter(last_at__gte=refused_since)
+
+
+def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:
+    """`tried_since`: since when we have suspended it. `proves`: its traffic may prove something."""
+    attempts = None if tried_since is None else find_attempts(key.key_id, tried_since)
     return KeyFacts(
         state=KeyState(key.state),
-        is_expired=key.expires_at is not None and now >= key.expires_at,
-        count=traffic["count"] or 0,
-        sources=traffic["sources"],
-        first_used_at=traffic["first"],
-        last_used_at=allowed.aggregate(at=Max("last_at"))["at"],
-        refused_at=refused.aggregate(at=Max("last_at"))["at"],
+        # One that was revoked by hand did not expire, however late it is by now.
+        is_expired=key.retirement == Retirement.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
+        last_used_at=find_last(key.key_id),
+        tried_at=None if attempts is None else attempts.last_at,
+        tried_by_known_at=None if attempts is None else attempts.last_known_at,
         material_destroyed=key.material in {Material.NONE, Material.DESTROYED},
+        **(_traffic(key) if proves else {}),
     )
+
+
+def _is_past(key: Key, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
+
+
+def _traffic(key: Key) -> dict[str, Any]:
+    buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=Outcome.ALLOWED)
+    seen = buckets.aggregate(count=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at"))
+    return {"count": seen["count"] or 0, "sources": seen["sources"], "first_used_at": seen["first"]}
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:
@@ -78,53 +101,34 @@ def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonVa
 
 
 def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
-    """How the replacement was proved in use: counts by source, or the acknowledgement."""
+    """How the replacement was proved in use: counts by source, the acknowledgement, or an operator's word."""
     replacement = facts.replacement
     seen: dict[str, JsonValue] = {
         "key_id": rotation.replacement_id,
         "policy": facts.plan.proof.value,
         "acknowledged_at": _text(facts.acknowledged_at),
+        "confirmed_at": _text(facts.confirmed_at),
     }
     if replacement is not None:
         seen |= {
             "authentications": replacement.count,
             "first_used_at": _text(replacement.first_used_at),
-            "by_source": list_users(rotation.replacement_id or ""),
+            "by_source": list_users(rotation.replacement_id or "", outcomes=(Outcome.ALLOWED,)),
         }
     return seen
 
 
 def silence_seen(
-    rotation: Rotation, facts: Facts, period_seconds: int, last_at: datetime | None
+    key_id: str | None, facts: Facts, period_seconds: int, last_at: datetime | None
 ) -> dict[str, JsonValue]:
-    """How the predecessor was seen to be silent: since when, and up to when verifiers had reported."""
+    """How a key was seen to be silent: since when, and up to when verifiers had reported."""
     return {
-        "key_id": rotation.predecessor_id,
+        "key_id": key_id,
         "period_seconds": period_seconds,
         "since": _text(facts.entered_at),
         "last_seen_at": _text(last_at),
         "observed_through": _text(facts.observed_through),
     }
-
-
-def list_users(key_id: str) -> list[JsonValue]:
-    """Who used a key: by source, user agent and endpoint, the latest first, at most 50."""
-    rows = (
-        UseBucket.objects.filter(key_id=key_id, outcome=Outcome.ALLOWED)
-        .values("source", "user_agent", "endpoint")
-        .annotate(total=Sum("count"), last=Max("last_at"))
-        .order_by("-last")[:50]
-    )
-    return [
-        {
-            "source": row["source"],
-            "user_agent": row["user_agent"],
-            "endpoint": row["endpoint"],
-            "count": row["total"],
-            "last_at": _text(row["last"]),
-        }
-        for row in rows
-    ]
 
 
 def _text(at: datetime | None) -> str | None:

@@ -1,64 +1,49 @@
-"""Rotations as people and services see them: asked for, approved, rejected, aborted, acknowledged, read."""
+"""Rotations asked for and decided about: by people and services, by schedules and campaigns in a person's name."""
 
 import secrets
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
 from django.db import IntegrityError as DatabaseIntegrityError
-from django.db.models import QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import KeyHolder, Operator, Service
-from keyvault.domain.canonical import JsonValue
-from keyvault.domain.environments import Environment
-from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
-from keyvault.domain.free_text import clean_text
+from keyvault.access.principals import Operator, Service
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.ids import mint_id
-from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Credential, Key, Material, ServiceToken
+from keyvault.domain.keys import DEAD_STATES, KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Credential, Key, ServiceToken
+from keyvault.models import Operator as OperatorRow
 from keyvault.services.break_glass import note_break_glass
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.issuance import approvals_needed
-from keyvault.services.keys import burn_key
-from keyvault.services.leases import claim, hold, release, wake
-from keyvault.services.material import find_stored, read_string
+from keyvault.services.leases import wake
+from keyvault.services.merchants import require_staying
+from keyvault.services.notifications import announce
 from keyvault.services.operators import operator_row
 from keyvault.services.recording import recorded
-from keyvault.services.usage import longest_gap_seconds
-from rotation.models import Rotation, RotationApproval
-from rotation.policy import (
-    APPROVAL_LIFETIME,
-    DEFAULTS,
-    Plan,
-    Proof,
-    default_quiet_seconds,
-    find_far_faults,
-    find_faults,
-)
-from rotation.services.facts import gather_facts, list_users
-from rotation.states import CLOSED, UNPUBLISHED, RotationState, next_step
+from rotation.events import RotationState
+from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
+from rotation.policy import APPROVAL_LIFETIME, Plan
+from rotation.services.planning import Wish, find_predecessor, plan_reissue, plan_rotation
+from rotation.services.reports import about, subject_of
 
 S = RotationState
 
+_ASKS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
+
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What somebody asks for; None leaves it to the environment's defaults."""
+class _Asker:
+    """In whose name a rotation is asked for, and how many others have to agree."""
 
-    reason: str = ""
-    not_before: datetime | None = None
-    deadline: datetime | None = None
-    proof: Proof | None = None
-    proof_count: int | None = None
-    proof_sources: int | None = None
-    soak_seconds: int | None = None
-    quiet_seconds: int | None = None
-    quarantine_seconds: int | None = None
-    expires_in_days: int | None = None
-    predecessor_may_expire: bool = False
+    person: str
+    approvals: int
+    operator: OperatorRow | None = None
+    token: ServiceToken | None = None
+    schedule: RotationSchedule | None = None
+    campaign: Campaign | None = None
 
 
 def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotation:
@@ -67,60 +52,156 @@ def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotati
     Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
     has an open rotation, or not exactly one key to replace.
     """
-    faults = list(find_far_faults({"not_before": wish.not_before, "deadline": wish.deadline}, grant.at))
-    if faults:
-        raise RequestInvalidError("The rotation cannot be done like that.", faults)
-    predecessor = _predecessor(credential)
-    environment = credential.environment
-    plan = _plan(credential, predecessor, wish, grant.at)
-    faults = list(find_faults(plan, environment, predecessor.expires_at, grant.at))
-    if faults:
-        raise RequestInvalidError("The rotation cannot be done like that.", faults)
-    principal = grant.principal
-    if not isinstance(principal, Operator | Service):
-        raise TypeError("operators and services ask for rotations")
-    # A service's wish takes an operator even where an operator's own would be enough.
-    needed = max(approvals_needed(environment), 1 if isinstance(principal, Service) else 0)
+    plan = plan_rotation(credential, wish, grant.at)
+    asker = _asker_of(grant, credential)
+    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+
+
+def begin_rotation(
+    grant: Grant,
+    credential: Credential,
+    wish: Wish,
+    *,
+    author: OperatorRow,
+    schedule: RotationSchedule | None = None,
+    campaign: Campaign | None = None,
+) -> Rotation:
+    """What a schedule or a campaign asks for, in the name of whoever made it.
+
+    The persons who approved the campaign have approved this plan with it. Raises like `request_rotation`.
+    """
+    plan = plan_rotation(credential, wish, grant.at)
+    needed = approvals_needed(credential.environment)
+    asker = _Asker(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
+    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+
+
+def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
+    """Asks for a key for a credential that has no usable one; made as soon as it is approved, in no window.
+
+    Raises StateConflictError when it has a key that verifies or is suspended, or an open rotation.
+    """
+    if (fault := find_reason_fault(reason)) is not None:
+        raise RequestInvalidError("A reissue needs a reason.", [Fault("/reason", fault)])
+    for key in credential.keys.exclude(state__in=DEAD_STATES):
+        if key.state != KeyState.PRE_ACTIVATION and (key.expires_at is None or key.expires_at > grant.at):
+            raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
+    latest: Key | None = credential.keys.select_related("credential__account").order_by("-created_at").first()
+    if latest is None:
+        raise StateConflictError("The credential never had a key: its issuance is not done.")
+    plan = plan_reissue(credential, latest, reason, grant.at)
+    return _ask(grant, credential, latest, plan, _asker_of(grant, credential), S.EMERGENCY)
+
+
+def _asker_of(grant: Grant, credential: Credential) -> _Asker:
+    principal, needed = grant.principal, approvals_needed(credential.environment)
+    if isinstance(principal, Operator):
+        return _Asker(principal.person, needed, operator=operator_row(principal))
+    if isinstance(principal, Service):
+        # A service's wish takes an operator even where an operator's own would be enough.
+        token = ServiceToken.objects.get(pk=principal.token_id)
+        return _Asker(principal.person, max(needed, 1), token=token)
+    raise TypeError("operators and services ask for rotations")
+
+
+def _ask(
+    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, asker: _Asker, approved: RotationState
+) -> Rotation:
+    """`approved`: the state to be in once enough persons have approved."""
     rotation = Rotation(
         rotation_id=mint_id("rot", secrets.token_bytes),
         credential=credential,
         predecessor=predecessor,
-        state=S.AWAITING_APPROVAL if needed else S.SCHEDULED,
+        state=approved if approved is S.EMERGENCY or not asker.approvals else S.AWAITING_APPROVAL,
         plan=plan.as_json(),
         plan_digest=plan.digest(),
-        approvals_needed=needed,
-        requester=operator_row(principal) if isinstance(principal, Operator) else None,
-        requested_via=ServiceToken.objects.get(pk=principal.token_id) if isinstance(principal, Service) else None,
-        requester_person=principal.person,
+        approvals_needed=asker.approvals,
+        requester=asker.operator,
+        requested_via=asker.token,
+        requester_person=asker.person,
+        schedule=asker.schedule,
+        campaign=asker.campaign,
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
         entered_at=grant.at,
+        deadline_at=plan.deadline,
+        retire_at=plan.retire_at,
     )
     try:
         with recorded(
             grant,
-            P.ROTATIONS_WRITE,
+            _ASKS,
             "rotation.requested",
             account=credential.account,
-            **_about(rotation),
+            **about(rotation),
             plan_digest=rotation.plan_digest,
             plan=rotation.plan,
-            approvals_needed=needed,
+            approvals_needed=asker.approvals,
+            schedule=None if asker.schedule is None else str(asker.schedule.pk),
+            campaign_id=None if asker.campaign is None else asker.campaign.campaign_id,
         ):
+            require_staying(credential.account)
             rotation.save()
-    except DatabaseIntegrityError:
-        if Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED).exists():
+            if asker.campaign is not None and asker.approvals:
+                _approve_with_campaign(grant, rotation, asker.campaign)
+            if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
+                _announce_plan(grant, rotation)
+    except DatabaseIntegrityError as error:
+        # By what refused it: the open one may have closed by now. A trigger says it in words, an index by its name.
+        if any(words in str(error) for words in ("one open rotation", "rotation_one_open")):
             raise StateConflictError("The credential has an open rotation already.") from None
         raise
     return rotation
 
 
+def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign) -> None:
+    """Who approved the campaign approved its selection and its plan: their names stand under each of its rotations."""
+    for approval in campaign.approvals.filter(plan_digest=campaign.plan_digest):
+        RotationApproval(
+            rotation=rotation,
+            approver=approval.approver,
+            person=approval.person,
+            plan_digest=rotation.plan_digest,
+            created_at=approval.created_at,
+        ).save()
+    if rotation.approvals.count() < rotation.approvals_needed:
+        raise StateConflictError("The campaign is not approved by enough persons.", internal=campaign.campaign_id)
+    rotation.compare_and_swap(state=S.SCHEDULED)
+
+
+def _announce_plan(grant: Grant, rotation: Rotation) -> None:
+    plan = rotation.approved_plan
+    announce(
+        grant,
+        NoticeKind.ROTATION_PLANNED,
+        rotation.credential.account,
+        rotation.rotation_id,
+        **about(rotation),
+        predecessor_key_id=rotation.predecessor_id,
+        not_before=plan.not_before.isoformat(),
+        deadline=None if plan.deadline is None else plan.deadline.isoformat(),
+        is_emergency=rotation.state == S.EMERGENCY,
+    )
+
+
+def announce_end(grant: Grant, rotation: Rotation) -> None:
+    """Inside the `recorded` block in which a person ends what the merchant was told is planned."""
+    announce(
+        grant,
+        NoticeKind.ROTATION_ENDED,
+        rotation.credential.account,
+        rotation.rotation_id,
+        **about(rotation),
+        predecessor_key_id=rotation.predecessor_id,
+        replacement_key_id=rotation.replacement_id,
+        state=rotation.state,
+        why=rotation.why,
+    )
+
+
 def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rotation:
     """One person's yes to exactly this plan. Raises StateConflictError, see `approve_issuance`."""
-    if rotation.state != S.AWAITING_APPROVAL or grant.at >= rotation.approval_expires_at:
-        raise StateConflictError(f"The rotation does not wait for approval: it is {rotation.state}.")
-    if rotation.plan_digest != rotation.approved_plan.digest():
-        raise StateConflictError("The plan was altered.", internal=f"{rotation.rotation_id} fails its digest")
+    _require_undecided(grant, rotation)
     operator = approving_operator(
         grant,
         rotation.approvals,
@@ -133,7 +214,7 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         P.ROTATIONS_APPROVE,
         "rotation.approved",
         account=rotation.credential.account,
-        **_about(rotation),
+        **about(rotation),
         plan_digest=plan_digest,
     ):
         locked(rotation)
@@ -147,258 +228,66 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         note_command_line_approval(
             grant, rotation.credential.account.environment, "rotation.approved", rotation.rotation_id
         )
-        if rotation.approvals.count() >= rotation.approvals_needed:
+        if rotation.state == S.AWAITING_APPROVAL and rotation.approvals.count() >= rotation.approvals_needed:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
+            _announce_plan(grant, rotation)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: str) -> Rotation:
+    """Begins without the second person (break-glass): alarmed, and in sight until a second person has reviewed it.
+
+    Raises RequestInvalidError without a reason, StateConflictError when nothing waits for approval.
+    """
+    if (fault := find_reason_fault(reason)) is not None:
+        raise RequestInvalidError("A bypass needs a reason.", [Fault("/reason", fault)])
+    _require_undecided(grant, rotation)
+    if plan_digest != rotation.plan_digest:
+        raise StateConflictError("This is not what you were shown. Look at it again.")
+    account = rotation.credential.account
+    with recorded(
+        grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)
+    ):
+        note_break_glass(
+            grant, event="rotation.bypassed", subject=rotation.rotation_id, why=f"no second person: {reason}"
+        )
+        rotation.compare_and_swap(bypassed_at=grant.at)
+        if rotation.state == S.AWAITING_APPROVAL:
+            rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
+            _announce_plan(grant, rotation)
+        announce(grant, NoticeKind.ROTATION_BYPASSED, account, rotation.rotation_id, **about(rotation))
     wake(subject_of(rotation.rotation_id))
     return rotation
 
 
 def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
-    if rotation.state != S.AWAITING_APPROVAL:
-        raise StateConflictError(f"The rotation does not wait for approval: it is {rotation.state}.")
+    _require_undecided(grant, rotation)
+    was_planned = rotation.state == S.EMERGENCY
     with recorded(
         grant,
         P.ROTATIONS_APPROVE,
         "rotation.rejected",
         account=rotation.credential.account,
-        **_about(rotation),
+        **about(rotation),
         why=clean_text(why, 300),
     ):
         rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
+        if was_planned:
+            announce_end(grant, rotation)
     return rotation
 
 
-def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
-    """Ends a rotation whose replacement nobody has been given; the replacement, if made, is burned.
-
-    Raises StateConflictError afterwards, since the merchant may already use it, and while a worker is in the
-    middle of a step; BackendUnavailableError when the backend cannot say whether it holds the replacement.
-    """
-    state = S(rotation.stalled_from) if rotation.stalled_from else rotation.current_state
-    if state != S.AWAITING_APPROVAL and state not in UNPUBLISHED:
-        raise StateConflictError(_TOO_LATE)
-    lease = claim(subject_of(rotation.rotation_id), grant.at, now_or_never=True)
-    if lease is None:
-        raise StateConflictError("A worker is at it this moment. Try again.")
-    try:
-        _require_undelivered(rotation)
-        with recorded(
-            grant,
-            P.ROTATIONS_WRITE,
-            "rotation.cancelled",
-            account=rotation.credential.account,
-            **_about(rotation),
-            why=clean_text(why, 300),
-        ):
-            hold(lease)
-            # Keys before the rotation, as the engine locks them.
-            if rotation.replacement is not None:
-                burn_key(grant, rotation.replacement)
-            rotation.compare_and_swap(
-                state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300)
-            )
-    finally:
-        release(lease)
-    return rotation
+def is_undecided(rotation: Rotation) -> bool:
+    """Whether it waits for a person's yes."""
+    if rotation.state == S.AWAITING_APPROVAL:
+        return True
+    enough = rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed
+    return rotation.state == S.EMERGENCY and not enough
 
 
-_TOO_LATE = "The replacement was delivered; the merchant may already use it."
-
-
-def _require_undelivered(rotation: Rotation) -> None:
-    """A worker may have died between writing to the backend and saying so: the backend knows."""
-    stored = None if rotation.replacement is None else find_stored(rotation.credential)
-    if rotation.delivered_at is not None or (
-        stored is not None and stored.labels.get("key_id") == rotation.replacement_id
-    ):
-        raise StateConflictError(_TOO_LATE)
-
-
-def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
-    """Goes on where it stalled, with its timers started anew."""
-    if rotation.state != S.STALLED or rotation.stalled_from is None:
-        raise StateConflictError(f"Only a stalled rotation is resumed; this one is {rotation.state}.")
-    with recorded(
-        grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **_about(rotation)
-    ):
-        rotation.compare_and_swap(state=rotation.stalled_from, stalled_from=None, entered_at=grant.at, why="")
-    wake(subject_of(rotation.rotation_id))
-    return rotation
-
-
-def find_introduction(key_id: str) -> Rotation | None:
-    """The rotation whose replacement this key is, if it still stands; what an acknowledgement is about."""
-    return (
-        _rotations()
-        .filter(replacement_id=key_id)
-        .exclude(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED])
-        .order_by("-created_at")
-        .first()
-    )
-
-
-def acknowledge(grant: Grant, rotation: Rotation) -> None:
-    """The merchant, by the replacement itself, says that it arrived. Repeatable.
-
-    Raises NotFoundError for a holder of any other key: no service token can say this for the merchant.
-    """
-    holder = grant.principal
-    if not isinstance(holder, KeyHolder) or holder.key_id != rotation.replacement_id:
-        raise NotFoundError("The key is not the replacement of a rotation.")
-    if rotation.acknowledged_at is not None or rotation.current_state in CLOSED:
-        return
-    with recorded(
-        grant,
-        P.ROTATIONS_ACKNOWLEDGE,
-        "rotation.acknowledged",
-        account=rotation.credential.account,
-        **_about(rotation),
-        key_id=holder.key_id,
-    ):
-        rotation.compare_and_swap(acknowledged_at=grant.at)
-    wake(subject_of(rotation.rotation_id))
-
-
-def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
-    """The replacement's string, to whoever asked for the rotation, and once; break-glass in production.
-
-    Raises StateConflictError when there is nothing to collect, and for a sealed credential, whose keys no person sees.
-    """
-    operator = grant.principal
-    key = rotation.replacement
-    if not isinstance(operator, Operator) or operator.person != rotation.requester_person:
-        raise StateConflictError("Only whoever asked for the rotation collects its key.")
-    if rotation.credential.delivery == Delivery.SEALED:
-        raise StateConflictError(
-            "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
-        )
-    if rotation.collected_at is not None:
-        raise StateConflictError("The key was collected already.")
-    if key is None or rotation.delivered_at is None:
-        raise StateConflictError("The replacement is not there yet.")
-    text = read_string(key)
-    account = rotation.credential.account
-    with recorded(
-        grant, P.ISSUANCE_COLLECT, "rotation.collected", account=account, **_about(rotation), key_id=key.key_id
-    ):
-        rotation.compare_and_swap(collected_at=grant.at)
-        if account.environment == Environment.PRODUCTION:
-            note_break_glass(
-                grant,
-                event="rotation.collected",
-                subject=rotation.rotation_id,
-                why="a production key was shown to a person",
-            )
-        if rotation.credential.delivery == Delivery.SHOW_ONCE:
-            key.compare_and_swap(material=Material.DESTROY_DUE)
-    return text
-
-
-def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
-    """What the API, the console and the command line show; never material."""
-    step = next_step(gather_facts(rotation, now), now)
-    return {
-        "rotation_id": rotation.rotation_id,
-        "state": rotation.state,
-        "waiting_for": None if rotation.current_state in CLOSED else getattr(step, "waiting_for", "its next turn"),
-        "why": rotation.why,
-        "credential_id": rotation.credential_id,
-        "merchant_id": rotation.credential.account.merchant_id,
-        "environment": rotation.credential.account.environment,
-        "predecessor_key_id": rotation.predecessor_id,
-        "replacement_key_id": rotation.replacement_id,
-        "plan": rotation.plan,
-        "plan_digest": rotation.plan_digest,
-        "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
-        "approvals_needed": rotation.approvals_needed,
-        "created_at": _text(rotation.created_at),
-        "accepted_at": _text(rotation.accepted_at),
-        "delivered_at": _text(rotation.delivered_at),
-        "acknowledged_at": _text(rotation.acknowledged_at),
-        "used_at": _text(rotation.used_at),
-        "silent_at": _text(rotation.silent_at),
-        "closed_at": _text(rotation.closed_at),
-        "evidence": [
-            {
-                "evidence_id": evidence.evidence_id,
-                "kind": evidence.kind,
-                "seen": evidence.seen,
-                "created_at": _text(evidence.created_at),
-            }
-            for evidence in rotation.evidence.order_by("created_at", "evidence_id")
-        ],
-        "predecessor_users": list_users(rotation.predecessor_id),
-    }
-
-
-def get_rotation(rotation_id: str) -> Rotation:
-    """Raises NotFoundError."""
-    rotation = _rotations().filter(rotation_id=rotation_id).first()
-    if rotation is None:
-        raise NotFoundError
-    return rotation
-
-
-def list_open() -> list[str]:
-    return list(Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at").values_list("rotation_id", flat=True))
-
-
-def subject_of(rotation_id: str) -> str:
-    """What the lease on a rotation's work is called."""
-    return f"rotation:{rotation_id}"
-
-
-def _rotations() -> QuerySet[Rotation]:
-    return Rotation.objects.select_related(
-        "credential__account__merchant", "predecessor__credential__account", "replacement__credential__account"
-    )
-
-
-def _predecessor(credential: Credential) -> Key:
-    if credential.kind == KeyKind.PUBLIC:
-        raise StateConflictError("A public key is not rotated by evidence: shipped apps hold it for months.")
-    active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
-    if not active:
-        raise StateConflictError("The credential has no usable key to replace; issue it anew.")
-    if len(active) > 1:
-        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")
-    return active[0]
-
-
-def _plan(credential: Credential, predecessor: Key, wish: Wish, now: datetime) -> Plan:
-    """The wish, with the environment's defaults for all that it leaves open."""
-    defaults = DEFAULTS[credential.environment]
-    not_before = wish.not_before or now
-    longest = not_before + timedelta(seconds=defaults.deadline_seconds)
-    if predecessor.expires_at is not None and not wish.predecessor_may_expire:
-        longest = min(longest, predecessor.expires_at)
-    return Plan(
-        credential_id=credential.credential_id,
-        predecessor_key_id=predecessor.key_id,
-        reason=clean_text(wish.reason, 300),
-        not_before=not_before,
-        deadline=wish.deadline or longest,
-        proof=wish.proof or Proof.TRAFFIC,
-        proof_count=_or(wish.proof_count, defaults.proof_count),
-        proof_sources=_or(wish.proof_sources, defaults.proof_sources),
-        soak_seconds=_or(wish.soak_seconds, defaults.soak_seconds),
-        quiet_seconds=_or(
-            wish.quiet_seconds,
-            default_quiet_seconds(credential.environment, longest_gap_seconds(predecessor.key_id)),
-        ),
-        quarantine_seconds=_or(wish.quarantine_seconds, defaults.quarantine_seconds),
-        expires_in_days=wish.expires_in_days,
-        predecessor_may_expire=wish.predecessor_may_expire,
-    )
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
-def _about(rotation: Rotation) -> dict[str, JsonValue]:
-    return {"rotation_id": rotation.rotation_id, "credential_id": rotation.credential_id}
-
-
-def _text(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat()
+def _require_undecided(grant: Grant, rotation: Rotation) -> None:
+    if not is_undecided(rotation) or grant.at >= rotation.approval_expires_at:
+        raise StateConflictError(f"The rotation does not wait for approval: it is {rotation.state}.")
+    if rotation.plan_digest != rotation.approved_plan.digest():
+        raise StateConflictError("The plan was altered.", internal=f"{rotation.rotation_id} fails its digest")
