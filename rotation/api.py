@@ -1,6 +1,7 @@
 """Rotations over REST: asked for and read on the service plane, acknowledged on the integration plane."""
 
 from datetime import UTC
+from typing import Any
 
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -12,15 +13,35 @@ from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, Server
 from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer, StrictText
-from keyvault.domain.errors import ErrorCode, NotFoundError
+from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.authorization import authorize
 from keyvault.services.idempotency import Answer, Effect
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY
 from rotation.bodies import RotationBody
-from rotation.policy import LONGEST_SECONDS, Proof
+from rotation.events import RotationState
+from rotation.policy import LONGEST_SECONDS, AtDeadline, DeliveryChannel, Proof, Reinstatement
 from rotation.services.facts import ACKNOWLEDGEMENT
-from rotation.services.requests import Wish, acknowledge, describe, find_introduction, get_rotation, request_rotation
+from rotation.services.interventions import abort_rotation, acknowledge
+from rotation.services.planning import Wish
+from rotation.services.reports import describe, find_introduction, get_rotation
+from rotation.services.requests import request_rotation
+from rotation.windows import Window
+
+
+class WindowRequest(StrictSerializer):
+    """When it may begin: hours (`HH:MM`) of some weekdays (0 is Monday) in a time zone."""
+
+    time_zone = StrictText(max_length=64)
+    weekdays = serializers.ListField(
+        child=StrictInteger(min_value=0, max_value=6), required=False, min_length=1, max_length=7
+    )
+    opens = StrictText(required=False, max_length=5)
+    closes = StrictText(required=False, max_length=5)
+
+
+class AbortRequest(StrictSerializer):
+    reason = StrictText(required=False, max_length=300)
 
 
 class RotationRequest(StrictSerializer):
@@ -29,6 +50,16 @@ class RotationRequest(StrictSerializer):
     not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
     deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
     proof = serializers.ChoiceField(choices=[proof.value for proof in Proof], required=False)
+    at_deadline = serializers.ChoiceField(choices=[each.value for each in AtDeadline], required=False)
+    reinstatement = serializers.ChoiceField(choices=[each.value for each in Reinstatement], required=False)
+    channels = serializers.ListField(
+        child=serializers.ChoiceField(choices=[each.value for each in DeliveryChannel]),
+        required=False,
+        min_length=1,
+        max_length=len(DeliveryChannel),
+    )
+    retire_at = serializers.DateTimeField(required=False, default_timezone=UTC)
+    window = WindowRequest(required=False)
     proof_count = StrictInteger(required=False, min_value=1, max_value=1_000_000)
     proof_sources = StrictInteger(required=False, min_value=1, max_value=10_000)
     soak_seconds = StrictInteger(required=False, min_value=0, max_value=LONGEST_SECONDS)
@@ -38,10 +69,24 @@ class RotationRequest(StrictSerializer):
     predecessor_may_expire = StrictBoolean(required=False)
 
     def wish(self) -> Wish:
+        """Raises RequestInvalidError for a window that cannot be meant."""
         values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
-        if "proof" in values:
-            values["proof"] = Proof(values["proof"])
+        for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
+            if name in values:
+                values[name] = kind(values[name])
+        if "channels" in values:
+            values["channels"] = tuple(dict.fromkeys(map(DeliveryChannel, values["channels"])))
+        if "window" in values:
+            values["window"] = _read_window(values["window"])
         return Wish(**values)
+
+
+def _read_window(values: dict[str, Any]) -> Window:
+    try:
+        return Window.from_json(values)
+    except RequestInvalidError as error:
+        faults = [Fault(f"/window{fault.pointer}", fault.detail) for fault in error.faults]
+        raise RequestInvalidError(error.detail, faults) from error
 
 
 class RotationsView(ServiceView):
@@ -100,6 +145,31 @@ class RotationView(ServiceView):
         rotation = get_rotation(rotation_id)
         self.grant_for(rotation.credential.account)
         return Response(describe(rotation, self.now))
+
+
+class RotationAbortView(ServiceView):
+    permission = Permission.ROTATIONS_WRITE
+
+    @documented(
+        "rotations_abort",
+        summary="Ends a rotation: cancelled before delivery, rolled back after it.",
+        takes=AbortRequest,
+        answers={200: RotationBody},
+        codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
+        parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
+    )
+    def post(self, request: Request, rotation_id: str) -> Response:
+        """Repeatable: what is on its way back, or ended like that, is answered as it is."""
+        rotation = get_rotation(rotation_id)
+        grant = self.grant_for(rotation.credential.account)
+        form = AbortRequest(data=request.data)
+        form.is_valid(raise_exception=True)
+        if rotation.current_state not in _ABORTED:
+            abort_rotation(grant, rotation, form.validated_data.get("reason", "") or "aborted by a service")
+        return Response(describe(get_rotation(rotation_id), self.now))
+
+
+_ABORTED = frozenset({RotationState.CANCELLED, RotationState.ROLLING_BACK, RotationState.ROLLED_BACK})
 
 
 def _acknowledge(call: Call) -> Response:

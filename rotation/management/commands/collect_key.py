@@ -10,7 +10,8 @@ from keyvault.domain.errors import NotFoundError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.answers import AnsweringCommand
 from keyvault.services import issuance
-from rotation.services.requests import collect_replacement, get_rotation
+from rotation.services.interventions import collect_replacement
+from rotation.services.reports import get_rotation
 
 
 class Command(AnsweringCommand):

@@ -9,9 +9,10 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.management.answers import AnsweringCommand
 from keyvault.models import Credential
-from rotation.policy import Proof
-from rotation.services.requests import Wish, abort_rotation, approve_rotation, request_rotation
-from rotation.states import RotationState
+from rotation.events import RotationState
+from rotation.management.plan_options import add_plan_options, read_wish
+from rotation.services.interventions import abort_rotation
+from rotation.services.requests import approve_rotation, bypass_rotation, request_rotation
 
 
 class Command(AnsweringCommand):
@@ -21,12 +22,8 @@ class Command(AnsweringCommand):
         parser.add_argument("--credential", required=True, metavar="ID")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
         parser.add_argument("--approved-by", metavar="OPERATOR")
-        parser.add_argument("--reason", default="")
-        parser.add_argument("--proof", choices=[proof.value for proof in Proof])
-        parser.add_argument("--proof-count", type=int)
-        parser.add_argument("--proof-sources", type=int)
-        parser.add_argument("--quiet-seconds", type=int)
-        parser.add_argument("--quarantine-seconds", type=int)
+        parser.add_argument("--bypass", metavar="WHY", help="break-glass: begin without the second person, and say why")
+        add_plan_options(parser)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         credential = (
@@ -38,14 +35,7 @@ class Command(AnsweringCommand):
         rotation = request_rotation(
             self.grant(requester, Permission.ROTATIONS_WRITE, credential.account),
             credential,
-            Wish(
-                reason=options["reason"],
-                proof=Proof(options["proof"]) if options["proof"] else None,
-                proof_count=options["proof_count"],
-                proof_sources=options["proof_sources"],
-                quiet_seconds=options["quiet_seconds"],
-                quarantine_seconds=options["quarantine_seconds"],
-            ),
+            read_wish(options),
         )
         if rotation.state == RotationState.AWAITING_APPROVAL:
             self._approve(rotation, credential, options)
@@ -54,6 +44,12 @@ class Command(AnsweringCommand):
     def _approve(self, rotation: Any, credential: Credential, options: Mapping[str, Any]) -> None:
         """A refused approval closes the rotation again, so that it does not block the next one."""
         try:
+            if options["bypass"]:
+                grant = self.grant(
+                    self.operator(options["requested_by"]), Permission.ROTATIONS_BYPASS, credential.account
+                )
+                bypass_rotation(grant, rotation, rotation.plan_digest, options["bypass"])
+                return
             if not options["approved_by"]:
                 raise StateConflictError("This takes a second person: name one with --approved-by.")
             approver = self.operator(options["approved_by"])

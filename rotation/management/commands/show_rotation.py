@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.management.answers import AnsweringCommand
-from rotation.services.requests import describe, get_rotation
+from rotation.services.reports import describe, get_rotation
 
 
 class Command(AnsweringCommand):

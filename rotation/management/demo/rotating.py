@@ -1,7 +1,7 @@
 """The key is replaced while the merchant's backends use it, and none of them notices."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,18 +12,19 @@ from keyvault.management.calls import call
 from keyvault.management.service import SERVER, WORKER
 from keyvault.models import AuditEntry
 from keyvault.services.material import find_stored
+from rotation.events import RotationState
 from rotation.management.demo.fleet import Backend, Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.people import MERCHANT
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
-from rotation.states import CLOSED, RotationState
+from rotation.states import CLOSED
 
 RATE = 50.0
 BACKENDS = (
     Backend("storefront", "198.51.100.10", lag_seconds=0.0),
     Backend("checkout", "198.51.100.11", lag_seconds=1.0),
-    Backend("billing", "198.51.100.20", lag_seconds=4.0),
+    Backend("billing", "198.51.100.20", lag_seconds=3.0),
 )
 PLAN = {"proof-count": 40, "proof-sources": 2, "quiet-seconds": 3, "quarantine-seconds": 2}
 WARM_UP_REQUESTS = 60
@@ -46,6 +47,11 @@ class Replaced:
 
     replacement: Issued
     entries: list[Entry]
+
+
+def plan_options(plan: Mapping[str, int]) -> Iterator[str]:
+    """As `rotate_key` takes them."""
+    return (text for name, value in plan.items() for text in (f"--{name}", str(value)))
 
 
 def merchant_fleet(stage: Stage, issued: Issued) -> Fleet:
@@ -78,7 +84,7 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
         "rotate_key",
         *("--credential", issued.credential.credential_id, "--requested-by", "tam", "--approved-by", "approver"),
         *("--reason", "demo", "--proof", "traffic"),
-        *(text for name, value in PLAN.items() for text in (f"--{name}", str(value))),
+        *plan_options(PLAN),
     )
     rotation_id = made["rotation_id"]
     report.step(f"tam asks for {rotation_id}, approver approves the plan:")
@@ -109,7 +115,7 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
 
     def look() -> list[Entry] | None:
         nonlocal told, using, entries
-        entries = list(_entries(rotation_id))
+        entries = list(entries_of(rotation_id))
         for entry in entries[told:]:
             report.step(f"{entry.event:<15} {entry.why}".rstrip())
             if entry.event == RotationState.QUARANTINE:
@@ -127,7 +133,8 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
     return stage.until("the rotation to be completed", look, seconds=ROTATION_SECONDS)
 
 
-def _entries(rotation_id: str) -> Iterator[Entry]:
+def entries_of(rotation_id: str) -> Iterator[Entry]:
+    """Its way so far, as the audit log has it, oldest first."""
     chain = account_chain(MERCHANT, Environment.SANDBOX)
     rows = AuditEntry.objects.filter(chain=chain, event__startswith="rotation.").order_by("sequence")
     for row in rows:

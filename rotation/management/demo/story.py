@@ -1,4 +1,4 @@
-"""The story of one key, told while it happens: issued, approved, used, rotated under traffic, revoked."""
+"""The story of one key, told while it happens: issued, approved, used, rotated under traffic, reinstated, revoked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from keyvault.management.calls import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
 from keyvault.services.audit import AuditReport, verify_audit
+from rotation.events import RotationState as S
+from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import Report
 from rotation.management.demo.revoking import revoke_at_once
@@ -20,7 +22,6 @@ from rotation.management.demo.rotating import Entry, merchant_fleet, rotate_unde
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import Tally, count
 from rotation.management.demo.traces import find_secrets, find_trouble
-from rotation.states import RotationState as S
 
 HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
 MOST_SHOWN = 10
@@ -30,12 +31,13 @@ MOST_SHOWN = 10
 class Outcome:
     """What is left to be judged when everything has stopped.
 
-    `way`: the rotation's entries in the audit log. `found`: readable secrets.
-    `trouble`: errors in the logs.
+    `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one.
+    `found`: readable secrets. `trouble`: errors in the logs.
     """
 
     tally: Tally
     way: list[Entry]
+    reinstated: Reinstated
     audit: AuditReport
     found: list[str]
     trouble: list[str]
@@ -55,7 +57,7 @@ def tell(report: Report, port: int) -> None:
             wait_until_ready(service, port)
         report.step(f"a server, a Celery worker and a beat run; {local_url(port)}/readyz says ready")
         try:
-            tally, way = _live(stage)
+            tally, way, reinstated = _live(stage)
         except (StoryError, CommandError, KeyvaultError) as error:
             raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
     report.chapter("What is left")
@@ -63,7 +65,7 @@ def tell(report: Report, port: int) -> None:
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
-    outcome = Outcome(tally, way, audit, found, list(find_trouble(service.logs)))
+    outcome = Outcome(tally, way, reinstated, audit, found, list(find_trouble(service.logs)))
     _show(report, outcome, len(stage.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
@@ -83,14 +85,15 @@ def _set_up(report: Report) -> None:
     report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
 
 
-def _live(stage: Stage) -> tuple[Tally, list[Entry]]:
+def _live(stage: Stage) -> tuple[Tally, list[Entry], Reinstated]:
     issued = issue_under_four_eyes(stage)
     verify_as_a_backend(stage, issued)
     with merchant_fleet(stage, issued) as fleet:
         watch_traffic(stage, fleet)
         replaced = rotate_under_traffic(stage, fleet, issued)
-        revocation = revoke_at_once(stage, fleet, replaced.replacement)
-    return count(fleet.requests, revocation), replaced.entries
+        reinstated = rotate_with_a_forgotten_client(stage, fleet, replaced.replacement)
+        revocation = revoke_at_once(stage, fleet, reinstated.replacement)
+    return count(fleet.requests, revocation), replaced.entries, reinstated
 
 
 def _show(report: Report, outcome: Outcome, secrets: int) -> None:
@@ -98,6 +101,7 @@ def _show(report: Report, outcome: Outcome, secrets: int) -> None:
     report.chapter("The figures")
     report.figure("requests", f"{tally.requests}, of which {tally.refusals} rightly refused after the revocation")
     report.figure("failures", f"{len(tally.failures)}")
+    report.figure("refused in quarantine", f"{outcome.reinstated.refusals}, and {outcome.reinstated.counted} counted")
     report.figure("from revoke to first refusal", _first_refusal(tally))
     report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
     report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")

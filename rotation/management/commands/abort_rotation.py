@@ -1,0 +1,26 @@
+"""Ends a rotation: cancelled before its delivery, rolled back after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.management.answers import AnsweringCommand
+from rotation.services.interventions import abort_rotation
+from rotation.services.reports import get_rotation
+
+
+class Command(AnsweringCommand):
+    help = "Ends a rotation: cancelled before delivery; afterwards the old key is delivered again and both verify."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("rotation_id")
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+        parser.add_argument("--reason", required=True)
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        rotation = get_rotation(options["rotation_id"])
+        grant = self.grant(self.operator(options["by"]), Permission.ROTATIONS_WRITE, rotation.credential.account)
+        abort_rotation(grant, rotation, options["reason"])
+        return {"rotation_id": rotation.rotation_id, "state": get_rotation(rotation.rotation_id).state}

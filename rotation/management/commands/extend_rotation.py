@@ -1,0 +1,27 @@
+"""Gives a rotation a later deadline."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.management.answers import AnsweringCommand
+from rotation.management.plan_options import read_time
+from rotation.services.interventions import extend_rotation
+from rotation.services.reports import get_rotation
+
+
+class Command(AnsweringCommand):
+    help = "Gives a rotation a later deadline; one that its deadline stalled goes on."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("rotation_id")
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+        parser.add_argument("--deadline", required=True, metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        rotation = get_rotation(options["rotation_id"])
+        grant = self.grant(self.operator(options["by"]), Permission.ROTATIONS_WRITE, rotation.credential.account)
+        extend_rotation(grant, rotation, read_time("deadline", options["deadline"]))
+        return {"rotation_id": rotation.rotation_id, "state": get_rotation(rotation.rotation_id).state}

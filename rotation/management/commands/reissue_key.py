@@ -1,0 +1,50 @@
+"""Asks for a key for a credential that has no usable one left, and approves it where an approver is named."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import NotFoundError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Credential
+from rotation.models import Rotation
+from rotation.services.interventions import abort_rotation
+from rotation.services.reports import describe
+from rotation.services.requests import approve_rotation, is_undecided, reissue_key
+
+
+class Command(AnsweringCommand):
+    help = "Asks for a new key for a credential that has no usable one; the worker makes and delivers it."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--credential", required=True, metavar="ID")
+        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="not named: the approval is given in the console")
+        parser.add_argument("--reason", required=True)
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        credential = (
+            Credential.objects.select_related("account__merchant").filter(credential_id=options["credential"]).first()
+        )
+        if credential is None:
+            raise NotFoundError(f"There is no credential {options['credential']}.")
+        requester = self.operator(options["requested_by"])
+        grant = self.grant(requester, Permission.ROTATIONS_WRITE, credential.account)
+        rotation = reissue_key(grant, credential, options["reason"])
+        if options["approved_by"] and is_undecided(rotation):
+            self._approve(rotation, credential, options)
+        told = describe(rotation, self.now)
+        return {name: told[name] for name in ("rotation_id", "state", "waiting_for")}
+
+    def _approve(self, rotation: Rotation, credential: Credential, options: Mapping[str, Any]) -> None:
+        """A refused approval closes the rotation again, so that it does not block the next one."""
+        try:
+            approver = self.operator(options["approved_by"])
+            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)
+            approve_rotation(grant, rotation, rotation.plan_digest)
+        except Exception:
+            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, credential.account)
+            abort_rotation(grant, rotation, "the approval on the command line was refused")
+            raise

@@ -1,0 +1,72 @@
+"""Keys that were found in wrong hands: all of them end now."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.management.answers import AnsweringCommand
+from rotation.services.emergency import Response, respond_to_leak
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Reports keys as compromised: each is refused at once and for ever. Needs neither the secret backend nor the "
+        "broker; repeatable."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("key_ids", nargs="*", metavar="KEY_ID")
+        parser.add_argument("--file", metavar="PATH", help="key ids, or the leaked keys themselves, one a line")
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+        parser.add_argument("--reason", default="")
+        parser.add_argument(
+            "--replace", action="store_true", help="asks for a replacement where a credential has no usable key left"
+        )
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        presented = [*options["key_ids"], *_lines(options["file"])]
+        responses = respond_to_leak(
+            self.operator(options["by"]),
+            presented,
+            reason=options["reason"],
+            replace=options["replace"],
+            now=self.now,
+        )
+        ended = [response for response in responses if not response.fault]
+        self.not_revoked = len(responses) - len(ended)
+        return {
+            "revoked": len(ended),
+            "not_revoked": self.not_revoked,
+            "keys": [_told(response) for response in responses],
+        }
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        self.not_revoked = 0
+        super().handle(*args, **options)
+        if self.not_revoked:
+            raise CommandError(f"{self.not_revoked} of them were not revoked")
+
+
+def _lines(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {error}") from error
+
+
+def _told(response: Response) -> dict[str, Any]:
+    if response.fault:
+        return {"key_id": response.key_id, "state": None, "fault": response.fault}
+    told = {
+        "key_id": response.key_id,
+        "state": response.state,
+        "sequence": response.sequence,
+        "credential_id": response.credential_id,
+    }
+    if response.rotation_id or response.no_replacement:
+        told |= {"rotation_id": response.rotation_id, "no_replacement": response.no_replacement or None}
+    return told

@@ -1,0 +1,46 @@
+"""Sets the date on which an old public key is taken out of service."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import StateConflictError
+from keyvault.management.answers import AnsweringCommand
+from rotation.management.plan_options import read_time
+from rotation.models import Retirement
+from rotation.services.interventions import approve_retirement, ask_retirement
+from rotation.services.reports import get_rotation
+
+
+class Command(AnsweringCommand):
+    help = "Sets the date on which the old public key of a rotation is taken out of service, whoever still uses it."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("rotation_id")
+        parser.add_argument("--at", required=True, metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
+        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
+        parser.add_argument("--approved-by", metavar="OPERATOR")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        rotation = get_rotation(options["rotation_id"])
+        account = rotation.credential.account
+        grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE, account)
+        retirement = ask_retirement(grant, rotation, read_time("at", options["at"]))
+        if retirement.approved_at is None:
+            retirement = self._approve(retirement, account, options)
+        return {
+            "rotation_id": rotation.rotation_id,
+            "retire_at": retirement.retire_at.isoformat(),
+            "approved": retirement.approved_at is not None,
+        }
+
+    def _approve(self, retirement: Retirement, account: Any, options: Mapping[str, Any]) -> Retirement:
+        if not options["approved_by"]:
+            raise StateConflictError(
+                "Asked, but this takes a second person: name one with --approved-by, or the console."
+            )
+        approver = self.operator(options["approved_by"])
+        grant = self.grant(approver, Permission.ROTATIONS_APPROVE, account, retirement.requester_person)
+        return approve_retirement(grant, retirement)

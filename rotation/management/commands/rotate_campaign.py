@@ -1,0 +1,83 @@
+"""Asks for a campaign, and approves it where the policy wants that and somebody is named; workers do the rest."""
+
+from argparse import BooleanOptionalAction
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
+from rotation.management.campaign_watch import WatchingCommand
+from rotation.models import Campaign, CampaignState
+from rotation.pacing import Pace
+from rotation.policy import Proof
+from rotation.services.campaigns import approve_campaign, cancel_campaign, request_campaign
+from rotation.services.planning import Wish
+
+_AS_USUAL = Pace()
+_SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
+
+
+class Command(WatchingCommand):
+    help = "Rotates many credentials of an environment under one approval, at a given pace."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        parser.add_argument("--merchant", action="append", metavar="ID", help="may be given again; none: all")
+        parser.add_argument("--older-than-days", type=int, metavar="N")
+        parser.add_argument("--per-minute", type=int, metavar="N", default=_AS_USUAL.per_minute)
+        parser.add_argument("--concurrency", type=int, metavar="N", default=_AS_USUAL.concurrency)
+        parser.add_argument("--halt-on-stall", action=BooleanOptionalAction, default=_AS_USUAL.halt_on_stall)
+        parser.add_argument("--halt-at-failed-percent", type=int, metavar="N", default=_AS_USUAL.halt_at_failed_percent)
+        parser.add_argument("--proof", choices=[proof.value for proof in Proof])
+        parser.add_argument("--proof-count", type=int)
+        parser.add_argument("--proof-sources", type=int)
+        parser.add_argument("--soak-seconds", type=int)
+        parser.add_argument("--quiet-seconds", type=int)
+        parser.add_argument("--quarantine-seconds", type=int)
+        parser.add_argument("--expires-in-days", type=int)
+        parser.add_argument("--reason", default="asked for on the command line")
+        parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="none: it waits for approval in the console")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        requester = self.operator(options["requested_by"])
+        campaign = request_campaign(
+            self.grant(requester, Permission.ROTATIONS_WRITE),
+            environment=Environment(options["environment"]),
+            merchants=options["merchant"],
+            older_than_days=options["older_than_days"],
+            wish=_wish(options),
+            pace=Pace(
+                per_minute=options["per_minute"],
+                concurrency=options["concurrency"],
+                halt_on_stall=options["halt_on_stall"],
+                halt_at_failed_percent=options["halt_at_failed_percent"],
+            ),
+            reason=options["reason"],
+        )
+        if campaign.state == CampaignState.AWAITING_APPROVAL and options["approved_by"]:
+            self._approve(campaign, options)
+        return self.told(campaign, options)
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        return super().words({name: answer[name] for name in _SHOWN})
+
+    def _approve(self, campaign: Campaign, options: Mapping[str, Any]) -> None:
+        """A refused approval closes the campaign again: it was asked for together with its approval."""
+        try:
+            approver = self.operator(options["approved_by"])
+            grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=campaign.requester_person)
+            approve_campaign(grant, campaign, campaign.plan_digest)
+        except KeyvaultError:
+            grant = self.grant(self.operator(options["requested_by"]), Permission.ROTATIONS_WRITE)
+            cancel_campaign(grant, campaign, "the approval on the command line was refused")
+            raise
+
+
+def _wish(options: Mapping[str, Any]) -> Wish:
+    names = ("proof_count", "proof_sources", "soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days")
+    chosen = {name: options[name] for name in names}
+    return Wish(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)

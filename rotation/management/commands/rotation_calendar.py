@@ -1,0 +1,75 @@
+"""The next dates of rotations that the schedules have, and what is in the way of any: a dry run."""
+
+import io
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.core.management.base import CommandParser
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import NotFoundError
+from keyvault.domain.redaction import redact
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Merchant
+from rotation.services.calendar import DateState, list_next
+
+_STYLES = {
+    DateState.AWAITING_APPROVAL: "yellow",
+    DateState.OPEN: "cyan",
+    DateState.OVERDUE: "bold red",
+    DateState.NOT_SCHEDULABLE: "red",
+}
+
+
+class Command(AnsweringCommand):
+    help = "Shows when the keys on a schedule are rotated next. Nothing is written. Times are UTC."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--environment", choices=[each.value for each in Environment])
+        parser.add_argument("--merchant", metavar="ID")
+        parser.add_argument("--days", type=_days, default=90, metavar="N", help="look so far ahead (90)")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options["merchant"] and not Merchant.objects.filter(pk=options["merchant"]).exists():
+            raise NotFoundError(f"There is no merchant {options['merchant']}.")
+        now = datetime.now(UTC)
+        until = now + timedelta(days=options["days"])
+        dates = list_next(now, until, options["environment"], options["merchant"])
+        return {"now": now, "until": until, "dates": [date.as_json() for date in dates]}
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        if not answer["dates"]:
+            return f"No key on a schedule is rotated until {answer['until']:%Y-%m-%d}."
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("begins (UTC)", "account", "credential", "label", "state", "why"):
+            table.add_column(column, no_wrap=column != "why", overflow="fold")
+        for date in answer["dates"]:
+            table.add_row(
+                _short(date["begins_at"]),
+                f"{date['merchant_id']}/{date['environment']}",
+                date["credential_id"],
+                Text(redact(date["label"])),
+                Text(date["state"].replace("_", " "), style=_STYLES.get(DateState(date["state"]), "")),
+                Text(redact(date["why"])),
+            )
+        told, on_terminal = io.StringIO(), self.stdout.isatty()
+        # Elsewhere than on a terminal a line is never broken: somebody will search it.
+        width = None if on_terminal else 400
+        Console(file=told, force_terminal=on_terminal, highlight=False, width=width).print(table)
+        return "\n".join(line.rstrip() for line in told.getvalue().splitlines())
+
+
+def _short(text: str | None) -> str:
+    return "-" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M}"
+
+
+def _days(text: str) -> int:
+    days = int(text)
+    if not 1 <= days <= 732:
+        raise ValueError("1 to 732")
+    return days

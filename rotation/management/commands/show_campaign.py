@@ -1,0 +1,19 @@
+"""How far a campaign is, and what holds it up."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from rotation.management.campaign_watch import WatchingCommand
+from rotation.services.campaigns import get_campaign
+
+
+class Command(WatchingCommand):
+    help = "Shows a campaign: its approval, its pace, its progress, and what halted it."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("campaign_id")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return self.told(get_campaign(options["campaign_id"]), options)

@@ -1,0 +1,139 @@
+"""A second rotation, and a client that nobody has thought of: the quarantine refuses it, and then gives it time."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyvault.management.calls import call
+from keyvault.management.service import WORKER
+from keyvault.services.inbox import list_unseen
+from keyvault.services.material import find_stored
+from rotation.events import RotationState
+from rotation.management.demo.fleet import Fleet
+from rotation.management.demo.issuing import Issued
+from rotation.management.demo.rotating import Entry, entries_of, plan_options
+from rotation.management.demo.stage import Stage, StoryError
+from rotation.management.demo.tally import failures_while_good
+from rotation.states import CLOSED
+
+NAME, CLIENT_IP = "nightly-report", "198.51.100.30"
+PLAN = {"proof-count": 10, "proof-sources": 1, "quiet-seconds": 1, "quarantine-seconds": 2}
+WAY = ("overlap", "quarantine", "overlap", "quarantine", "revoking", "completed")
+QUARANTINED = "key_not_active"
+ROTATION_SECONDS = 60
+REINSTATED_SECONDS = 20
+PAUSE_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Forgotten:
+    """A job of the merchant's that was not told of the rotation. `refusals`: how often it was refused."""
+
+    stage: Stage
+    key: Issued
+    refusals: int = 0
+    codes: set[str] = field(default_factory=set)
+    called_at: float = 0.0
+
+    def call(self) -> bool:
+        """One request; whether it was allowed."""
+        self.called_at = time.monotonic()
+        verifier = self.stage.connect()
+        try:
+            decision = verifier.ask(self.key.text, client_ip=CLIENT_IP, user_agent=f"{NAME}/1.0", merchant="acme")
+        finally:
+            verifier.close()
+        if decision["allowed"] is not True:
+            self.refusals += 1
+            self.codes.add(str(decision["code"]))
+        return decision["allowed"] is True
+
+    def call_in_time(self) -> bool | None:
+        """The same, but that it waits a little between its calls; True once it was allowed."""
+        return (time.monotonic() - self.called_at >= PAUSE_SECONDS and self.call()) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Reinstated:
+    """The replacement that everybody has in the end. `refusals`: what the forgotten client was refused; `counted`:
+    what the quarantine has counted."""
+
+    replacement: Issued
+    refusals: int
+    counted: int
+
+
+def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> Reinstated:
+    report = stage.report
+    report.chapter("Somebody was forgotten")
+    job = Forgotten(stage, used)
+    if not job.call():
+        raise StoryError(f"{NAME} was refused before anything had happened.")
+    report.step(f"{NAME} ({CLIENT_IP}) calls now and then with {used.key_id}; nobody has told it of rotations")
+    made = call(
+        "rotate_key",
+        *("--credential", used.credential.credential_id, "--requested-by", "tam", "--approved-by", "approver"),
+        *("--reason", "demo: a forgotten client", "--proof", "traffic", *plan_options(PLAN)),
+    )
+    rotation_id = made["rotation_id"]
+    report.step(f"the key is rotated again, {rotation_id}; the three backends take the replacement up")
+    stage.until(
+        "the quarantine of the old key",
+        lambda: _reached(rotation_id, RotationState.QUARANTINE),
+        seconds=ROTATION_SECONDS,
+    )
+    _trip(stage, job, rotation_id)
+    entries = stage.until("the rotation to be completed", lambda: _closed(rotation_id), seconds=ROTATION_SECONDS)
+    way = tuple(entry.event for entry in entries if entry.event in WAY)
+    if way != WAY:
+        raise StoryError(f"The rotation went another way: {', '.join(way)}.", WORKER)
+    counted = _counted(call("show_rotation", rotation_id))
+    _require_no_others(fleet, job, counted)
+    report.step(f"{NAME} has switched, the old key falls silent again, and is revoked")
+    report.step(f"refused meanwhile: {job.refusals}, all of them {NAME}'s, and counted by the quarantine: {counted}")
+    return Reinstated(job.key, job.refusals, counted)
+
+
+def _trip(stage: Stage, job: Forgotten, rotation_id: str) -> None:
+    """It calls once more in the quarantine, and goes on until it gets through again."""
+    report, old = stage.report, job.key
+    if job.call():
+        raise StoryError(f"{NAME} was let in with a key in quarantine.")
+    report.step(f"the old key is in quarantine, and {NAME} calls once more: 401 {QUARANTINED}")
+    stage.until("the tripwire", job.call_in_time, seconds=REINSTATED_SECONDS)
+    report.step(f"it is known from before, so the old key is reinstated, this once: {NAME} is allowed again")
+    alarms = [notice for notice in list_unseen() if notice.subject == rotation_id]
+    if [notice.payload.get("is_reinstated") for notice in alarms] != [True]:
+        raise StoryError(f"The inbox should hold one alarm of it, and holds {len(alarms)}.", WORKER)
+    report.step(f"in the operators' inbox: {alarms[0].kind}, an alarm, until somebody has seen it")
+    published = find_stored(old.credential)
+    if published is None or published.labels["key_id"] == old.key_id:
+        raise StoryError("The secret backend does not hold the replacement.", WORKER)
+    stage.secrets.append(published.secret)
+    job.key = Issued(old.credential, published.labels["key_id"], published.secret)
+    if not job.call():
+        raise StoryError(f"{NAME} was refused with the replacement.")
+
+
+def _reached(rotation_id: str, state: RotationState) -> bool | None:
+    return any(entry.event == state for entry in entries_of(rotation_id)) or None
+
+
+def _closed(rotation_id: str) -> list[Entry] | None:
+    entries = list(entries_of(rotation_id))
+    return entries if entries[-1].event in CLOSED | {RotationState.STALLED} else None
+
+
+def _counted(shown: dict[str, Any]) -> int:
+    """Tries of the suspended key, of everybody together."""
+    return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
+
+
+def _require_no_others(fleet: Fleet, job: Forgotten, counted: int) -> None:
+    failures = failures_while_good(list(fleet.requests))
+    if failures:
+        raise StoryError(f"A backend that had done nothing wrong was refused: {failures[0]}")
+    if job.codes != {QUARANTINED}:
+        raise StoryError(f"{NAME} was refused for another reason: {', '.join(sorted(job.codes))}.")
+    if counted != job.refusals:
+        raise StoryError(f"The quarantine counted {counted} tries, and there were {job.refusals}.")

@@ -1,0 +1,69 @@
+"""The options of a plan, the same for every command that asks for one."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.domain.errors import Fault, RequestInvalidError
+from rotation.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.services.planning import Wish
+
+_NUMBERS = {
+    "proof_count": "so many authentications prove it",
+    "proof_sources": "from so many distinct sources",
+    "soak_seconds": "the first of them so long ago",
+    "quiet_seconds": "so long the old key must be silent",
+    "quarantine_seconds": "so long it is then suspended before it is revoked",
+    "expires_in_days": "the replacement expires then",
+}
+_TIMES = {
+    "not_before": "the earliest time to begin",
+    "deadline": "the rotation stalls then, and both keys stay",
+    "retire_at": "of a public key: the date on which the old one is taken out of service",
+}
+_CHOICES: dict[str, tuple[type[StrEnum], str]] = {
+    "proof": (Proof, "how the replacement is known to be in use"),
+    "at_deadline": (AtDeadline, "what a proved rotation does at its deadline"),
+    "reinstatement": (Reinstatement, "whether a known source brings the quarantined key back"),
+}
+
+
+def add_plan_options(parser: CommandParser) -> None:
+    parser.add_argument("--reason", default="")
+    for name, (kind, words) in _CHOICES.items():
+        parser.add_argument(_option(name), choices=[each.value for each in kind], help=words)
+    for name, words in _NUMBERS.items():
+        parser.add_argument(_option(name), type=int, metavar="N", help=words)
+    for name, words in _TIMES.items():
+        parser.add_argument(_option(name), metavar="TIME", help=f"{words}; ISO 8601, UTC unless it says otherwise")
+    parser.add_argument(
+        "--webhook", action="store_true", help="delivered only once the merchant's endpoint took the news"
+    )
+
+
+def read_wish(options: Mapping[str, Any]) -> Wish:
+    """Raises RequestInvalidError for a time that is none."""
+    values: dict[str, Any] = {"reason": options["reason"]}
+    values |= {name: options[name] for name in _NUMBERS}
+    values |= {name: kind(options[name]) for name, (kind, _) in _CHOICES.items() if options[name]}
+    values |= {name: read_time(name, options[name]) for name in _TIMES if options[name]}
+    if options["webhook"]:
+        values["channels"] = (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)
+    return Wish(**values)
+
+
+def read_time(name: str, text: str) -> datetime:
+    """Raises RequestInvalidError."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        fault = Fault(f"/{name}", "a time in ISO 8601, such as 2027-01-31T09:00:00+01:00")
+        raise RequestInvalidError("That is no time.", [fault]) from error
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
