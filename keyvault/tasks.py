@@ -4,7 +4,7 @@ import logging
 
 from celery import shared_task
 
-from keyvault.services import upkeep
+from keyvault.services import upkeep, webhook_deliveries
 
 _log = logging.getLogger(__name__)
 
@@ -12,6 +12,11 @@ _log = logging.getLogger(__name__)
 @shared_task(name="keyvault.tasks.issue_approved", expires=30)
 def issue_approved() -> None:
     upkeep.issue_due()
+
+
+@shared_task(name="keyvault.tasks.deliver_webhooks", expires=30)
+def deliver_webhooks() -> None:
+    webhook_deliveries.deliver_due()
 
 
 @shared_task(name="keyvault.tasks.upkeep", expires=30)

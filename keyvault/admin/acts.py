@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.db.models import Model, QuerySet
+from django.forms import BoundField
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -42,10 +43,43 @@ class Done:
     row: Model | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Fields of a form that stand together, folded away behind the title while nothing is wrong in them."""
+
+    title: str
+    names: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FilledGroup:
+    """A group as the page shows it."""
+
+    group: Group
+    fields: list[BoundField]
+    is_open: bool
+
+
 class ActForm(forms.Form):
-    """What an act asks besides "are you sure". `initial_for` puts in what the page shows of the row."""
+    """What an act asks besides "are you sure". `initial_for` puts in what the page shows of the row.
+
+    A long form names `groups`; what is in none of them stands before them.
+    """
 
     required_css_class = "required"
+    groups: tuple[Group, ...] = ()
+
+    def ungrouped(self) -> list[BoundField]:
+        grouped = {name for group in self.groups for name in group.names}
+        return [field for field in self.visible_fields() if field.name not in grouped]
+
+    def filled_groups(self) -> list[FilledGroup]:
+        found = []
+        for group in self.groups:
+            fields = [self[name] for name in group.names]
+            found.append(FilledGroup(group, fields, any(field.errors for field in fields)))
+        return found
 
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:

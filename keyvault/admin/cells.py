@@ -48,12 +48,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """All that one row's page shows, besides its acts. `notes` stand on top of it, in plain words."""
+    """All that one row's page shows, besides its acts. `alarms` and `notes` stand on top of it, in plain words."""
 
     title: str
     state: str
     sections: Sequence[Facts | Table]
     notes: Sequence[str] = ()
+    alarms: Sequence[str] = ()
     steps: Sequence[Step] = ()
     refresh_seconds: int | None = None
 

@@ -65,7 +65,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(NounAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
-    acts = (
+    acts: tuple[Act, ...] = (
         Act(
             "restrict",
             "Restrict use",

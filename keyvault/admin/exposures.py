@@ -10,9 +10,8 @@ from django.http import HttpRequest
 
 from keyvault.admin.cells import NOTHING, Table, badge, mono, short_moment
 from keyvault.models import Key, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import EXPOSURES
 
-EXPOSURES = (Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER)
 _EXPOSED_FOR_DAYS = 30
 """As long does a suspected exposure wait for somebody to look at it."""
 

@@ -14,14 +14,15 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
-from keyvault.admin.cells import NOTHING, Detail, Facts, Line, Table, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import Detail, Facts, Line, Waiting, badge, link, moment, mono, short_moment
 from keyvault.admin.enforcement import may
-from keyvault.admin.exposures import EXPOSURES, ExposedFilter, exposure_tables, exposures
+from keyvault.admin.exposures import ExposedFilter, exposure_tables, exposures
 from keyvault.admin.noun import NounAdmin
+from keyvault.admin.usage import use_facts, use_tables
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, Key, KeyUse, UseBucket
-from keyvault.services.keys import report_compromise, resume_key, revoke_key, suspend_key
+from keyvault.models import Account, Key, KeyUse
+from keyvault.services.keys import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.material import read_public_string
 
 REASONS = {
@@ -33,6 +34,13 @@ REASONS = {
     RevocationReason.UNSPECIFIED: "unspecified",
 }
 """The reasons of RFC 5280, section 5.3.1, in words."""
+
+
+WHAT_REPORTING_DOES = (
+    "For what is known or suspected to be in wrong hands. It is refused at once and for ever, by every verifier, even "
+    "while the secret backend and the broker are down; nothing brings it back, no rotation either. "
+    "One person is enough."
+)
 
 
 class RevokeForm(ActForm):
@@ -66,11 +74,32 @@ def _can_become(state: KeyState) -> Any:
     return lambda key: may_become(KeyState(key.state), state)
 
 
-def _is_last(key: Key) -> str:
+def is_last(key: Key) -> bool:
+    """Whether its credential has no other key that is good."""
+    usable = set(usable_keys(key.credential_id, datetime.now(UTC)).values_list("pk", flat=True))
+    return usable == {key.pk}
+
+
+def warn_of_last(key: Key) -> str:
     """What taking this key away would mean for its holder."""
-    if key.state != KeyState.ACTIVE or key.credential.keys.filter(state=KeyState.ACTIVE).count() > 1:
+    if not is_last(key):
         return ""
     return "This is the credential's only active key. Whoever uses it is refused from this moment on."
+
+
+def _warn_before_revoking(key: Key) -> str:
+    warning = warn_of_last(key)
+    return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
+
+
+def _what_revoking_does(key: Key) -> str:
+    at = use_of(key, "last_at")
+    used = "It was never used." if at is None else f"It was last used at {at:%Y-%m-%d %H:%M} UTC."
+    return (
+        "The key is refused at once and for ever, by every verifier, even while the secret backend and the broker are "
+        "down; its copy in the backend is destroyed later. There is no way back; a new key can be issued. "
+        f"The merchant is told. {used}"
+    )
 
 
 class KeyAdmin(NounAdmin):
@@ -86,7 +115,7 @@ class KeyAdmin(NounAdmin):
             fits=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
         ),
     )
-    acts = (
+    acts: tuple[Act, ...] = (
         Act(
             "suspend",
             "Suspend",
@@ -94,7 +123,7 @@ class KeyAdmin(NounAdmin):
             _suspend,
             lambda key: "The key is refused from now on, until somebody resumes it. An open rotation stalls.",
             fits=_can_become(KeyState.SUSPENDED),
-            warn=_is_last,
+            warn=warn_of_last,
         ),
         Act(
             "resume",
@@ -111,10 +140,10 @@ class KeyAdmin(NounAdmin):
             "Revoke",
             P.KEYS_REVOKE,
             _revoke,
-            lambda key: "The key is refused at once and for ever. There is no way back; a new one can be issued.",
+            _what_revoking_does,
             form=RevokeForm,
             fits=lambda key: key.state not in DEAD_STATES,
-            warn=_is_last,
+            warn=_warn_before_revoking,
             tone=Tone.DANGER,
         ),
         Act(
@@ -122,12 +151,8 @@ class KeyAdmin(NounAdmin):
             "Report compromise",
             P.KEYS_REPORT_COMPROMISE,
             _report,
-            lambda key: (
-                "For a key that is known or suspected to be in wrong hands. It is refused at once and for ever, "
-                "nothing brings it back, and an open rotation never reinstates it."
-            ),
+            lambda key: WHAT_REPORTING_DOES,
             fits=_can_become(KeyState.COMPROMISED),
-            warn=_is_last,
             tone=Tone.DANGER,
         ),
     )
@@ -200,7 +225,6 @@ class KeyAdmin(NounAdmin):
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
         account = credential.account
-        uses = UseBucket.objects.filter(key=row).exclude(outcome__in=EXPOSURES).order_by("-last_at")
         return Detail(
             title=f"Key {row}",
             state=row.state,
@@ -222,22 +246,7 @@ class KeyAdmin(NounAdmin):
                 ),
                 Facts("Life", list(_life(row))),
                 *exposure_tables(row),
-                Table(
-                    "Who uses it",
-                    ["source", "user agent", "endpoint", "outcome", "in that minute", "last seen (UTC)"],
-                    [
-                        [
-                            mono(use.source),
-                            use.user_agent or NOTHING,
-                            use.endpoint or NOTHING,
-                            badge(use.outcome),
-                            use.count,
-                            short_moment(use.last_at),
-                        ]
-                        for use in uses[:20]
-                    ],
-                    empty="Nobody has used it.",
-                ),
+                *use_tables(row),
             ],
         )
 
@@ -263,9 +272,7 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     if key.reason:
         yield "Reason", REASONS[RevocationReason(key.reason)]
     yield "Expires", moment(key.expires_at, missing="never")
-    yield "First used", moment(use_of(key, "first_at"), missing="never")
-    yield "Last used", moment(use_of(key, "last_at"), missing="never")
-    yield "Uses", use_of(key, "count") or 0
+    yield from use_facts(key)
 
 
 def _notes(key: Key) -> Iterable[str]:

@@ -1,6 +1,8 @@
 """Merchants and their accounts in the console."""
 
 import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
@@ -12,11 +14,12 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
 from keyvault.admin.cells import NOTHING, Detail, Facts, Table, badge, link, moment, mono, seconds, short_moment
 from keyvault.admin.client_configuration import BROWSER_ACTS
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Account, Merchant, MerchantStatus
 from keyvault.services.catalog import limit_of
 from keyvault.services.lookup import BASE_URLS
@@ -27,6 +30,7 @@ from keyvault.services.merchants import (
     suspend_account,
     suspend_merchant,
 )
+from keyvault.services.offboarding import Belongings, count_belongings, offboard_merchant
 from keyvault.services.verification import default_limit
 
 
@@ -35,6 +39,15 @@ class MerchantForm(ActForm):
         label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
     )
     name = forms.CharField(label="Name", max_length=200)
+
+
+class OffboardForm(WhyForm):
+    merchant_id = forms.CharField(
+        label="The merchant's id, typed once more",
+        max_length=64,
+        widget=forms.TextInput(attrs={"autocomplete": "off", "class": "mono"}),
+        help_text="There is no way back: this is to be sure that it is the right one.",
+    )
 
 
 def _create(grant: Grant, cleaned: Cleaned) -> Done:
@@ -50,6 +63,20 @@ def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Don
 def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
     resume_merchant(grant, merchant)
     return Done(f"{merchant} is active again.")
+
+
+def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    if cleaned["merchant_id"].strip() != merchant.merchant_id:
+        raise RequestInvalidError(
+            "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
+        )
+    done = offboard_merchant(grant, merchant, cleaned["why"])
+    left = f"Left, offboard it again: {done.left.words()}." if done.left else "Nothing is left."
+    return Done(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
+
+
+def _belongings(merchant: Merchant) -> Belongings:
+    return count_belongings(merchant, datetime.now(UTC))
 
 
 def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
@@ -77,6 +104,10 @@ def _is_suspended(row: Merchant | Account) -> bool:
     return MerchantStatus(row.status) is MerchantStatus.SUSPENDED
 
 
+def _has_left(merchant: Merchant) -> bool:
+    return MerchantStatus(merchant.status) is MerchantStatus.OFFBOARDED
+
+
 class MerchantAdmin(NounAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
@@ -99,6 +130,21 @@ class MerchantAdmin(NounAdmin):
             form=SeenForm,
             fits=_is_suspended,
             tone=Tone.GOOD,
+        ),
+        Act(
+            "offboard",
+            "Offboard",
+            P.MERCHANTS_OFFBOARD,
+            _offboard,
+            lambda merchant: (
+                "The merchant leaves: all that is counted here is revoked, at once and for ever, in sandbox and in "
+                "production, even while the secret backend and the broker are down. Open rotations end, and copies in "
+                "the secret backend are destroyed, as soon as the workers can. The merchant stays listed with its "
+                "history, and never becomes active again. If this is interrupted, do it again."
+            ),
+            form=OffboardForm,
+            fits=lambda merchant: not _has_left(merchant) or bool(_belongings(merchant)),
+            tone=Tone.DANGER,
         ),
     )
     asks = (
@@ -127,13 +173,24 @@ class MerchantAdmin(NounAdmin):
         return short_moment(merchant.created_at)
 
     def summary(self, row: Merchant) -> Facts:
-        return Facts("Merchant", [("Merchant id", mono(row)), ("Name", row.name), ("Status", badge(row.status))])
+        has = _belongings(row)
+        return Facts(
+            "Merchant",
+            [
+                ("Merchant id", mono(row)),
+                ("Name", row.name),
+                ("Status", badge(row.status)),
+                *((f"Has in {environment}", held.words()) for environment, held in has.accounts.items()),
+                ("Service tokens for it alone", has.service_tokens),
+            ],
+        )
 
     def detail(self, request: HttpRequest, row: Merchant) -> Detail:
         accounts = row.accounts.annotate(count=Count("credentials")).order_by("environment")
         return Detail(
             title=row.name,
             state=row.status,
+            notes=list(_notes(row)),
             sections=[
                 Facts("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
                 Table(
@@ -142,7 +199,7 @@ class MerchantAdmin(NounAdmin):
                     [
                         [
                             link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
-                            badge(account.status),
+                            badge(row.status if _has_left(row) else account.status),
                             mono(BASE_URLS[Environment(account.environment)]),
                             account.count,
                         ]
@@ -151,6 +208,19 @@ class MerchantAdmin(NounAdmin):
                 ),
             ],
         )
+
+
+def _refused_as_a_whole(merchant: Merchant) -> str:
+    if _has_left(merchant):
+        return "The merchant has left: no key is good here, nor will be."
+    return "The merchant as a whole is suspended: no key is good here."
+
+
+def _notes(merchant: Merchant) -> Iterable[str]:
+    if _has_left(merchant):
+        yield "It has left, and does not come back. No key of it is good."
+        if left := _belongings(merchant):
+            yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
 
 
 class AccountAdmin(NounAdmin):
@@ -163,7 +233,7 @@ class AccountAdmin(NounAdmin):
             P.MERCHANTS_WRITE,
             _suspend_account,
             lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
-            fits=_is_active,
+            fits=lambda account: _is_active(account) and not _has_left(account.merchant),
             tone=Tone.DANGER,
         ),
         Act(
@@ -173,7 +243,7 @@ class AccountAdmin(NounAdmin):
             _resume_account,
             lambda account: f"The merchant's active keys are good again in {account.environment}.",
             form=SeenForm,
-            fits=_is_suspended,
+            fits=lambda account: _is_suspended(account) and not _has_left(account.merchant),
             tone=Tone.GOOD,
         ),
         *BROWSER_ACTS,
@@ -226,7 +296,7 @@ class AccountAdmin(NounAdmin):
         return Detail(
             title=str(row),
             state=row.status,
-            notes=[] if _is_active(row.merchant) else ["The merchant as a whole is suspended: no key is good here."],
+            notes=[] if _is_active(row.merchant) else [_refused_as_a_whole(row.merchant)],
             sections=[
                 Facts(
                     "Account",
@@ -250,14 +320,6 @@ class AccountAdmin(NounAdmin):
                     "Provider connections",
                     ["provider", "mode", "created (UTC)"],
                     [[item.provider, item.mode, short_moment(item.created_at)] for item in row.connections.all()],
-                ),
-                Table(
-                    "Webhook endpoints",
-                    ["address", "created (UTC)", "disabled (UTC)"],
-                    [
-                        [item.url, short_moment(item.created_at), short_moment(item.disabled_at)]
-                        for item in row.webhook_endpoints.all()
-                    ],
                 ),
             ],
         )

@@ -94,6 +94,10 @@ class NounAdmin(Guarded, _ModelAdmin):
         """What of this noun waits for whoever looks, for the front page."""
         return ()
 
+    def count_of_waiting(self, request: HttpRequest) -> int:
+        """How many of it nobody has looked at yet, for the side bar."""
+        return 0
+
     def line_of(self, row: Any) -> Line:
         """One row of it on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")

@@ -20,6 +20,7 @@ from keyvault.admin.break_glass import BreakGlassAdmin
 from keyvault.admin.catalog import CatalogEndpointAdmin
 from keyvault.admin.credentials import CredentialAdmin
 from keyvault.admin.enforcement import operator_of
+from keyvault.admin.inbox import NoticeAdmin
 from keyvault.admin.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys import KeyAdmin
 from keyvault.admin.limits import LimitOverrideAdmin
@@ -28,6 +29,7 @@ from keyvault.admin.noun import NounAdmin
 from keyvault.admin.pages import page, problem_page
 from keyvault.admin.refusals import RefusalAdmin
 from keyvault.admin.tokens import ServiceTokenAdmin
+from keyvault.admin.webhooks import WebhookEndpointAdmin
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.models import (
     Account,
@@ -39,9 +41,11 @@ from keyvault.models import (
     Key,
     LimitOverride,
     Merchant,
+    Notice,
     Operator,
     Refusal,
     ServiceToken,
+    WebhookEndpoint,
 )
 
 NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
@@ -50,9 +54,11 @@ NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (Key, KeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
+    (WebhookEndpoint, WebhookEndpointAdmin),
     (CatalogEndpoint, CatalogEndpointAdmin),
     (LimitOverride, LimitOverrideAdmin),
     (ServiceToken, ServiceTokenAdmin),
+    (Notice, NoticeAdmin),
     (AuditEntry, AuditEntryAdmin),
     (BreakGlass, BreakGlassAdmin),
     (Refusal, RefusalAdmin),
@@ -74,6 +80,8 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "base-uri 'none'",
     )
 )
+
+_LEFT_OUT = frozenset({"django.contrib.auth.admin", "django_celery_beat.admin"})
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +125,9 @@ class ConsoleSite(AdminSite):
         admin_class: type[Any] | None = None,
         **options: Any,
     ) -> None:
-        """Takes nouns that ask only. Django's own groups are left out: what a role may do stands in code."""
-        if admin_class is not None and admin_class.__module__ == "django.contrib.auth.admin":
+        """Takes nouns that ask only. Django's own groups are left out: what a role may do stands in code. So are
+        beat's entries, which follow the settings."""
+        if admin_class is not None and admin_class.__module__ in _LEFT_OUT:
             return
         if admin_class is None or not issubclass(admin_class, NounAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
@@ -188,6 +197,7 @@ class ConsoleSite(AdminSite):
     def front_page(self, request: HttpRequest) -> HttpResponse:
         nouns = [noun for noun in self._nouns() if noun.has_view_permission(request)]
         waiting = [item for noun in nouns for item in noun.waiting(request)]
+        waiting.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
             "waiting": [item for item in waiting if item.count],
@@ -204,7 +214,7 @@ class ConsoleSite(AdminSite):
         sections = []
         for section in SECTIONS:
             nouns = [
-                {"name": noun.plural, "url": noun.list_url()}
+                {"name": noun.plural, "url": noun.list_url(), "count": noun.count_of_waiting(request)}
                 for noun in self._nouns()
                 if noun.section == section and noun.has_module_permission(request)
             ]

@@ -49,6 +49,11 @@ class TokenForm(ActForm):
     lifetime_days = forms.IntegerField(
         label="Lifetime in days", min_value=1, max_value=LONGEST_DAYS, initial=DEFAULT_DAYS
     )
+    is_probe = forms.BooleanField(
+        required=False,
+        label="For test calls of our own",
+        help_text="What it verifies is shown as a probe, and counts as no use of a key: no rotation goes by it.",
+    )
 
     def clean(self) -> dict[str, Any]:
         cleaned: dict[str, Any] = super().clean() or self.cleaned_data
@@ -75,6 +80,7 @@ def _create(grant: Grant, cleaned: Cleaned) -> Done:
         permissions=[Permission(name) for name in cleaned["permissions"]],
         merchants=None if cleaned["all_merchants"] else [merchant.pk for merchant in cleaned["merchants"]],
         lifetime_days=cleaned["lifetime_days"],
+        is_probe=cleaned["is_probe"],
     )
     return Done(f"The new token of {token.name}", secret=secret, row=token)
 
@@ -189,6 +195,8 @@ class ServiceTokenAdmin(NounAdmin):
         yield "Environments", self.environments_text(token)
         yield "Permissions", ", ".join(token.permissions)
         yield "Merchants", self.merchants_text(token)
+        if token.is_probe:
+            yield "Use", "probes: test calls of our own, which count as no use of a key"
         yield "Made by", self.creator_name(token)
 
 

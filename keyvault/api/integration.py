@@ -167,8 +167,14 @@ class IntegrationView(APIView):
             client_address=address,
         )
         judgement = judge_presented(presented, now)
-        user_agent = headers.get("User-Agent", "")
-        note_use(judgement, usage_log, source=address or "unknown", user_agent=user_agent, endpoint=name)
+        note_use(
+            judgement,
+            usage_log,
+            source=address or "unknown",
+            user_agent=headers.get("User-Agent", ""),
+            endpoint=name,
+            origin=presented.origin,
+        )
         return judgement
 
     def _note_refusal(self, request: Request, endpoint: Endpoint | Miss, judgement: Judgement, now: datetime) -> None:

@@ -149,7 +149,7 @@ def _programs(port: int) -> tuple[Program, ...]:
         Program(
             WORKER,
             (
-                *(*celery, "worker", "--pool", "threads", "--concurrency", "2", "--loglevel", "INFO"),
+                *(*celery, "worker", "--pool", "threads", "--concurrency", "4", "--loglevel", "INFO"),
                 *("--without-gossip", "--without-mingle", "--without-heartbeat"),
             ),
         ),

@@ -17,6 +17,7 @@ from django.core.exceptions import ImproperlyConfigured
 from keyvault.access.limits import DEFAULT_LIMITS, LARGEST_COUNT, LONGEST_SECONDS, find_limit_fault
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import BRAND
+from keyvault.domain.networks import IPNetwork, parse_network
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -95,6 +96,13 @@ def _percent(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 100:
         raise ValueError("1 to 100")
     return int(text)
+
+
+def _networks(text: str) -> tuple[IPNetwork, ...]:
+    try:
+        return tuple(parse_network(word) for word in _words(text))
+    except ValueError as error:
+        raise ValueError(f"networks such as 10.0.0.0/8,fd00::/8, with commas ({error})") from error
 
 
 def _words(text: str) -> list[str]:
@@ -194,6 +202,13 @@ SETTINGS: tuple[Setting, ...] = (
         "While Redis is lost, each server process counts for itself up to this share of every limit: 100 divided by "
         "the number of processes keeps the sum.",
         _percent,
+    ),
+    Setting(
+        "KEYVAULT_WEBHOOK_NETWORKS",
+        "",
+        "Networks of your own that webhooks may be sent to, over plain http too, with commas: `10.1.0.0/16`. Unset: "
+        "to public addresses only, over https. A CA of your own is trusted through `SSL_CERT_FILE`.",
+        _networks,
     ),
     Setting("KEYVAULT_KEY_BRAND", "kv", "First field of every key string.", _brand),
     Setting(

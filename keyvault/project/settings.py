@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 import dj_database_url
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
+from keyvault.domain.networks import IPNetwork
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.spool import spool_url
 
@@ -29,6 +30,7 @@ ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
     "production": _chosen["KEYVAULT_PRODUCTION_LIMIT"],
 }
 LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
+WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _chosen["KEYVAULT_WEBHOOK_NETWORKS"]
 SECRET_BACKEND: str = _chosen["KEYVAULT_BACKEND"]
 MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
 BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
@@ -65,6 +67,7 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
+    "django_celery_beat",
     "keyvault",
     "rotation",
 ]
@@ -183,18 +186,23 @@ CELERY_ACCEPT_CONTENT = ["json"]
 CELERY_TASK_SOFT_TIME_LIMIT = 60
 CELERY_TASK_TIME_LIMIT = 90
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+# A broker that is away for an hour is no reason to give up: the rows are the truth, and wait.
+CELERY_BROKER_CONNECTION_MAX_RETRIES = None
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
 if BROKER_URL.startswith("redis"):
     CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 600}
-# Entries are short and the same at each start: beat needs no file that a crash could tear.
-CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
+# Rows of the database, which no crash can tear. Beat writes to them every few minutes and when it ends, not each tick.
+CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
     "issue-approved": {"task": "keyvault.tasks.issue_approved", "schedule": 2.0},
     "upkeep": {"task": "keyvault.tasks.upkeep", "schedule": 5.0},
+    "deliver-webhooks": {"task": "keyvault.tasks.deliver_webhooks", "schedule": 2.0},
     "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
+    "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
+    "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
 }
 
 # --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------

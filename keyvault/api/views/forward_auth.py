@@ -160,7 +160,15 @@ class ForwardAuthView(APIView):
         )
         judgement = judge_presented(presented, self.now)
         source = forwarded.address or f"token:{self.service.token_id}"
-        note_use(judgement, usage_log, source=source, user_agent=headers.get("User-Agent", ""), endpoint=name)
+        note_use(
+            judgement,
+            usage_log,
+            source=source,
+            user_agent=headers.get("User-Agent", ""),
+            endpoint=name,
+            origin=presented.origin,
+            is_probe=self.service.is_probe,
+        )
         refusal_log.note(
             judgement,
             request_id=request_id_of(request._request),

@@ -96,7 +96,15 @@ def verify(asked: dict[str, Any], service: Service, request_id: str, now: dateti
     if not is_dry:
         name = endpoint.name if isinstance(endpoint, Endpoint) else ""
         source = asked.get("client_ip") or f"token:{service.token_id}"
-        note_use(judgement, usage_log, source=source, user_agent=asked.get("user_agent") or "", endpoint=name)
+        note_use(
+            judgement,
+            usage_log,
+            source=source,
+            user_agent=asked.get("user_agent") or "",
+            endpoint=name,
+            origin=presented.origin,
+            is_probe=service.is_probe,
+        )
         refusal_log.note(
             judgement,
             request_id=request_id,

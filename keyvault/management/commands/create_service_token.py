@@ -31,6 +31,9 @@ class Command(AnsweringCommand):
         )
         parser.add_argument("--merchant", action="append", help="only these merchants; repeatable")
         parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"until it expires ({DEFAULT_DAYS})")
+        parser.add_argument(
+            "--probe", action="store_true", help="for test calls of our own: what it verifies is no use of a key"
+        )
         parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
         parser.add_argument("--reveal", action="store_true", help="print the token, this once")
 
@@ -47,8 +50,9 @@ class Command(AnsweringCommand):
             permissions=[Permission(permission) for permission in options["permission"]],
             merchants=options["merchant"],
             lifetime_days=options["days"],
+            is_probe=options["probe"],
         )
-        answer: dict[str, Any] = {"key_id": token.token_id, "expires_at": token.expires_at}
+        answer: dict[str, Any] = {"key_id": token.token_id, "expires_at": token.expires_at, "is_probe": token.is_probe}
         if options["reveal"]:
             answer["token"] = text.reveal()
         return answer

@@ -1,0 +1,49 @@
+"""A merchant leaves: everything of it is revoked, for ever."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import NotFoundError, StateConflictError
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import Merchant
+from keyvault.services.offboarding import count_belongings, offboard_merchant
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Ends every key, customer token, request and webhook endpoint of a merchant, in both environments, for ever. "
+        "Needs neither the secret backend nor the broker; interrupted, it is run again."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("merchant_id", metavar="MERCHANT")
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+        parser.add_argument("--why", required=True, help="kept in the audit log")
+        parser.add_argument("--yes", action="store_true", help="without it, only tells what would be ended")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        merchant: Merchant | None = Merchant.objects.filter(merchant_id=options["merchant_id"]).first()
+        if merchant is None:
+            raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
+        grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
+        if not options["yes"]:
+            would = count_belongings(merchant, self.now)
+            raise StateConflictError(f"This would end {would.words()}; there is no way back. Say --yes to do it.")
+        done = offboard_merchant(grant, merchant, options["why"])
+        self.left = done.left.words() if done.left else ""
+        return {
+            "merchant_id": merchant.merchant_id,
+            "status": merchant.status,
+            "ended": done.ended.as_json(),
+            "left": done.left.as_json(),
+            "is_complete": not done.left,
+        }
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        self.left = ""
+        super().handle(*args, **options)
+        if self.left:
+            raise CommandError(f"left, run it again: {self.left}")

@@ -1,0 +1,23 @@
+"""Lists the webhook endpoints of a merchant's account."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.domain.environments import Environment
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.merchants import find_account
+from keyvault.services.webhook_endpoints import describe_endpoint, list_endpoints
+
+
+class Command(AnsweringCommand):
+    help = "Lists a merchant's webhook endpoints, and how many messages wait, arrived or were given up. No secrets."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--merchant", required=True)
+        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        account = find_account(options["merchant"], options["environment"])
+        return {"endpoints": [describe_endpoint(endpoint) for endpoint in list_endpoints(account)]}

@@ -1,0 +1,72 @@
+"""Beat's scheduler: what the settings say, kept as rows of django-celery-beat, so that a restart goes on with them.
+
+Two beats at once tick twice, which is harmless: a tick is a message that says "look".
+"""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from django.core.exceptions import ValidationError
+from django.db import DatabaseError, IntegrityError, transaction
+from django_celery_beat.models import (
+    IntervalSchedule,
+    PeriodicTask,
+)
+from django_celery_beat.schedulers import DatabaseScheduler
+
+_log = logging.getLogger(__name__)
+
+
+class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package brings no types
+    """The settings win: rows that are not theirs go, and theirs are put right whenever the rows are read."""
+
+    def setup_schedule(self) -> None:
+        """Raises DatabaseError: beat ends, and whoever supervises it starts it again."""
+        _ = self.schedule
+
+    def all_as_schedule(self) -> dict[str, Any]:
+        try:
+            self._put_right()
+            return dict(super().all_as_schedule())
+        except DatabaseError:
+            if self._schedule is None:
+                raise
+            _log.exception("beat goes on with the entries that it has")
+            return dict(self._schedule)
+
+    def _put_right(self) -> None:
+        entries: dict[str, dict[str, Any]] = self.app.conf.beat_schedule
+        try:
+            with transaction.atomic():
+                for row in PeriodicTask.objects.exclude(name__in=entries):
+                    row.delete()
+                rows = {row.name: row for row in PeriodicTask.objects.select_related("interval")}
+                for name, entry in entries.items():
+                    _write(rows.get(name) or PeriodicTask(name=name), **entry)
+        except (IntegrityError, ValidationError):
+            _log.info("another beat has put the entries right at the same moment")
+
+
+def _write(row: Any, task: str, schedule: float) -> None:
+    """An entry of the settings as a row; nothing is written where it is one already."""
+    every = None if row.interval is None else row.interval.schedule.run_every
+    wanted = {field.name: field.get_default() for field in PeriodicTask._meta.fields if field.name in _BY_DEFAULT}
+    wanted |= {"task": task, "interval": row.interval if every == timedelta(seconds=schedule) else _every(schedule)}
+    if row.pk is not None and all(getattr(row, name) == value for name, value in wanted.items()):
+        return
+    for name, value in wanted.items():
+        setattr(row, name, value)
+    row.save()
+
+
+_BY_DEFAULT = frozenset(
+    {"crontab", "solar", "clocked", "args", "kwargs", "queue", "exchange", "routing_key", "headers", "priority"}
+    | {"expires", "expire_seconds", "one_off", "start_time", "enabled", "description"}
+)
+"""What an entry of ours says nothing about."""
+
+
+def _every(seconds: float) -> Any:
+    found = IntervalSchedule.objects.filter(every=seconds, period=IntervalSchedule.SECONDS).first()
+    return found or IntervalSchedule.objects.create(every=seconds, period=IntervalSchedule.SECONDS)
