@@ -2,139 +2,164 @@
 
     python -m tests.faults.crash_matrix
 
-For each crash point, one after the other: a fresh credential is rotated by a forked child that is killed by
-SIGKILL right before or right after its n-th commit or backend write; then another child, minutes later on
-its clock, finishes the rotation. Between any two steps the merchant's side is checked: a key that was
-delivered is good, and never more than two verify. Ends when a run was not killed any more, and prints one
-JSON object. Works in the database and data folder that the environment names; both must be set up.
+For each crash point, one after the other: a fresh credential is rotated by a forked child that is killed by SIGKILL
+right before or right after its n-th side effect; then another child, minutes later on its clock, finishes the
+rotation. Between any two steps the merchant's side is checked: a key that was delivered is good, and never more than
+two verify. Ends when a run was not killed any more. The way back follows, killed at each crash point that the way
+forward does not have, and the reissue of a compromised key, killed wherever it makes or delivers the replacement.
+Prints one JSON object. Works in the database and data folder that the environment names; both must be set up.
 """
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import django
 
 django.setup()
 
-from django.db import connections, transaction
+from django.conf import settings
+from django.db import connections
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
-from keyvault.backends.local import LocalKeystore
+from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, UsageReporter
 from keyvault.services.audit import verify_audit
 from keyvault.services.authorization import authorize
+from keyvault.services.keys import report_compromise
 from keyvault.services.material import destroy_string, find_stored, list_to_destroy
 from keyvault.services.usage import UsageLog
+from rotation.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.engine import advance_rotation
-from rotation.services.requests import get_rotation
-from rotation.states import RotationState as S
+from rotation.services.interventions import abort_rotation
+from rotation.services.reports import get_rotation
+from rotation.services.requests import reissue_key
+from tests.factories import the_operator
+from tests.faults.crashing import NOWHERE, Bomb
 from tests.rotation import scene
 
 ROUNDS = 40
 MERCHANT = "acme"
 
 
-class Bomb:
-    """Kills this process at the n-th event, counting from 1; 0 never. Events come in pairs: before and after."""
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """A rotation's way: how it begins, whether it is aborted once delivered, how it and its two keys must end."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
+    begin: Callable[[Key, datetime], Rotation]
+    ends: tuple[S, KeyState, KeyState]
+    is_aborted: bool = False
+    begins_keyless: bool = False
 
-    def tick(self) -> None:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, call: Callable[..., Any], applies: Callable[..., bool]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not applies(*args):
-                return call(*args, **kwargs)
-            self.tick()
-            result = call(*args, **kwargs)
-            self.tick()
-            return result
+def _rotate(key: Key, now: datetime) -> Rotation:
+    return scene.rotate(key.credential, now)
 
-        return wrapped
 
-    def plant(self) -> None:
-        """Around the outermost commits, around writes that commit by themselves, around the backend's writes."""
+def _reissue(key: Key, now: datetime) -> Rotation:
+    """Somebody has found the key: its credential has none until the replacement is delivered."""
+    place, responder = key.credential.account, the_operator("responder", Role.INCIDENT_RESPONDER)
+    report_compromise(authorize(responder, P.KEYS_REPORT_COMPROMISE, place, now=now), key, why="a gist")
+    return reissue_key(authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=now), key.credential, "a gist")
 
-        def is_outermost(atomic: Any, *_: object) -> bool:
-            return len(connections["default"].atomic_blocks) == 1
 
-        atomic: Any = transaction.Atomic
-        atomic.__exit__ = self.around(atomic.__exit__, is_outermost)
-        connections["default"].execute_wrappers.append(self._around_statement)
-        for name in ("put", "destroy"):
-            setattr(LocalKeystore, name, self.around(getattr(LocalKeystore, name), lambda *_: True))
-
-    def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
-        if context["connection"].in_atomic_block or not sql.startswith(("INSERT", "UPDATE", "DELETE")):
-            return execute(sql, params, many, context)
-        self.tick()
-        result = execute(sql, params, many, context)
-        self.tick()
-        return result
+FORWARD = Journey(_rotate, (S.COMPLETED, KeyState.DEACTIVATED, KeyState.ACTIVE))
+BACK = Journey(_rotate, (S.ROLLED_BACK, KeyState.ACTIVE, KeyState.DEACTIVATED), is_aborted=True)
+REISSUE = Journey(_reissue, (S.COMPLETED, KeyState.COMPROMISED, KeyState.ACTIVE), begins_keyless=True)
 
 
 def main() -> None:
     scene.account(MERCHANT)
-    report: dict[str, Any] = {"crash_points": 0, "completed": 0, "violations": []}
+    notes = notes_of("forward")
+    report: dict[str, Any] = {"crash_points": 0, "violations": []}
     for point in range(1, 500):
-        killed, violations = run_once(point)
-        report["violations"] += violations
-        report["completed"] += 1
+        killed, violations = run_once(FORWARD, Bomb(point, notes))
+        report["violations"] += [f"point {point}: {violation}" for violation in violations]
         if not killed:
             break
         report["crash_points"] = point
+    report["names"] = met(notes)
+    report["back"] = run_at(BACK, [edge for edge in learn(BACK, "back") if edge not in report["names"]], report)
+    its_own = ("rotation.", "publishing:")
+    report["reissue"] = run_at(
+        REISSUE, [edge for edge in learn(REISSUE, "reissue") if edge.startswith(its_own)], report
+    )
     audit = verify_audit()
     report["audit_intact"] = audit.first_broken is None
     report["audit_entries"] = audit.entries
     json.dump(report, sys.stdout)
 
 
-def run_once(point: int) -> tuple[bool, list[str]]:
-    """One rotation, killed at the point and finished; whether it was killed, and what was not as it must be."""
+def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[str]:
+    """One run for each edge; those at which it was killed."""
+    met_again = []
+    for edge in edges:
+        killed, violations = run_once(journey, Bomb(edge))
+        report["violations"] += [f"{edge}: {violation}" for violation in violations]
+        met_again += [edge] if killed else []
+    return met_again
+
+
+def learn(journey: Journey, name: str) -> list[str]:
+    """The crash points of a journey, by a run that is not disturbed."""
+    killed, violations = run_once(journey, Bomb(NOWHERE, notes_of(name)))
+    if killed or violations:
+        raise SystemExit(f"undisturbed it fails: {violations}")
+    return met(notes_of(name))
+
+
+def notes_of(name: str) -> Path:
+    return Path(settings.DATA_DIR) / f"edges-{name}"
+
+
+def met(notes: Path) -> list[str]:
+    return list(dict.fromkeys(notes.read_text().split("\n")[:-1]))
+
+
+def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
+    """One rotation, killed by the bomb and finished; whether it was killed, and what was not as it must be."""
     clock = scene.Clock(datetime.now(UTC))
-    place = scene.account(MERCHANT)
-    key, _ = scene.issue(place, clock())
-    rotation = scene.rotate(key.credential, clock())
+    key, _ = scene.issue(scene.account(MERCHANT), clock())
+    rotation = journey.begin(key, clock())
     reporter = UsageLog(now=clock)
     UsageReporter.objects.create(reporter_id=reporter.reporter_id, started_at=clock(), flushed_through_at=clock())
-    status = in_child(lambda: drive(rotation.rotation_id, clock, reporter, Bomb(point)))
+    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, bomb))
     killed = os.WIFSIGNALED(status)
-    violations = check(rotation.rotation_id, point, "after the kill")
+    violations = check(journey, rotation.rotation_id, "after the kill")
     # Long after: the dead one's lease has run out.
     clock.tick(300)
-    status = in_child(lambda: drive(rotation.rotation_id, clock, reporter, Bomb(0)))
+    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, Bomb()))
     if status != 0:
-        violations.append(f"point {point}: the second worker ended with status {status}")
-    violations += check(rotation.rotation_id, point, "at the end")
+        violations.append(f"the second worker ended with status {status}")
+    violations += check(journey, rotation.rotation_id, "at the end")
+    destroy_what_is_due()
     final = get_rotation(rotation.rotation_id)
-    if final.state != S.COMPLETED:
-        violations.append(f"point {point}: ends {final.state}, {final.why}")
-    elif (final.predecessor.state, final.replacement and final.replacement.state) != ("deactivated", "active"):
-        violations.append(f"point {point}: ends with {final.predecessor.state} and {final.replacement!r}")
+    ended = (final.state, final.predecessor.state, final.replacement and final.replacement.state)
+    if ended != journey.ends:
+        violations.append(f"it ends {ended}, {final.why}")
     UsageReporter.objects.filter(reporter_id=reporter.reporter_id).update(stopped_at=clock())
     return killed, violations
 
 
-def drive(rotation_id: str, clock: scene.Clock, reporter: UsageLog, bomb: Bomb) -> None:
-    """A worker and the merchant, by turns, until the rotation is closed."""
+def drive(journey: Journey, rotation_id: str, clock: scene.Clock, reporter: UsageLog, bomb: Bomb) -> None:
+    """A worker, an operator and the merchant, by turns, until the rotation is closed."""
     bomb.plant()
     for _ in range(ROUNDS):
         rotation = get_rotation(rotation_id)
         if rotation.closed_at is not None:
             return
-        if rotation.state == S.AWAITING_PROOF and rotation.acknowledged_at is None:
+        if rotation.state == S.AWAITING_PROOF and journey.is_aborted:
+            grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+            abort_rotation(grant, rotation, "a bad day")
+        elif rotation.state == S.AWAITING_PROOF and rotation.acknowledged_at is None:
             scene.acknowledge_replacement(rotation_id, clock())
         clock.tick(3)
         reporter.flush()
@@ -142,19 +167,22 @@ def drive(rotation_id: str, clock: scene.Clock, reporter: UsageLog, bomb: Bomb) 
     raise SystemExit(f"not finished after {ROUNDS} rounds: {get_rotation(rotation_id).state}")
 
 
-def check(rotation_id: str, point: int, when: str) -> list[str]:
+def check(journey: Journey, rotation_id: str, when: str) -> list[str]:
     """Invariant 1: what the merchant was given is good, and at most two keys verify."""
     rotation: Rotation = get_rotation(rotation_id)
     active = set(Key.objects.filter(credential=rotation.credential, state=KeyState.ACTIVE).values_list("pk", flat=True))
-    violations = []
-    if not 1 <= len(active) <= 2:
-        violations.append(f"point {point}, {when}: {len(active)} keys verify")
+    violations, is_keyless = [], journey.begins_keyless and rotation.delivered_at is None
+    if not (0 if is_keyless else 1) <= len(active) <= 2:
+        violations.append(f"{when}, {len(active)} keys verify")
     stored = find_stored(rotation.credential)
-    if stored is None or stored.labels["key_id"] not in active:
-        violations.append(f"point {point}, {when}: the key that the merchant reads does not verify")
-    for key in list_to_destroy() if when == "at the end" else []:
-        destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=datetime.now(UTC)), key)
+    if not is_keyless and (stored is None or stored.labels["key_id"] not in active):
+        violations.append(f"{when}, the key that the merchant reads does not verify")
     return violations
+
+
+def destroy_what_is_due() -> None:
+    for key in list_to_destroy():
+        destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=datetime.now(UTC)), key)
 
 
 def in_child(act: Callable[[], None]) -> int:

@@ -29,16 +29,17 @@ from keyvault.services.audit import verify_audit
 from keyvault.services.idempotency import HOLD_SECONDS, Answer, Outcome, run_once
 from keyvault.services.merchants import create_merchant
 from tests.factories import grant, have_peppers
-from tests.faults.crash_matrix import Bomb, in_child
+from tests.faults.crash_matrix import in_child
+from tests.faults.crashing import Bomb
 
 
 class EveryStatementBomb(Bomb):
     """Those inside a transaction too."""
 
     def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
-        self.tick()
+        self.tick("statement:before")
         result = execute(sql, params, many, context)
-        self.tick()
+        self.tick("statement:after")
         return result
 
 

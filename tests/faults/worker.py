@@ -1,47 +1,73 @@
-"""A real Celery worker that kills itself: right after a rotation has entered a state, or around a backend write.
+"""A real Celery worker that kills itself at a named crash point; everything else is the worker of `make run`.
 
-    python -m tests.faults.worker STATE|put|destroy|nowhere
+    python -m tests.faults.worker POINT       see `crashing`; `nowhere`: it lives until it is told to end
+    python -m tests.faults.worker --nursery   a worker for each POINT that is read, one after the other
 
-Everything else is the worker of `make run`.
+The nursery has loaded everything, so that a worker of its is at work at once. It reads `POINT\\n`, and writes
+`PID\\n` and, when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the edges that are met,
+`FAULTS_LOSS` the seed with which messages are lost and doubled, see `losing`.
 """
 
 import os
-import signal
 import sys
-from typing import Any
+from pathlib import Path
+from typing import NoReturn
 
 import django
 
 django.setup()
 
-from keyvault.backends.local import LocalKeystore
+from keyvault.management import service
 from keyvault.project.celery import app
-from rotation.services import engine
+from tests.faults.crashing import Bomb
+from tests.faults.losing import lose_messages
+from tests.servers.guard import die_with_parent
 
 
-def main(point: str) -> None:
-    if point in {"put", "destroy"}:
-        method: Any = getattr(LocalKeystore, point)
+def work(point: str, *more: str) -> None:
+    """Returns when the worker was told to end."""
+    notes = os.environ.get("FAULTS_NOTES")
+    Bomb(point, Path(notes) if notes else None).plant()
+    lose_messages()
+    command = next(program.command for program in service._programs(0) if program.name == service.WORKER)
+    app.worker_main([*command[command.index("worker") :], *more])
 
-        def done_and_killed(*args: Any, **kwargs: Any) -> None:
-            method(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(LocalKeystore, point, done_and_killed)
-    elif point != "nowhere":
-        run: Any = engine._Run
-        enter = run._move if point != "staged" else run._stage
+def keep_nursery() -> None:
+    app.loader.import_default_modules()
+    app.finalize()
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _become(line.strip())
+        _say(pid)
+        _say(os.waitpid(pid, 0)[1])
 
-        def entered_and_killed(self: Any, grant: Any, rotation: Any, *rest: Any) -> None:
-            enter(self, grant, rotation, *rest)
-            if rotation.state == point:
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(run, enter.__name__, entered_and_killed)
-    app.worker_main(
-        ["worker", "--pool", "threads", "--concurrency", "2", "--beat", "--without-gossip", "--without-mingle"]
-    )
+def _become(point: str) -> NoReturn:
+    die_with_parent()
+    os.setsid()
+    # Celery reads no input; and what it writes must not look like an answer of the nursery.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    code = 1
+    try:
+        work(point)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _say(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "--nursery":
+        keep_nursery()
+    else:
+        work(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""kill -9 at every point of the happy path, on whichever database this run is about."""
+"""kill -9 at every point of the way forward, the way back and a reissue, on whichever database this run is about."""
 
 import json
 import os
@@ -35,3 +35,6 @@ def test_rotation_killed_at_every_point_completes_and_never_takes_the_merchant_d
     assert report["audit_intact"]
     # Far fewer would mean that the bombs were not planted where the work is.
     assert report["crash_points"] >= 40
+    assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["names"])
+    assert {f"rolling_back:{when}-put" for when in ("before", "after")} <= set(report["back"])
+    assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["reissue"])

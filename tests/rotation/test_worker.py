@@ -15,14 +15,25 @@ from django.db import connection
 
 from keyvault.models import Key
 from keyvault.services.usage import UsageLog
+from rotation.events import RotationState as S
 from rotation.models import Rotation
-from rotation.services.requests import get_rotation
-from rotation.states import RotationState as S
+from rotation.services.reports import get_rotation
 
 from . import scene
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-POINTS = ["staged", "publishing", "put", "awaiting_proof", "overlap", "quarantine", "revoking", "destroy"]
+POINTS = [
+    "rotation.staged:after-commit",
+    "rotation.publishing:before-commit",
+    "publishing:after-ledger",
+    "publishing:after-put",
+    "rotation.awaiting_proof:after-commit",
+    "rotation.overlap:before-commit",
+    "rotation.quarantine:after-commit",
+    "rotation.revoking:after-commit",
+    "revoking:after-destroy",
+]
+"""See `tests.faults.crashing`; `make faults` has them all."""
 
 
 @pytest.fixture
@@ -46,7 +57,7 @@ def worker(point: str, broker: str, log: Path) -> Iterator[subprocess.Popen[byte
     }
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.worker", point],
+            [sys.executable, "-m", "tests.faults.worker", point, "--beat"],
             cwd=ROOT,
             env=environment,
             stdout=output,

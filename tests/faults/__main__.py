@@ -1,0 +1,199 @@
+"""Breaks the service on purpose, and counts what came of it: `make faults`, or
+
+    python -m tests.faults [NAME...] [--seed N] [--minutes N] [--json PATH] [--list]
+
+Each experiment is a process of its own, with real servers, a real beat and real workers, and merchants that use their
+keys over HTTP all the while; one after the other, and the one that needs no server beside them. Ends with a table, and
+exit 1 if anything was violated. One whose servers this machine lacks is not run; that is a failure where
+KEYVAULT_REQUIRE names the server. All of them take less than 20 minutes on two cores.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from keyvault.backends.private_files import ensure_private_directory
+from keyvault.management.supervisor import StopRequestedError, start_leashed, stopping_on_signals
+from tests.environment import ROOT, required_servers
+from tests.faults.catalog import EXPERIMENTS, Experiment, choose
+from tests.faults.servers import find_missing
+
+MINUTES = 20.0
+PATIENCE = 4
+"""So many times longer than it should take, and an experiment is ended and counted as a violation."""
+
+TIDY_SECONDS = 60
+
+COLUMNS = {
+    "requests": "requests",
+    "refused that should pass": "wrongly refused",
+    "credentials without a usable key": "keyless",
+    "rotations stuck": "stuck",
+}
+"""Counts that have a column of the table, by their heading there."""
+
+
+def main() -> int:
+    asked = _read_arguments()
+    if asked.list:
+        for each in EXPERIMENTS:
+            servers = ", ".join(sorted(each.servers)) or "no server"
+            _tell(f"{each.name:<16} {each.what} (about {each.minutes:g} min, {servers})")
+        return 0
+    try:
+        chosen = choose(asked.names)
+    except LookupError as unknown:
+        sys.stderr.write(f"There is no experiment {unknown}; --list names them.\n")
+        return 2
+    seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
+    _tell(f"{len(chosen)} experiments, seed {seed}")
+    began = time.monotonic()
+    try:
+        with stopping_on_signals(), ExitStack() as stack:
+            outcomes = _perform_all(chosen, seed, asked.minutes, stack)
+    except StopRequestedError as stop:
+        sys.stderr.write(f"Stopped by {stop}.\n")
+        return 128 + stop.number
+    _show(outcomes)
+    _tell(f"\n{len(outcomes)} experiments in {(time.monotonic() - began) / 60:.1f} minutes, seed {seed}")
+    path = asked.json or ensure_private_directory(ROOT / ".keyvault") / "faults.json"
+    path.write_text(json.dumps({"at": datetime.now(UTC).isoformat(), "seed": seed, "experiments": outcomes}, indent=1))
+    _tell(f"\nAll counts: {path}")
+    return 0 if all(outcome["held"] for outcome in outcomes) else 1
+
+
+def _read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="an experiment, or the first word of some; else all")
+    parser.add_argument("--seed", type=int, default=None, help="of all dice; drawn unless given, and told")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all together; 20 unless given")
+    parser.add_argument("--json", type=Path, default=None, help="where the counts go; else .keyvault/faults.json")
+    parser.add_argument("--list", action="store_true", help="the experiments, and nothing else")
+    return parser.parse_args()
+
+
+def _perform_all(chosen: list[Experiment], seed: int, minutes: float, stack: ExitStack) -> list[dict[str, Any]]:
+    """What came of each, in that order, as the table and the file tell it; `held`: nothing was violated."""
+    queue = [each for each in chosen if not each.is_beside]
+    pace = min(1.0, minutes / sum(each.minutes for each in queue)) if queue else 1.0
+    outcomes: dict[str, dict[str, Any]] = {}
+    beside = []
+    for each in chosen:
+        missing = find_missing(each.servers)
+        if missing:
+            outcomes[each.name] = _left_out(each, missing)
+        elif each.is_beside:
+            beside.append(_Trial(each, seed, each.minutes, stack))
+    for each in queue:
+        if each.name not in outcomes:
+            outcomes[each.name] = _Trial(each, seed, each.minutes * pace, stack).outcome()
+    outcomes |= {trial.experiment.name: trial.outcome() for trial in beside}
+    return [outcomes[each.name] for each in chosen]
+
+
+def _left_out(experiment: Experiment, missing: list[str]) -> dict[str, Any]:
+    why = f"no {', no '.join(missing)} on this machine"
+    _tell(f"\n=== {experiment.name}: not run, {why} ===")
+    is_wanted = bool(required_servers() & set(missing))
+    return {**_blank(experiment), "why_not": why, "held": not is_wanted}
+
+
+def _blank(experiment: Experiment) -> dict[str, Any]:
+    return {"name": experiment.name, "what": experiment.what, "held": True, "violations": []}
+
+
+class _Trial:
+    """An experiment under way, from its making on; it ends with the stack at the latest."""
+
+    def __init__(self, experiment: Experiment, seed: int, minutes: float, stack: ExitStack) -> None:
+        _tell(f"\n=== {experiment.name}: {experiment.what} ===")
+        self.experiment = experiment
+        self._began_at, self._limit = time.time(), time.monotonic() + minutes * 60 * PATIENCE
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-faults-"))
+        self._result = Path(folder, "result.json")
+        order = (experiment.name, str(seed), str(minutes), str(self._result))
+        environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+        command = [sys.executable, "-m", "tests.faults.inside", *order]
+        self._process = start_leashed(command, environ=environ, folder=ROOT, orphan_signal=signal.SIGTERM)
+        stack.callback(self._end)
+
+    def outcome(self) -> dict[str, Any]:
+        """Waits for it."""
+        try:
+            status = self._process.wait(max(0.0, self._limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = self._end()
+        outcome = _blank(self.experiment)
+        ended_at = time.time()
+        if self._result.exists():
+            outcome |= json.loads(self._result.read_text())
+            ended_at = self._result.stat().st_mtime
+        outcome["seconds"] = round(ended_at - self._began_at)
+        if status != 0 or "n" not in outcome:
+            outcome["violations"] = [f"it broke off with status {status}", *outcome["violations"]]
+            outcome["number_of_violations"] = outcome.get("number_of_violations", 0) + 1
+        outcome["held"] = not outcome["number_of_violations"]
+        return outcome
+
+    def _end(self) -> int:
+        if self._process.poll() is not None:
+            return self._process.returncode
+        self._process.terminate()
+        try:
+            return self._process.wait(TIDY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+# --- what is told -------------------------------------------------------------------------------------------
+
+
+def _show(outcomes: list[dict[str, Any]]) -> None:
+    heads = ["experiment", "n", *COLUMNS.values(), "seconds", "outcome"]
+    rows = [heads, *(_row(outcome) for outcome in outcomes)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
+    _tell("")
+    for row in rows:
+        _tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for outcome in outcomes:
+        if "n" in outcome:
+            more = {name: count for name, count in outcome["counts"].items() if name not in COLUMNS}
+            _tell(f"\n{outcome['name']}: {'; '.join(f'{name} {_number(count)}' for name, count in more.items())}")
+        for violation in outcome["violations"]:
+            _tell(f"  VIOLATED  {violation}")
+
+
+def _row(outcome: dict[str, Any]) -> list[str]:
+    name = outcome["name"]
+    if "why_not" in outcome:
+        wanted = "" if outcome["held"] else ", and KEYVAULT_REQUIRE wants it"
+        return [name, "", *("" for _ in COLUMNS), "", f"not run: {outcome['why_not']}{wanted}"]
+    counts = outcome.get("counts", {})
+    n = f"{outcome['n']} {outcome['unit']}" if "n" in outcome else ""
+    told = "held" if outcome["held"] else f"{outcome['number_of_violations']} VIOLATIONS"
+    columns = (_number(counts[count]) if count in counts else "-" for count in COLUMNS)
+    return [name, n, *columns, str(outcome["seconds"]), told]
+
+
+def _number(count: float) -> str:
+    return f"{count:g}" if count != int(count) else str(int(count))
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A server that is stopped and started again on purpose; otherwise as `tests.servers.guard`, which it stands in for.
+
+Run as `python -m tests.faults.again SPEC`. Reads orders from its input, one a line, and answers `done` to each:
+`stop N` sends signal N and waits for the end, `start` starts it again, with what it kept. The end of the input is the
+end of the server and of its directory.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.servers.guard import LOOK_EVERY_SECONDS, child_options, stop
+
+ORDER_SECONDS = 60
+
+
+def main() -> int:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    directory = Path(spec["directory"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with (directory / "server.log").open("ab") as log:
+            options = child_options(spec) | {"stdout": log}
+            for command in spec["prepare"]:
+                subprocess.run(command, check=True, **options)
+            _obey(spec, options)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def _obey(spec: dict[str, Any], options: dict[str, Any]) -> None:
+    server = subprocess.Popen(spec["serve"], **options)
+    try:
+        while os.getppid() == spec["parent"]:
+            if not select.select([0], [], [], LOOK_EVERY_SECONDS)[0]:
+                continue
+            order = os.read(0, 100).decode().split()
+            if not order:
+                return
+            if order[0] == "stop":
+                server.send_signal(int(order[1]))
+                server.wait(ORDER_SECONDS)
+            elif server.poll() is not None:
+                server = subprocess.Popen(spec["serve"], **options)
+            os.write(1, b"done\n")
+    finally:
+        stop(server, spec["stop_signal"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Two beats and two workers, as after a deployment that forgot the first: whatever is due is done once."""
+
+from tests.faults import truth
+from tests.faults.campaign import begin_campaign, is_over, judge_campaign
+from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.programs import GaveUpError, served, until
+from tests.faults.results import Asked, Result
+from tests.faults.traffic import Traffic
+
+MEMBERS = 60
+REQUESTS_PER_SECOND = 60
+END_SECONDS = 180
+STEPS = tuple(f"rotation.{step}" for step in ("staged", "publishing", "awaiting_proof"))
+"""Of a rotation that nobody's death interrupts, once too."""
+
+
+def run(asked: Asked) -> Result:
+    result = Result("rotations", n=MEMBERS)
+    merchants, token = make_merchants(MEMBERS), gateway_token()
+    with (
+        served(asked.folder, workers=2, beats=2) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+    ):
+        campaign = begin_campaign()
+        try:
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+        except GaveUpError as gave_up:
+            result.must_be(False, str(gave_up))
+        for program in ("beat0", "beat1", "worker0", "worker1"):
+            result.must_be(service.is_running(program), f"{program} is not running any more")
+    judge_campaign(result, campaign, MEMBERS)
+    result.must_be_none("steps taken twice", truth.find_repeated(*STEPS))
+    truth.judge_traffic(result, sent.answers)
+    truth.judge_end(result, merchants)
+    truth.judge_logs(result, asked.folder / "logs")
+    return result

@@ -1,0 +1,56 @@
+"""The broker is killed in the middle of a campaign, with every message in it, and comes back after a while."""
+
+import signal
+import time
+
+from tests.faults import truth
+from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_campaign
+from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.programs import GaveUpError, restarted, served, until
+from tests.faults.results import Asked, Result, say
+from tests.faults.traffic import Traffic
+
+MEMBERS = 60
+REQUESTS_PER_SECOND = 80
+AWAY_SECONDS = 12
+RIGHT_WITHIN_SECONDS = 10
+"""That soon after its return nobody complains of it any more."""
+
+BEGIN_SECONDS = 60
+END_SECONDS = 150
+
+
+def run(asked: Asked) -> Result:
+    result, broker, outages = Result("members"), asked.servers[asked.choice], []
+    merchants, token = make_merchants(MEMBERS), gateway_token()
+    with (
+        served(asked.folder) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+    ):
+        campaign = begin_campaign()
+        try:
+            until("the first rotations", lambda: count_closed(campaign) >= MEMBERS // 10, BEGIN_SECONDS, service.tend)
+            stopped_at = time.time()
+            broker.stop(signal.SIGKILL)
+            before = count_closed(campaign)
+            say(f"{asked.choice} is killed, with {before} of {MEMBERS} rotations completed")
+            until_then = time.monotonic() + AWAY_SECONDS
+            while time.monotonic() < until_then:
+                service.tend()
+                service.wait(0.2)
+            result.counts["completed while it was away"] = count_closed(campaign) - before
+            broker.start()
+            back_at = time.monotonic()
+            outages.append((stopped_at, time.time() + RIGHT_WITHIN_SECONDS))
+            say(f"{asked.choice} is back")
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+            result.counts["seconds from its return to the end"] = round(time.monotonic() - back_at, 1)
+        except GaveUpError as gave_up:
+            result.must_be(False, str(gave_up))
+    result.n = MEMBERS
+    result.counts["programs started again"] = sum("starts again" in line for line in restarted)
+    judge_campaign(result, campaign, MEMBERS)
+    truth.judge_traffic(result, sent.answers)
+    truth.judge_end(result, merchants)
+    truth.judge_logs(result, asked.folder / "logs", outages)
+    return result

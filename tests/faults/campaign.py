@@ -1,0 +1,58 @@
+"""A campaign over every credential there is, and what must be true of it whatever was broken meanwhile."""
+
+from datetime import UTC, datetime
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.services.authorization import authorize
+from rotation.events import RotationState as S
+from rotation.models import Campaign, Rotation
+from rotation.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, Pace
+from rotation.policy import Proof
+from rotation.services.campaigns import get_campaign, request_campaign
+from rotation.services.planning import Wish
+from rotation.states import CLOSED
+from tests.faults import truth
+from tests.faults.results import Result
+from tests.rotation import scene
+
+ONCE = tuple(
+    f"rotation.{state}" for state in ("requested", "delivered", "overlap", "quarantine", "revoking", "completed")
+)
+"""Events that a rotation has once, however often a worker was woken."""
+
+
+def begin_campaign() -> Campaign:
+    """As fast as a campaign may be; proof by 2 authentications, 2 seconds of silence, 1 of quarantine."""
+    return request_campaign(
+        authorize(scene.tam(), P.ROTATIONS_WRITE, now=datetime.now(UTC)),
+        environment=Environment.SANDBOX,
+        merchants=None,
+        older_than_days=None,
+        wish=Wish(proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1),
+        pace=Pace(per_minute=FASTEST_PER_MINUTE, concurrency=MOST_AT_ONCE),
+        reason="an experiment",
+    )
+
+
+def count_closed(campaign: Campaign) -> int:
+    return campaign.rotations.filter(state__in=CLOSED).count()
+
+
+def is_over(campaign: Campaign, members: int) -> bool:
+    """Every member's rotation is closed, and so is the campaign."""
+    return count_closed(campaign) == members and get_campaign(campaign.campaign_id).closed_at is not None
+
+
+def judge_campaign(result: Result, campaign: Campaign, members: int) -> None:
+    """All completed, nothing lost, nothing twice."""
+    now = get_campaign(campaign.campaign_id)
+    credentials = set(campaign.rotations.values_list("credential_id", flat=True))
+    others = [f"{each.rotation_id}: {each.state} {each.why}" for each in campaign.rotations.exclude(state=S.COMPLETED)]
+    begun = Rotation.objects.count()
+    result.counts |= {"members": members, "completed": campaign.rotations.filter(state=S.COMPLETED).count()}
+    result.must_be(now.state == "completed", f"the campaign ends {now.state}: {now.why}")
+    result.must_be_none("not completed", others)
+    result.must_be(len(credentials) == members, f"{len(credentials)} of {members} credentials were rotated")
+    result.must_be(begun == members, f"{begun} rotations of {members} credentials")
+    result.must_be_none("steps taken twice", truth.find_repeated(*ONCE))

@@ -1,0 +1,71 @@
+"""The experiments by name: what each one breaks, on which database, and which servers it needs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`module` has a function `run(asked: Asked) -> Result`. `minutes`: what it takes on two cores, about.
+
+    `is_beside`: it runs beside the others, on what they leave of the processors.
+    """
+
+    name: str
+    module: str
+    what: str
+    minutes: float
+    database: str = "postgres"
+    servers: frozenset[str] = frozenset({"postgres", "redis"})
+    choice: str = ""
+    is_beside: bool = False
+
+
+_ON_SQLITE = frozenset[str]()
+
+EXPERIMENTS = (
+    Experiment(
+        "crash-sqlite",
+        "crash_points",
+        "kill -9 of a worker before and after every side effect, under traffic",
+        3,
+        database="sqlite",
+        servers=_ON_SQLITE,
+    ),
+    Experiment("crash-postgres", "crash_points", "the same on PostgreSQL and Redis", 3),
+    Experiment("broker-redis", "broker", "Redis is gone for the middle of a campaign", 1.5, choice="redis"),
+    Experiment(
+        "broker-rabbitmq",
+        "broker",
+        "RabbitMQ is gone for the middle of a campaign",
+        1.5,
+        servers=frozenset({"postgres", "rabbitmq"}),
+        choice="rabbitmq",
+    ),
+    Experiment("deliveries", "deliveries", "20 % of the messages lost and 20 % delivered twice", 1),
+    Experiment("beats", "beats", "two beats and two workers", 1),
+    Experiment("database", "database", "PostgreSQL restarted under load, fast and immediate", 1.5),
+    Experiment("fire", "fire", "200 credentials rotated by a campaign under constant traffic", 2.5),
+    Experiment(
+        "machine",
+        "machine",
+        "10,000 random histories of the state machine",
+        12,
+        database="sqlite",
+        servers=_ON_SQLITE,
+        is_beside=True,
+    ),
+)
+
+
+def choose(names: list[str]) -> list[Experiment]:
+    """Those of these names, or that begin with them and a dash; all for none. Raises LookupError for a strange one."""
+    if not names:
+        return list(EXPERIMENTS)
+    for name in names:
+        if not any(_is_meant(name, each) for each in EXPERIMENTS):
+            raise LookupError(name)
+    return [each for each in EXPERIMENTS if any(_is_meant(name, each) for name in names)]
+
+
+def _is_meant(name: str, experiment: Experiment) -> bool:
+    return experiment.name == name or experiment.name.startswith(f"{name}-")

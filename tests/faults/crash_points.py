@@ -1,0 +1,140 @@
+"""kill -9 of a real worker at every crash point there is, by name, while merchants use their keys.
+
+The first worker lives for a while. Every worker notes each edge of a side effect that it comes by, and each of the
+next ones dies at one of them; edges that only a recovery has (a key burned whose string was lost) are noted as they
+appear, and died at too, as long as there is time.
+Then one worker lives again, and everything must be as if nobody had died.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from keyvault.management.supervisor import Supervisor
+from tests.faults import truth
+from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.crashing import NOWHERE
+from tests.faults.journeys import Journeys
+from tests.faults.programs import GaveUpError, Nursery, served
+from tests.faults.results import Asked, Result, say
+from tests.faults.traffic import Traffic
+
+CREDENTIALS = 36
+REQUESTS_PER_SECOND = 60
+LEARN_SECONDS = 12
+MEET_SECONDS = 25
+RECOVER_SECONDS = 90
+RECOVERED_IN_SECONDS = 25
+"""It takes about that long."""
+
+REQUIRED = tuple(
+    f"{step}:{when}-{effect}"
+    for step, effects in {
+        "rotation.staged": ("commit",),
+        "rotation.publishing": ("commit",),
+        "publishing": ("ledger", "put", "ledger-outcome"),
+        "rotation.delivered": ("commit",),
+        "rotation.awaiting_proof": ("commit",),
+        "rotation.overlap": ("commit",),
+        "rotation.quarantine": ("commit",),
+        "rotation.revoking": ("commit",),
+        "revoking": ("ledger", "destroy", "ledger-outcome"),
+        "rotation.completed": ("commit",),
+        "rolling_back": ("ledger", "put", "ledger-outcome"),
+        "rotation.written_back": ("commit",),
+        "rotation.rolling_back": ("commit",),
+        "rotation.rolled_back": ("commit",),
+        "claim": ("update",),
+        "release": ("update",),
+    }.items()
+    for effect in effects
+    for when in ("before", "after")
+)
+"""A worker must have died at each of these, however long it takes; whatever else is found is added to them."""
+
+
+def run(asked: Asked) -> Result:
+    result = Result("kills")
+    merchants, token = make_merchants(CREDENTIALS), gateway_token()
+    with served(asked.folder, workers=0) as (service, port):
+        nursery = Nursery(asked.folder, asked.folder / "edges")
+        try:
+            with Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as traffic:
+                _kill_and_recover(asked, result, service, nursery, Journeys(merchants, asked.seed))
+        finally:
+            nursery.close()
+    truth.judge_traffic(result, traffic.answers)
+    truth.judge_end(result, merchants)
+    truth.judge_logs(result, nursery.log.parent)
+    return result
+
+
+def _kill_and_recover(asked: Asked, result: Result, service: Supervisor, nursery: Nursery, journeys: Journeys) -> None:
+    edges, ends_at = _Edges(asked.folder / "edges"), time.monotonic() + asked.minutes * 60 - RECOVERED_IN_SECONDS
+    nursery.bear(NOWHERE)
+    _live(LEARN_SECONDS, service, nursery, journeys)
+    nursery.end_worker()
+    say(f"{len(edges.read())} crash points so far")
+    for point in edges.untried():
+        if time.monotonic() > ends_at and point not in REQUIRED:
+            continue
+        born_at = time.monotonic()
+        nursery.bear(point)
+        if _live(MEET_SECONDS, service, nursery, journeys):
+            status = nursery.reap()
+            result.must_be(os.WIFSIGNALED(status), f"{point}: the worker ended with wait status {status}")
+            edges.killed.append(point)
+            say(f"killed at {point} after {time.monotonic() - born_at:.1f} s")
+        else:
+            nursery.end_worker()
+            edges.missed.append(point)
+        some = journeys.ordinary[len(edges.killed) % 3 :: 3]
+        keyless = [f"after {point}: {each}" for each in truth.find_keyless(some)]
+        result.must_be_none("credentials without a usable key", keyless)
+    result.n = len(edges.killed)
+    say(f"{result.n} kills; not met again: {', '.join(edges.missed) or 'none'}")
+    result.counts |= {"crash points": len(edges.read()), "not met again": len(edges.missed)}
+    result.must_be_none("crash points left out", sorted(set(REQUIRED) - set(edges.killed)))
+    nursery.bear(NOWHERE)
+    journeys.end()
+    began = time.monotonic()
+    try:
+        journeys.until_over(RECOVER_SECONDS, service.tend)
+    except GaveUpError as waited:
+        say(str(waited))  # told by the count of what is stuck
+    nursery.end_worker()
+    result.counts |= {"seconds to recover": round(time.monotonic() - began), **journeys.counts()}
+
+
+def _live(seconds: float, service: Supervisor, nursery: Nursery, journeys: Journeys) -> bool:
+    """Until the worker has died, or that long; whether it has."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if nursery.has_ended(0.05):
+            return True
+        service.tend()
+        journeys.tend()
+    return False
+
+
+class _Edges:
+    """What the workers have noted, and what became of each."""
+
+    def __init__(self, notes: Path) -> None:
+        self._notes = notes
+        self.killed: list[str] = []
+        self.missed: list[str] = []
+
+    def read(self) -> list[str]:
+        return list(dict.fromkeys(self._notes.read_text().split("\n")[:-1]))
+
+    def untried(self) -> Iterator[str]:
+        """Each once, those too that are noted meanwhile; what was missed gets a second chance at the end."""
+        tried: set[str] = set()
+        # Time may run out: those that must be met come first.
+        while left := [point for point in (*REQUIRED, *self.read()) if point not in tried]:
+            tried.add(left[0])
+            yield left[0]
+        again, self.missed = self.missed, []
+        yield from again

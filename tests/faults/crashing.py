@@ -1,0 +1,168 @@
+"""Every place where a process can be killed: before and after each of its side effects, by name.
+
+A name is `STEP:before-EFFECT` or `STEP:after-EFFECT`. The step is the event that a transaction records
+(`rotation.staged:before-commit`), the state of the rotation whose ledger row was written last (`publishing:after-put`),
+or what else is done (`claim:after-update`). Nothing in the product knows of it: what it calls is wrapped here.
+"""
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.backends.signals import connection_created
+from django.db.models.signals import post_save, pre_save
+
+from keyvault.backends.local import LocalKeystore
+from keyvault.services import leases, recording
+from rotation.models import LedgerEntry
+
+NOWHERE = "nowhere"
+
+_WRITE = re.compile(r"(INSERT|UPDATE|DELETE)\b(?: OR \w+)?(?: INTO| FROM)? \"?(?:keyvault_|rotation_)?(\w+)")
+_LEASE_ACTS = ("claim", "release", "postpone", "pause", "wake")
+
+
+class _Thread(threading.local):
+    """What this thread is at. `event`: what its open transaction records. `inner`: how deep in a named effect."""
+
+    step = "turn"
+    event = ""
+    act = ""
+    inner = 0
+
+
+class Bomb:
+    """Kills this process at the n-th side effect's edge, counting from 1, or at the first of that name.
+
+    0 and `nowhere`: never. `names`: the edges that it came by, in order; each new one is added to `notes` as a line.
+    """
+
+    def __init__(self, at: int | str = NOWHERE, notes: Path | None = None) -> None:
+        self.at = at
+        self.names: list[str] = []
+        self.count = 0
+        self._notes = notes
+        self._thread = _Thread()
+
+    def tick(self, name: str) -> None:
+        self.count += 1
+        if name not in self.names:
+            self.names.append(name)
+            self._note(name)
+        if self.at in (self.count, name):
+            os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()  # the signal is on its way
+
+    def _note(self, name: str) -> None:
+        if self._notes is not None:
+            # One short write to a file opened for appending: whole or not there, whoever else writes.
+            with self._notes.open("ab", buffering=0) as file:
+                file.write(f"{name}\n".encode())
+
+    def plant(self) -> None:
+        """Around the outermost commits, the writes that commit by themselves, the backend's writes, and messages."""
+        self._plant_commits()
+        self._plant_statements()
+        self._plant_ledger()
+        for effect in ("put", "destroy"):
+            self._plant_call(LocalKeystore, effect, effect)
+
+    def _plant_call(self, owner: Any, attribute: str, effect: str, step: str = "") -> None:
+        call = getattr(owner, attribute)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            at = step or self._thread.step
+            self.tick(f"{at}:before-{effect}")
+            result = call(*args, **kwargs)
+            self.tick(f"{at}:after-{effect}")
+            return result
+
+        setattr(owner, attribute, wrapped)
+
+    def _plant_commits(self) -> None:
+        thread = self._thread
+        patched: Any = recording
+        commit = patched._commit
+
+        def noted(unit: Any, *rest: Any) -> Any:
+            thread.event = unit.records[0].event
+            return commit(unit, *rest)
+
+        patched._commit = noted
+        atomic: Any = transaction.Atomic
+        leave = atomic.__exit__
+
+        def left(block: Any, kind: Any, *rest: Any) -> Any:
+            if len(connections["default"].atomic_blocks) != 1:
+                return leave(block, kind, *rest)
+            step, thread.event = thread.event or thread.act or "transaction", ""
+            end = "commit" if kind is None else "rollback"
+            self.tick(f"{step}:before-{end}")
+            result = leave(block, kind, *rest)
+            self.tick(f"{step}:after-{end}")
+            return result
+
+        atomic.__exit__ = left
+
+    def _plant_statements(self) -> None:
+        for act in _LEASE_ACTS:
+            self._plant_lease_act(act)
+
+        def watch(connection: Any, **_: Any) -> None:
+            if self._around_statement not in connection.execute_wrappers:
+                connection.execute_wrappers.append(self._around_statement)
+
+        # Each thread has a connection of its own. Kept alive by the bomb, since signals hold no handler.
+        self._watch = watch
+        connection_created.connect(watch)
+        watch(connections["default"])
+
+    def _plant_lease_act(self, act: str) -> None:
+        thread, call = self._thread, getattr(leases, act)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            thread.act = act
+            if act in {"claim", "release"}:
+                thread.step, thread.inner = "turn", 0
+            try:
+                return call(*args, **kwargs)
+            finally:
+                thread.act = ""
+
+        setattr(leases, act, wrapped)
+
+    def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
+        written = _WRITE.match(sql)
+        if written is None or context["connection"].in_atomic_block or self._thread.inner:
+            return execute(sql, params, many, context)
+        table = written[2]
+        if table == "ledgerentry":
+            name = (self._thread.step, "ledger-outcome")
+        else:
+            name = (self._thread.act or table, written[1].lower())
+        self.tick(f"{name[0]}:before-{name[1]}")
+        result = execute(sql, params, many, context)
+        self.tick(f"{name[0]}:after-{name[1]}")
+        return result
+
+    def _plant_ledger(self) -> None:
+        """Its row says at what step the thread is from now on."""
+        thread = self._thread
+
+        def before(instance: LedgerEntry, **_: Any) -> None:
+            thread.step = str(instance.step)
+            self.tick(f"{thread.step}:before-ledger")
+            thread.inner += 1
+
+        def after(**_: Any) -> None:
+            thread.inner -= 1
+            self.tick(f"{thread.step}:after-ledger")
+
+        self._ledger = (before, after)
+        pre_save.connect(before, sender=LedgerEntry)
+        post_save.connect(after, sender=LedgerEntry)

@@ -1,0 +1,93 @@
+"""PostgreSQL is restarted under load, in the two ways in which that is done; nobody restarts anything else.
+
+`fast` disconnects everybody and shuts down in order (SIGINT); `immediate` aborts, and recovers from the log when it
+starts again (SIGQUIT). They are what `pg_ctl restart -m fast|immediate` does, with some seconds between.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from django.db import InterfaceError, OperationalError, connections
+
+from keyvault.management.supervisor import Supervisor
+from rotation.models import Campaign
+from tests.faults import truth
+from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_campaign
+from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.programs import GaveUpError, restarted, served, until
+from tests.faults.results import Asked, Result, say
+from tests.faults.servers import Restartable
+from tests.faults.traffic import Traffic
+
+MEMBERS = 60
+REQUESTS_PER_SECOND = 80
+AWAY_SECONDS = 4
+RIGHT_WITHIN_SECONDS = 3
+"""That soon after PostgreSQL takes connections again every answer is right again."""
+
+STEP_SECONDS = 90
+END_SECONDS = 150
+WAYS = {"fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+
+
+def run(asked: Asked) -> Result:
+    result, outages = Result("restarts", n=len(WAYS)), []
+    merchants, token = make_merchants(MEMBERS), gateway_token()
+    with (
+        served(asked.folder) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+    ):
+        campaign = begin_campaign()
+        try:
+            for number, (name, how) in enumerate(WAYS.items(), 1):
+                enough = partial(_has_closed, campaign, MEMBERS * number // (len(WAYS) + 2))
+                until("rotations to be closed", _in_spite(enough), STEP_SECONDS, service.tend)
+                outages.append(_restart(asked.servers["postgres"], service, name, how))
+            over = _in_spite(lambda: is_over(campaign, MEMBERS))
+            began = time.monotonic()
+            until("the end of the campaign", over, END_SECONDS, service.tend)
+            result.counts["seconds from the last return to the end"] = round(time.monotonic() - began, 1)
+        except GaveUpError as gave_up:
+            result.must_be(False, str(gave_up))
+        # Long enough that the last answers are far from the last outage.
+        service.wait(RIGHT_WITHIN_SECONDS)
+    result.counts["programs started again"] = sum("starts again" in line for line in restarted)
+    judge_campaign(result, campaign, MEMBERS)
+    truth.judge_traffic(result, sent.answers, outages)
+    truth.judge_end(result, merchants)
+    truth.judge_logs(result, asked.folder / "logs", outages)
+    return result
+
+
+def _restart(server: Restartable, service: Supervisor, name: str, how: signal.Signals) -> tuple[float, float]:
+    """From when to when there may be no verdict."""
+    began = time.time()
+    server.stop(how)
+    say(f"PostgreSQL is stopped: {name}")
+    until_then = time.monotonic() + AWAY_SECONDS
+    while time.monotonic() < until_then:
+        service.tend()
+        service.wait(0.2)
+    server.start()
+    say("PostgreSQL is back")
+    connections.close_all()  # this process is no part of the experiment
+    return began, time.time() + RIGHT_WITHIN_SECONDS
+
+
+def _has_closed(campaign: Campaign, enough: int) -> bool:
+    return count_closed(campaign) >= enough
+
+
+def _in_spite(look: Callable[[], bool]) -> Callable[[], bool]:
+    """Looks with a new connection where the old one was lost."""
+
+    def looked() -> bool:
+        try:
+            return look()
+        except (OperationalError, InterfaceError):
+            connections.close_all()
+            return False
+
+    return looked

@@ -1,0 +1,48 @@
+"""A fifth of all messages is lost and a fifth delivered twice, those of the beat and those of the worker."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from tests.faults import truth
+from tests.faults.campaign import begin_campaign, is_over, judge_campaign
+from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.losing import SEED, TALLY
+from tests.faults.programs import GaveUpError, served, until
+from tests.faults.results import Asked, Result
+from tests.faults.traffic import Traffic
+
+MEMBERS = 60
+REQUESTS_PER_SECOND = 80
+END_SECONDS = 180
+FEWEST = 0.15
+"""Less than that share lost, or doubled, would mean that the experiment was none."""
+
+
+def run(asked: Asked) -> Result:
+    result, tally = Result("messages"), asked.folder / "messages"
+    merchants, token = make_merchants(MEMBERS), gateway_token()
+    losing = {SEED: str(asked.seed), TALLY: str(tally)}
+    with (
+        served(asked.folder, environ=losing, wrapped=True) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+    ):
+        campaign = begin_campaign()
+        try:
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+        except GaveUpError as gave_up:
+            result.must_be(False, str(gave_up))
+    _count(result, tally)
+    judge_campaign(result, campaign, MEMBERS)
+    truth.judge_traffic(result, sent.answers)
+    truth.judge_end(result, merchants)
+    truth.judge_logs(result, asked.folder / "logs")
+    return result
+
+
+def _count(result: Result, tally: Path) -> None:
+    times = Counter(json.loads(line)["times"] for line in tally.read_text().splitlines())
+    result.n = times.total()
+    result.counts |= {"lost": times[0], "delivered twice": times[2]}
+    for fate in (0, 2):
+        result.must_be(times[fate] >= FEWEST * result.n, f"only {times[fate]} of {result.n} messages met fate {fate}")

@@ -1,0 +1,70 @@
+"""One experiment in a process of its own: its servers, its database, its data folder; all gone afterwards.
+
+    python -m tests.faults.inside NAME SEED MINUTES RESULT
+
+Writes what it counted to the file RESULT, and its progress to its error output.
+"""
+
+import importlib
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import django
+
+from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
+from tests import environment
+from tests.faults import servers
+from tests.faults.catalog import EXPERIMENTS, Experiment
+from tests.faults.results import Asked, Result
+
+UNLIMITED = {"KEYVAULT_SANDBOX_LIMIT": "1000000/1", "KEYVAULT_PRODUCTION_LIMIT": "1000000/1"}
+"""No limit answers in a key's place."""
+
+
+def main(name: str, seed: str, minutes: str, result: str) -> int:
+    experiment = next(each for each in EXPERIMENTS if each.name == name)
+    try:
+        with stopping_on_signals(), ExitStack() as stack:
+            lent = {name: stack.enter_context(servers.running(name)) for name in sorted(experiment.servers)}
+            folder = _lay(experiment, lent)
+            _set_up()
+            asked = Asked(folder, int(seed), float(minutes), experiment.choice, lent)
+            done: Result = importlib.import_module(f"tests.faults.{experiment.module}").run(asked)
+            done.write(Path(result))
+            _close_connections()
+    except StopRequestedError as stop:
+        return 128 + stop.number
+    return 0
+
+
+def _lay(experiment: Experiment, lent: dict[str, servers.Restartable]) -> Path:
+    """The environment of this process and of all that it starts."""
+    os.environ[environment.DATABASE] = experiment.database
+    if "postgres" in lent:
+        servers.make_database(lent["postgres"].url)
+        os.environ[environment.POSTGRES_URL] = lent["postgres"].url
+    place = environment.lay()
+    os.environ.update(UNLIMITED)
+    for broker in ("redis", "rabbitmq"):
+        if broker in lent:
+            os.environ["KEYVAULT_BROKER_URL"] = lent[broker].url
+    return place.data_dir
+
+
+def _set_up() -> None:
+    django.setup()
+    from django.core.management import call_command
+
+    call_command("setup", verbosity=0, stdout=sys.stderr)
+
+
+def _close_connections() -> None:
+    from django.db import connections
+
+    connections.close_all()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

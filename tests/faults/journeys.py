@@ -1,0 +1,123 @@
+"""What happens to credentials while workers are killed: rotated again and again, rolled back, leaked."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.errors import KeyvaultError, StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.models import Key
+from keyvault.services.authorization import authorize
+from rotation.events import RotationState as S
+from rotation.models import Rotation
+from rotation.policy import Proof
+from rotation.services.emergency import respond_to_compromise
+from rotation.services.interventions import abort_rotation
+from rotation.services.requests import reissue_key
+from rotation.states import CLOSED
+from tests.factories import the_operator
+from tests.faults.programs import until
+from tests.faults.traffic import Merchant
+from tests.rotation import scene
+
+LEAKED = 4
+"""So many credentials, the last ones, have a key reported compromised now and then, wherever their rotation is."""
+
+ROLLED_BACK_EACH = 4
+"""Every so many-th of the others is rolled back once its replacement is delivered."""
+
+LEAK_SHARE = 0.04
+LOOK_SECONDS = 0.2
+
+
+class Journeys:
+    """Begins a rotation wherever none is open, by traffic, with the shortest periods; `tend` is called often."""
+
+    def __init__(self, merchants: Sequence[Merchant], seed: int) -> None:
+        self.ordinary, self._leaked = list(merchants[:-LEAKED]), list(merchants[-LEAKED:])
+        self._chance = random.Random(seed)  # noqa: S311  a test's own dice
+        self._goes_on = True
+        self._looked_at = 0.0
+        self._counts: Counter[str] = Counter()
+
+    def tend(self) -> None:
+        if time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return
+        still_open = {rotation.credential_id: rotation for rotation in Rotation.objects.exclude(state__in=CLOSED)}
+        for number, merchant in enumerate(self.ordinary):
+            rotation = still_open.get(merchant.credential.pk)
+            if rotation is None and self._goes_on:
+                rotate(merchant)
+            elif rotation is not None and number % ROLLED_BACK_EACH == 0:
+                self._roll_back(rotation)
+        for merchant in self._leaked:
+            self._leak(merchant, still_open.get(merchant.credential.pk))
+        self._looked_at = time.monotonic()
+
+    def end(self) -> None:
+        """Nothing new from now on; what was taken away by hand is replaced."""
+        self._goes_on = False
+
+    def until_over(self, seconds: float, tend: Callable[[], None]) -> None:
+        """Raises GaveUpError."""
+
+        def go_on() -> None:
+            tend()
+            self.tend()
+
+        until("every rotation to be over", self._is_over, seconds, go_on)
+
+    def _is_over(self) -> bool:
+        keyed = set(Key.objects.filter(state=KeyState.ACTIVE).values_list("credential_id", flat=True))
+        return not Rotation.objects.exclude(state__in=CLOSED).exists() and all(
+            merchant.credential.pk in keyed for merchant in self._leaked
+        )
+
+    def counts(self) -> dict[str, float]:
+        """Rotations by how they ended, and the leaks."""
+        ended = Counter(Rotation.objects.values_list("state", flat=True))
+        return {"rotations": sum(ended.values()), **{state: ended[state] for state in sorted(ended)}, **self._counts}
+
+    def _roll_back(self, rotation: Rotation) -> None:
+        if rotation.state not in {S.AWAITING_PROOF, S.OVERLAP}:
+            return
+        grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=datetime.now(UTC))
+        try:
+            abort_rotation(grant, rotation, "an experiment")
+        except StateConflictError:
+            self._counts["aborts refused"] += 1  # a worker is at it, or was faster
+
+    def _leak(self, merchant: Merchant, rotation: Rotation | None) -> None:
+        """Now and then a good key is reported compromised; where nothing brings a replacement, one is asked for."""
+        credential, now = merchant.credential, datetime.now(UTC)
+        active = list(Key.objects.filter(credential=credential, state=KeyState.ACTIVE))
+        try:
+            if not active and rotation is None:
+                reissue_key(authorize(scene.tam(), P.ROTATIONS_WRITE, credential.account, now=now), credential, "leak")
+                self._counts["reissued"] += 1
+            elif active and self._goes_on and self._chance.random() < LEAK_SHARE:
+                responder = the_operator("responder", Role.INCIDENT_RESPONDER)
+                grant = authorize(responder, P.KEYS_REPORT_COMPROMISE, credential.account, now=now)
+                respond_to_compromise(grant, self._chance.choice(active), reason="an experiment", replace=True)
+                self._counts["keys compromised"] += 1
+            elif active and rotation is None and self._goes_on:
+                rotate(merchant)
+        except KeyvaultError:
+            self._counts["acts refused"] += 1  # a worker was faster
+
+
+def rotate(merchant: Merchant) -> None:
+    """By traffic: 2 authentications from 1 source, 2 seconds of silence, 1 of quarantine."""
+    scene.rotate(
+        merchant.credential,
+        datetime.now(UTC),
+        proof=Proof.TRAFFIC,
+        proof_count=2,
+        proof_sources=1,
+        quiet_seconds=2,
+        quarantine_seconds=1,
+    )

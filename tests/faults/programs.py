@@ -1,0 +1,126 @@
+"""The service under experiment: the very programs of `make run`, as many of each as wanted, watched and restarted."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from keyvault.management import service, supervisor
+from keyvault.management.service import BEAT, SERVER, WORKER, find_free_port
+from keyvault.management.supervisor import STOP_SECONDS, Program, Supervisor
+from tests.environment import ROOT
+from tests.faults.results import say
+
+LOOK_SECONDS = 0.1
+
+
+class GaveUpError(Exception):
+    """What was waited for did not come. It is a violation, told in these words."""
+
+
+@contextmanager
+def served(
+    folder: Path, *, workers: int = 1, beats: int = 1, environ: Mapping[str, str] | None = None, wrapped: bool = False
+) -> Iterator[tuple[Supervisor, int]]:
+    """A server that answers, and its port; so many beats and workers beside it. All of it ends on leaving.
+
+    `wrapped`: beats and workers are started through `tests.faults`, whose patches the environment chooses.
+    """
+    port = find_free_port()
+    told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
+    programs = [program for program in service._programs(port) if program.name == SERVER]
+    programs += [_numbered(port, BEAT, number, wrapped) for number in range(beats)]
+    programs += [_numbered(port, WORKER, number, wrapped) for number in range(workers)]
+    with Supervisor(programs, told, ROOT, folder / "logs", _note_restart) as programs_at_work:
+        service.wait_until_ready(programs_at_work, port)
+        yield programs_at_work, port
+
+
+restarted: list[str] = []
+"""What the supervisor of this process had to say: each line is a program that ended by itself."""
+
+
+def _note_restart(line: str) -> None:
+    restarted.append(line)
+    say(line)
+
+
+def _numbered(port: int, name: str, number: int, wrapped: bool) -> Program:
+    program = next(program for program in service._programs(port) if program.name == name)
+    command = program.command
+    if wrapped:
+        options = command[command.index("keyvault.project") + 1 :]
+        command = (sys.executable, "-m", "tests.faults.lossy", *options)
+    if name == WORKER:
+        command = (*command, "--hostname", f"worker{number}@faults")
+    return Program(f"{name}{number}", command, program.orphan_signal)
+
+
+def until(what: str, holds: Callable[[], bool], seconds: float, tend: Callable[[], None] = lambda: None) -> None:
+    """Looks again and again: the event is in another process. Raises GaveUpError."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise GaveUpError(f"not within {seconds:.0f} s: {what}")
+        tend()
+        time.sleep(LOOK_SECONDS)
+
+
+class Nursery:
+    """Workers that are born loaded, one at a time, and die at the crash point that they were given."""
+
+    def __init__(self, folder: Path, notes: Path) -> None:
+        # As `start_leashed`, with a pipe in the place of its empty input.
+        leash = [sys.executable, "-I", "-S", supervisor._LEASH, str(os.getpid()), str(int(signal.SIGKILL))]
+        self.log = folder / "logs" / "crashing.log"
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*leash, sys.executable, "-m", "tests.faults.worker", "--nursery"],
+                cwd=ROOT,
+                env={**os.environ, "FAULTS_NOTES": str(notes), "C_FORCE_ROOT": "1"},
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._pid = 0
+
+    def bear(self, point: str) -> None:
+        """The next worker; the one before has ended."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{point}\n".encode())
+        self._process.stdin.flush()
+        self._pid = self._read()
+
+    def has_ended(self, within_seconds: float) -> bool:
+        assert self._process.stdout
+        return bool(select.select([self._process.stdout], [], [], within_seconds)[0])
+
+    def reap(self) -> int:
+        """How the worker ended, as `os.waitpid` tells it; waits for that."""
+        status, self._pid = self._read(), 0
+        return status
+
+    def end_worker(self) -> int:
+        """Tells it to end, as the supervisor does, or after a while makes it."""
+        os.kill(self._pid, signal.SIGTERM)
+        if not self.has_ended(STOP_SECONDS):
+            os.kill(self._pid, signal.SIGKILL)
+        return self.reap()
+
+    def _read(self) -> int:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise GaveUpError(f"the nursery is gone:\n{self.log.read_text()[-2000:]}")
+        return int(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()

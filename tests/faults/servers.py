@@ -1,0 +1,192 @@
+"""Throwaway servers that can be stopped and started again with what they kept: PostgreSQL, Redis, RabbitMQ."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psycopg
+
+from tests.environment import ROOT
+from tests.servers import postgres, redis
+from tests.servers.throwaway import (
+    READY_WITHIN_SECONDS,
+    STOP_WITHIN_SECONDS,
+    FailedServerError,
+    MissingServerError,
+    Place,
+    Plan,
+    free_port,
+    new_directory,
+    unprivileged_owner,
+)
+
+DATABASE_NAME = "keyvault_main"
+"""As `tests.environment` calls it."""
+
+
+class Restartable:
+    """One server under `again`. `stop` and `start` return when the server has ended, or answers."""
+
+    def __init__(self, plan: Plan, place: Place) -> None:
+        self.url = plan.url
+        self._plan = plan
+        spec = {
+            "directory": str(place.directory),
+            "environment": {
+                "HOME": str(place.directory),
+                "PATH": os.environ.get("PATH", os.defpath),
+                "LC_ALL": "C",
+                "TZ": "UTC",
+            },
+            "owner": place.owner,
+            "parent": os.getpid(),
+            "prepare": plan.prepare,
+            "serve": plan.serve,
+            "stop_signal": plan.stop_signal,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.again", json.dumps(spec)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._log = place.directory / "server.log"
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_SECONDS
+        while not self._plan.is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
+                raise FailedServerError(f"{self._plan.serve[0]} does not answer:\n{tail}")
+            time.sleep(0.03)
+
+    def stop(self, how: signal.Signals) -> None:
+        self._order(f"stop {int(how)}")
+
+    def start(self) -> None:
+        self._order("start")
+        self.wait_until_ready()
+
+    def _order(self, order: str) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{order}\n".encode())
+        self._process.stdin.flush()
+        if self._process.stdout.readline() != b"done\n":
+            raise FailedServerError(f"{self._plan.serve[0]} did not {order}")
+
+    def end(self) -> None:
+        """Server and directory are gone."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_WITHIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+@contextmanager
+def running(name: str) -> Iterator[Restartable]:
+    """Raises MissingServerError where the machine has none of that name."""
+    plan_at = _PLANS[name]
+    owner = unprivileged_owner()
+    place = Place(new_directory(f"kv-{name}-", owner), free_port(), owner)
+    with ExitStack() as stack:
+        # Until the server's own keeper answers for it.
+        stack.callback(shutil.rmtree, place.directory, ignore_errors=True)
+        server = Restartable(plan_at(place), place)
+        stack.callback(server.end)
+        server.wait_until_ready()
+        yield server
+
+
+def find_missing(names: frozenset[str]) -> list[str]:
+    """Which of these servers this machine lacks."""
+    found = {"postgres": postgres.find_postgres, "redis": redis.find_redis, "rabbitmq": _find_rabbitmq}
+    return sorted(name for name in names if found[name]() is None)
+
+
+def make_database(url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {DATABASE_NAME}")
+
+
+# --- how each is run ----------------------------------------------------------------------------------------
+
+
+def _postgres(place: Place) -> Plan:
+    binary = postgres.find_postgres()
+    if binary is None:
+        raise MissingServerError("no PostgreSQL server on this machine")
+    plan = postgres._plan(binary, place)
+    # An immediate shutdown must keep what was committed: the suite's own throwaway would lose the last moment of it.
+    return replace(plan, serve=[*plan.serve, "-c", "synchronous_commit=on"])
+
+
+def _redis(place: Place) -> Plan:
+    """It keeps nothing: every message that waits in it is lost when it is stopped."""
+    binary = redis.find_redis()
+    if binary is None:
+        raise MissingServerError("no Redis server on this machine")
+    return redis._plan(binary, place)
+
+
+def _find_rabbitmq() -> Path | None:
+    found = shutil.which("rabbitmq-server")
+    choices = (*([Path(found)] if found else []), Path("/usr/lib/rabbitmq/bin/rabbitmq-server"))
+    return next((path for path in choices if path.exists()), None)
+
+
+def _rabbitmq(place: Place) -> Plan:
+    """On loopback, with a user of its own; queues are kept in its directory."""
+    binary = _find_rabbitmq()
+    if binary is None:
+        raise MissingServerError("no RabbitMQ server on this machine")
+    password = secrets.token_urlsafe(16)
+    place.write(
+        "rabbitmq.conf",
+        f"listeners.tcp.1 = 127.0.0.1:{place.port}\n"
+        f"default_user = keyvault\ndefault_pass = {password}\nloopback_users = none\n",
+    )
+    settings = {
+        "RABBITMQ_CONFIG_FILE": str(place.directory / "rabbitmq.conf"),
+        "RABBITMQ_MNESIA_BASE": str(place.directory),
+        "RABBITMQ_LOG_BASE": str(place.directory),
+        "RABBITMQ_NODENAME": f"keyvault{place.port}@localhost",
+        "RABBITMQ_DIST_PORT": str(free_port()),
+        "RABBITMQ_ENABLED_PLUGINS_FILE": str(place.directory / "plugins"),
+    }
+    url = f"amqp://keyvault:{password}@127.0.0.1:{place.port}//"
+    return Plan(
+        url=url,
+        serve=["env", *(f"{name}={value}" for name, value in settings.items()), str(binary)],
+        is_ready=lambda: _speaks_amqp(url),
+        stop_signal=signal.SIGTERM,
+    )
+
+
+def _speaks_amqp(url: str) -> bool:
+    from kombu import Connection
+
+    try:
+        with Connection(url, connect_timeout=2) as connection:
+            connection.ensure_connection(max_retries=1, timeout=2)
+    except Exception:  # noqa: BLE001  whatever is wrong, it is not ready
+        return False
+    return True
+
+
+_PLANS: dict[str, Callable[[Place], Plan]] = {"postgres": _postgres, "redis": _redis, "rabbitmq": _rabbitmq}

@@ -1,0 +1,250 @@
+"""What every answer should have been, from the audit log: the one place that says when a key was taken away."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from keyvault.access.principals import WORKER
+from keyvault.backends.base import StoredSecret
+from keyvault.domain.keys import KeyState
+from keyvault.models import AuditEntry, Credential, Key
+from keyvault.services.audit import verify_audit
+from keyvault.services.material import find_stored
+from rotation.models import Rotation
+from rotation.states import CLOSED
+from tests.faults.results import Result
+from tests.faults.traffic import Answer, Merchant
+
+_TAKES_AWAY = frozenset({"key.suspended", "key.revoked", "key.compromised", "key.burned", "key.expired"})
+_TAKES_FOR_GOOD = frozenset({"key.revoked", "key.compromised"})
+_GIVES_BACK = "key.resumed"
+_COMMITTED_WITHIN_SECONDS = 20
+"""An entry's time is taken before its transaction, which ends within that: the database's own patience."""
+
+_TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
+
+
+@dataclass(slots=True)
+class Way:
+    """When a key was taken away, and until when it may not yet have been given back.
+
+    `surely_at`: when it certainly was away, for good. `by_hand_at`: when a person ended it.
+    """
+
+    away_from: list[float] = field(default_factory=list)
+    back_at: list[float] = field(default_factory=list)
+    surely_at: float | None = None
+    by_hand_at: float | None = None
+
+    def may_refuse(self, answer: Answer) -> bool:
+        """A merchant's own request only if a person had ended the key: the engine never takes one that is in use.
+
+        A dry run, which is no use, wherever some moment between sending and answer lies in a time without the key.
+        """
+        if not answer.is_dry:
+            return self.by_hand_at is not None and answer.answered_at >= self.by_hand_at
+        spans = zip(self.away_from, [*self.back_at, float("inf")], strict=False)
+        return any(answer.answered_at >= begun and answer.sent_at <= ended for begun, ended in spans)
+
+    def may_allow(self, answer: Answer) -> bool:
+        return self.surely_at is None or answer.sent_at <= self.surely_at
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """`wrongly_refused` and `wrongly_allowed` must be 0. `unanswered`: no verdict, be it 503 or no answer at all.
+
+    Rightly refused are requests with a key that a person had ended, and dry runs with one that was away.
+    """
+
+    requests: int
+    refused_by_hand: int
+    refused_dry: int
+    wrongly_refused: tuple[str, ...]
+    wrongly_allowed: tuple[str, ...]
+    unanswered: tuple[Answer, ...]
+
+
+def judge(answers: Sequence[Answer]) -> Verdicts:
+    """Every answer. One without a verdict (503, none) is told apart: whether it may be is the experiment's to say."""
+    ways = read_ways()
+    by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
+    for each in answers:
+        way = ways[each.key_id]
+        if each.status in {0, 500, 502, 503, 504}:
+            unanswered.append(each)
+        elif each.is_yes:
+            if not way.may_allow(each):
+                wrong_yes.append(f"{_who(each)}: allowed {each.sent_at - (way.surely_at or 0):.3f} s after its end")
+        elif way.may_refuse(each):
+            dry += each.is_dry
+            by_hand += not each.is_dry
+        else:
+            wrong_no.append(f"{_who(each)}: {each.status} {each.code}, {_tell_away(way, each)}")
+    return Verdicts(len(answers), by_hand, dry, tuple(wrong_no), tuple(wrong_yes), tuple(unanswered))
+
+
+def judge_traffic(result: Result, answers: Sequence[Answer], outages: Sequence[tuple[float, float]] = ()) -> None:
+    """Counts every answer. Without a verdict, 503, may be what was asked in an outage, and nothing else."""
+    verdicts = judge(answers)
+    result.counts |= {
+        "requests": verdicts.requests,
+        "refused after a person's act": verdicts.refused_by_hand,
+        "dry runs refused": verdicts.refused_dry,
+    }
+    excused = [each for each in verdicts.unanswered if each.status == 503 and _is_within(each, outages)]
+    if outages:
+        result.counts["503 in an outage"] = len(excused)
+    result.must_be_none("refused that should pass", verdicts.wrongly_refused)
+    result.must_be_none("allowed that should not", verdicts.wrongly_allowed)
+    others = [each for each in verdicts.unanswered if each not in excused]
+    result.must_be_none(
+        "without a verdict", [f"{_who(each)}: {each.status} {each.fault}{each.code}" for each in others]
+    )
+
+
+def _is_within(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
+    """Whether some moment between sending and answer lies in an outage."""
+    return any(answer.answered_at >= began and answer.sent_at <= ended for began, ended in outages)
+
+
+def judge_end(result: Result, merchants: Sequence[Merchant]) -> None:
+    """When all is over: nothing is stuck, everybody has a good key, and the audit log is whole."""
+    result.must_be_none("rotations stuck", find_stuck())
+    result.must_be_none("credentials without a usable key", find_keyless(merchants))
+    result.must_be_none("broken audit", find_broken_audit())
+
+
+def read_ways() -> defaultdict[str, Way]:
+    """By key id; a key of which the log tells nothing was never taken away."""
+    ways: defaultdict[str, Way] = defaultdict(Way)
+    turns = _turns_of_keys()
+    for row, details in read_audit(event__in=[*_TAKES_AWAY, _GIVES_BACK]):
+        at, key_id = row.at.timestamp(), details["key_id"]
+        way = ways[key_id]
+        # An entry's time is taken before its transaction. What its rotation does next begins after the commit.
+        committed_at = min([at + _COMMITTED_WITHIN_SECONDS, *(turn for turn in turns[key_id] if turn > at)])
+        if row.event == _GIVES_BACK:
+            way.back_at.append(committed_at)
+            way.surely_at = None
+            continue
+        if len(way.away_from) == len(way.back_at):
+            way.away_from.append(at)
+            way.surely_at = committed_at
+        if row.event in _TAKES_FOR_GOOD and row.actor != WORKER.actor:
+            way.by_hand_at = min(at, way.by_hand_at or at)
+    return ways
+
+
+def _turns_of_keys() -> defaultdict[str, list[float]]:
+    """By key id, the times of all that was recorded of the rotations that the key is part of."""
+    keys: defaultdict[str, set[str | None]] = defaultdict(set)
+    for rotation_id, *pair in Rotation.objects.values_list("rotation_id", "predecessor_id", "replacement_id"):
+        keys[rotation_id].update(pair)
+    turns: defaultdict[str, list[float]] = defaultdict(list)
+    for row, details in read_audit(event__startswith="rotation."):
+        for key_id in keys[details.get("rotation_id", "")] - {None}:
+            turns[str(key_id)].append(row.at.timestamp())
+    return turns
+
+
+def read_audit(**chosen: object) -> Iterator[tuple[AuditEntry, dict[str, Any]]]:
+    """The entries and their details, each chain's in the order in which they were committed."""
+    for row in AuditEntry.objects.filter(**chosen).order_by("chain_id", "sequence"):
+        yield row, json.loads(bytes(row.body))["details"]
+
+
+def _who(answer: Answer) -> str:
+    at = datetime.fromtimestamp(answer.sent_at, UTC)
+    return f"{at:%H:%M:%S.%f} {'dry run' if answer.is_dry else 'request'} with {answer.key_id}"
+
+
+def _tell_away(way: Way, answer: Answer) -> str:
+    """When nothing had, or how long it had been away."""
+    begun = [at for at in way.away_from if at <= answer.answered_at]
+    return f"{answer.sent_at - begun[-1]:+.3f} s after the engine took it" if begun else "and nothing had taken it away"
+
+
+def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
+    """Credentials whose holder reads a key that does not verify, or of which none or more than two do, now.
+
+    For credentials from which nobody takes a key by hand.
+    """
+    found = []
+    for merchant in merchants:
+        credential, before = merchant.credential, None
+        while True:
+            stored = find_stored(credential)
+            active = _list_active(credential)
+            # What was read first may have been replaced meanwhile: only two equal answers are one.
+            now_stored = find_stored(credential)
+            if (stored and stored.version) == (now_stored and now_stored.version) == before:
+                break
+            before = now_stored and now_stored.version
+        if not 1 <= len(active) <= 2:
+            found.append(f"{credential.credential_id}: {len(active)} keys verify")
+        if stored is None or stored.labels["key_id"] not in active:
+            found.append(f"{credential.credential_id}: {_tell_read(credential, stored)}")
+    return found
+
+
+def _tell_read(credential: Credential, stored: StoredSecret | None) -> str:
+    """What the merchant reads, beside how its keys and its latest rotation are."""
+    keys = [
+        f"{key.key_id} {key.state}" for key in Key.objects.filter(credential=credential).order_by("-created_at")[:3]
+    ]
+    latest = Rotation.objects.filter(credential=credential).order_by("-created_at").first()
+    of = f"{latest.rotation_id} is {latest.state}, {latest.predecessor_id} to {latest.replacement_id}" if latest else ""
+    read = "nothing" if stored is None else f"{stored.labels['key_id']} in version {stored.version}"
+    return f"the key that the merchant reads does not verify: {read}; {', '.join(keys)}; {of}"
+
+
+def _list_active(credential: Credential) -> set[str]:
+    return set(Key.objects.filter(credential=credential, state=KeyState.ACTIVE).values_list("pk", flat=True))
+
+
+def find_stuck() -> list[str]:
+    """Rotations that are not over."""
+    return [
+        f"{rotation.rotation_id} is {rotation.state} {rotation.why}".strip()
+        for rotation in Rotation.objects.exclude(state__in=CLOSED)
+    ]
+
+
+def find_broken_audit() -> list[str]:
+    report = verify_audit()
+    return [] if report.first_broken is None else [f"the audit log is broken: {report.first_broken}"]
+
+
+def judge_logs(result: Result, folder: Path, outages: Sequence[tuple[float, float]] = ()) -> None:
+    """Of all programs. In an outage they may complain of it."""
+    for log in sorted(folder.glob("*.log")):
+        result.must_be_none("errors in the logs", find_errors(log, outages))
+
+
+def find_errors(log: Path, outages: Sequence[tuple[float, float]] = ()) -> list[str]:
+    """Lines of a log that tell of what nobody had thought of."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [f"{log.name}: {line[:500]}" for line in lines if _TROUBLE.search(line) and not _is_of(line, outages)]
+
+
+def _is_of(line: str, outages: Sequence[tuple[float, float]]) -> bool:
+    """Whether it was written in an outage; a line that does not say when was not."""
+    try:
+        at = datetime.fromisoformat(json.loads(line)["at"]).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return False
+    return any(began <= at <= ended for began, ended in outages)
+
+
+def find_repeated(*events: str) -> list[str]:
+    """Rotations of which one of these events stands more than once in the audit log."""
+    seen: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for row, details in read_audit(event__in=events):
+        seen[details["rotation_id"], row.event] += 1
+    return [f"{rotation_id}: {event} {count} times" for (rotation_id, event), count in seen.items() if count > 1]

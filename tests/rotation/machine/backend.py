@@ -1,0 +1,165 @@
+"""A secret backend in memory that fails as servers do: away, refusing, answers lost, writes that come late."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from keyvault.backends.base import (
+    BackendConflictError,
+    BackendDeniedError,
+    BackendMissingError,
+    BackendUnavailableError,
+    Health,
+    Mount,
+    StoredSecret,
+    StoredVersion,
+    VersionState,
+)
+from keyvault.domain.plaintext import Plaintext
+
+Place = tuple[Mount, str]
+T = TypeVar("T")
+
+
+class Fault(StrEnum):
+    """What becomes of one call. `lost`: done, and the answer lost. `late`: a write that is done some calls later."""
+
+    UNAVAILABLE = "unavailable"
+    LOST = "lost"
+    LATE = "late"
+    DENIED = "denied"
+
+
+@dataclass(frozen=True)
+class _Version:
+    number: int
+    secret: Plaintext
+    labels: Mapping[str, str]
+    state: VersionState = VersionState.LIVE
+
+
+@dataclass
+class MemoryBackend:
+    """`faults`: of the next calls, one each. `late`: writes under way. `on_call` is told before and after each call
+    that could alter something; it may raise. `delivered`: ids of keys that a reader could have found here."""
+
+    versions_at: dict[Place, tuple[_Version, ...]] = field(default_factory=dict)
+    is_down: bool = False
+    faults: list[Fault] = field(default_factory=list)
+    late: list[Callable[[], object]] = field(default_factory=list)
+    delivered: set[str] = field(default_factory=set)
+    arrived_late: set[str] = field(default_factory=set)
+    on_call: Callable[[str], None] | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def copied(self) -> "MemoryBackend":
+        again = copy(self)
+        again.versions_at = dict(self.versions_at)
+        again.faults, again.late = list(self.faults), list(self.late)
+        again.delivered, again.arrived_late = set(self.delivered), set(self.arrived_late)
+        return again
+
+    def become(self, other: "MemoryBackend") -> None:
+        """As the other one is now; whoever holds this object goes on with it."""
+        self.__dict__.update(other.copied().__dict__)
+
+    def heal(self) -> None:
+        self.is_down = False
+        self.faults.clear()
+        self._arrive()
+
+    def newest(self, mount: Mount, path: str) -> _Version | None:
+        """What the merchant reads now, if it is live."""
+        versions = self.versions_at.get((mount, path), ())
+        return versions[-1] if versions else None
+
+    # --- the contract -------------------------------------------------------------------------------------------
+
+    def put(
+        self, mount: Mount, path: str, secret: Plaintext, labels: Mapping[str, str], *, expected_version: int
+    ) -> int:
+        def write() -> int:
+            versions = self.versions_at.get((mount, path), ())
+            if (versions[-1].number if versions else 0) != expected_version:
+                raise BackendConflictError("Somebody else wrote.")
+            self.versions_at[mount, path] = (*versions, _Version(expected_version + 1, secret, dict(labels)))
+            self.delivered.add(labels.get("key_id", ""))
+            return expected_version + 1
+
+        def write_late() -> None:
+            with suppress(BackendConflictError):
+                write()
+                self.arrived_late.add(labels.get("key_id", ""))
+
+        return self._called("put", mount, write, write_late)
+
+    def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
+        def find() -> StoredSecret:
+            versions = self.versions_at.get((mount, path), ())
+            found = [each for each in versions if version in {None, each.number}][-1:]
+            if not found or found[0].state is not VersionState.LIVE:
+                raise BackendMissingError("Nothing readable there.")
+            return StoredSecret(found[0].number, found[0].secret, found[0].labels)
+
+        return self._called("read", mount, find)
+
+    def soft_delete(self, mount: Mount, path: str, version: int) -> None:
+        self._called("soft_delete", mount, lambda: self._mark(mount, path, version, VersionState.DELETED))
+
+    def undelete(self, mount: Mount, path: str, version: int) -> None:
+        self._called("undelete", mount, lambda: self._mark(mount, path, version, VersionState.LIVE))
+
+    def destroy(self, mount: Mount, path: str, version: int) -> None:
+        self._called("destroy", mount, lambda: self._mark(mount, path, version, VersionState.DESTROYED))
+
+    def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
+        return self._called(
+            "versions",
+            mount,
+            lambda: [StoredVersion(each.number, each.state) for each in self.versions_at.get((mount, path), ())],
+        )
+
+    def health(self) -> Health:
+        return Health(ready=not self.is_down, detail="down" if self.is_down else "ready")
+
+    # --- how it fails -------------------------------------------------------------------------------------------
+
+    def _called(self, name: str, mount: Mount, act: Callable[[], T], late: Callable[[], None] | None = None) -> T:
+        if mount is Mount.PEPPERS:
+            return act()
+        self.counts[name] += 1
+        if self.on_call is not None:
+            self.on_call(name)
+        if self.is_down:
+            raise BackendUnavailableError("The backend is sealed.")
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is Fault.LATE and late is not None:
+            self.late.append(late)
+        if fault is Fault.DENIED:
+            raise BackendDeniedError("The backend refuses us.")
+        if fault in {Fault.UNAVAILABLE, Fault.LATE}:
+            raise BackendUnavailableError("No answer.")
+        answer = act()
+        if late is None:
+            self._arrive()
+        if self.on_call is not None:
+            self.on_call(name)
+        if fault is Fault.LOST:
+            raise BackendUnavailableError("The answer was lost.")
+        return answer
+
+    def _arrive(self) -> None:
+        """What was late comes after the next call that was answered: whoever read back did not see it."""
+        late, self.late = self.late, []
+        for write in late:
+            write()
+
+    def _mark(self, mount: Mount, path: str, number: int, state: VersionState) -> None:
+        self.versions_at[mount, path] = tuple(
+            replace(each, state=state) if each.number == number and each.state is not VersionState.DESTROYED else each
+            for each in self.versions_at.get((mount, path), ())
+        )

@@ -1,0 +1,80 @@
+"""What happens in the middle of a step: a worker is killed there, or somebody else acts between its transactions.
+
+Events are counted: each statement to the database, and each call to the secret backend before and after it. The whole
+sequence stands in one transaction that is rolled back; a transaction of the services is a savepoint in it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import connection
+
+from tests.rotation.machine.backend import MemoryBackend
+
+
+class KilledError(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+class DisruptedError(Exception):
+    """The database did not take a statement."""
+
+
+class Interruption:
+    """At the event number `at` (from 1): kill, or `act` as soon as no transaction is open, or refuse a statement."""
+
+    def __init__(self, at: int, act: Callable[[], None] | None = None, *, refuses: str = "") -> None:
+        self.at, self.act, self.refuses = at, act, refuses
+        self.count = 0
+        self.has_happened = self.is_dead = self._is_acting = False
+        self._depth = 0
+
+    def __call__(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
+        # At a savepoint a transaction has begun for the services and not yet for the database: nobody comes between.
+        if sql.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) or self._is_acting:
+            return execute(sql, params, many, context)
+        if self.refuses and self.refuses in sql and not self.has_happened:
+            self.has_happened = True
+            raise DisruptedError(sql[:40])
+        self.event()
+        return execute(sql, params, many, context)
+
+    def event(self, _name: str = "") -> None:
+        if self._is_acting or self.refuses:
+            return
+        if self.is_dead:
+            raise KilledError
+        self.count += 1
+        if self.count < self.at or self.has_happened:
+            return
+        if self.act is None:
+            self.has_happened = self.is_dead = True
+            raise KilledError
+        if len(connection.savepoint_ids) == self._depth:
+            self.has_happened = self._is_acting = True
+            try:
+                self.act()
+            finally:
+                self._is_acting = False
+
+    @contextmanager
+    def under_way(self, backend: MemoryBackend) -> Iterator[None]:
+        """A killed step ends here, with what it had committed."""
+        self._depth = len(connection.savepoint_ids)
+        before, backend.on_call = backend.on_call, self._called(backend.on_call)
+        try:
+            with connection.execute_wrapper(self):
+                yield
+        except (KilledError, DisruptedError):
+            pass
+        finally:
+            backend.on_call = before
+
+    def _called(self, also: Callable[[str], None] | None) -> Callable[[str], None]:
+        def called(name: str) -> None:
+            if also is not None and not self.is_dead:
+                also(name)
+            self.event(name)
+
+        return called

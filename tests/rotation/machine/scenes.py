@@ -1,0 +1,168 @@
+"""Where sequences begin: each plan taken along the way, by the real engine, and kept there by savepoints.
+
+Savepoints are a stack: a chain of scenes is laid from the first to the last, and played from the last to the first.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from unittest import mock
+
+from django.db import transaction
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.services import leases
+from rotation.events import RotationState
+from rotation.policy import AtDeadline, Proof, Reinstatement
+from rotation.services import engine
+from rotation.services.planning import Wish
+from tests import factories
+from tests.rotation.machine.backend import MemoryBackend
+from tests.rotation.machine.interrupting import DisruptedError
+from tests.rotation.machine.watching import ViolationError
+from tests.rotation.machine.world import KNOWN, PERIOD, START, Variant, World
+
+S = RotationState
+_SHORT = Wish(quiet_seconds=600, quarantine_seconds=300, proof_count=4, proof_sources=2, soak_seconds=5)
+_BY_TRAFFIC = replace(_SHORT, proof=Proof.TRAFFIC)
+
+VARIANTS = (
+    Variant("by acknowledgement", replace(_SHORT, proof=Proof.ACK)),
+    Variant(
+        "by traffic, the predecessor may expire",
+        replace(_BY_TRAFFIC, deadline=START + timedelta(days=3), predecessor_may_expire=True, expires_in_days=3),
+        expires_in_days=1,
+    ),
+    Variant(
+        "by both, revoked at the deadline",
+        replace(
+            _SHORT,
+            proof=Proof.BOTH,
+            deadline=START + timedelta(days=1),
+            at_deadline=AtDeadline.REVOKE,
+            reinstatement=Reinstatement.NEVER,
+        ),
+    ),
+    Variant(
+        "in production",
+        replace(_BY_TRAFFIC, quiet_seconds=3_600, quarantine_seconds=600),
+        environment=Environment.PRODUCTION,
+    ),
+    Variant("a public key", replace(_SHORT, proof=Proof.CONFIRMATION), kind=KeyKind.PUBLIC),
+    Variant("dormant", _BY_TRAFFIC, is_used=False),
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The world as it is there, and the savepoint that keeps its rows."""
+
+    name: str
+    world: World
+    backend: MemoryBackend
+    savepoint: str
+
+
+def _approved(world: World) -> None:
+    if world.state is S.AWAITING_APPROVAL:
+        world.people_do(world.approve)
+
+
+def _delivered(world: World) -> None:
+    world.engine(world.work)
+
+
+def _proved(world: World) -> None:
+    world.prove()
+    world.clock.tick(3)
+    world.engine(world.work)
+
+
+def _quarantined(world: World) -> None:
+    if world.variant.kind is KeyKind.PUBLIC:
+        world.people_do(lambda: world.retire(1))
+    world.pass_quietly(3601 if world.variant.environment is Environment.PRODUCTION else PERIOD.total_seconds())
+
+
+def _abandoned(world: World) -> None:
+    world.people_do(world.abort)
+    world.clock.tick(3)
+    world.engine(world.work)
+
+
+def _back_and_quarantined(world: World) -> None:
+    world.use(0, KNOWN[0], 0)
+    for _ in range(2 if world.variant.environment is Environment.SANDBOX else 8):
+        world.clock.tick(PERIOD.total_seconds())
+        world.flush()
+    world.engine(world.work)
+
+
+CHAINS: tuple[tuple[tuple[RotationState, Callable[[World], None]], ...], ...] = (
+    (
+        (S.SCHEDULED, _approved),
+        (S.AWAITING_PROOF, _delivered),
+        (S.OVERLAP, _proved),
+        (S.QUARANTINE, _quarantined),
+    ),
+    (
+        (S.SCHEDULED, _approved),
+        (S.AWAITING_PROOF, _delivered),
+        (S.OVERLAP, _proved),
+        (S.ROLLING_BACK, _abandoned),
+        (S.ROLLING_BACK, _back_and_quarantined),
+    ),
+)
+FIRST_OF_CHAIN = (0, 3)
+"""What the second chain shares with the first is played there."""
+
+
+def _require_foreseen(*_: object, **__: object) -> None:
+    """In place of the engine's log of faults that nobody had thought of. A refused statement is one that we made."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, DisruptedError):
+        raise ViolationError(f"unforeseen: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def stage() -> Iterator[MemoryBackend]:
+    """A secret backend in memory in place of the keystore, pauses without jitter, and no fault is only logged.
+
+    Inside a transaction.
+    """
+    backend = MemoryBackend()
+    with (
+        mock.patch("keyvault.services.secret_backends.LocalKeystore", return_value=backend),
+        mock.patch.object(leases, "_jitter", return_value=1.0),
+        mock.patch.object(engine._log, "exception", _require_foreseen),
+    ):
+        factories.forget_keystore()
+        try:
+            factories.have_peppers()
+            yield backend
+        finally:
+            factories.forget_keystore()
+
+
+def play(backend: MemoryBackend, variant: Variant, chain: int) -> Iterator[Scene]:
+    """Each scene of a chain, the last one first; whoever plays one leaves the rows to us."""
+    whole = transaction.savepoint()
+    kept = backend.copied()
+    world = World(variant, backend)
+    world.lay()
+    scenes: list[Scene] = []
+    for number, (state, way) in enumerate(CHAINS[chain]):
+        way(world)
+        if world.state is not state:
+            raise AssertionError(f"{variant.name}: {world.state} instead of {state}; {world.last_wait}")
+        if number >= FIRST_OF_CHAIN[chain]:
+            scenes.append(Scene(state, world.copied(), backend.copied(), transaction.savepoint()))
+    for scene in reversed(scenes):
+        yield scene
+        transaction.savepoint_rollback(scene.savepoint)
+    backend.become(kept)
+    transaction.savepoint_rollback(whole)
+    transaction.savepoint_commit(whole)

@@ -1,0 +1,335 @@
+"""The invariants of ROTATION.md, looked at after every step, from the rows, the audit log and the backend."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from keyvault.backends.base import Mount, VersionState
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from keyvault.models import AuditEntry, Key, WorkLease
+from keyvault.models.usage import Outcome
+from keyvault.services.usage import observe
+from rotation.events import RotationState
+from rotation.models import LedgerEntry, LedgerState, Rotation
+from rotation.policy import AtDeadline
+from rotation.services.reports import subject_of
+from rotation.states import CLOSED, TRANSITIONS
+
+if TYPE_CHECKING:
+    from tests.rotation.machine.world import World
+
+S, K = RotationState, KeyState
+LIVING = frozenset(KeyState) - DEAD_STATES
+ALTERING = frozenset({"put", "destroy", "soft_delete"})
+STATE_AFTER = {
+    "key.activated": K.ACTIVE,
+    "key.resumed": K.ACTIVE,
+    "key.suspended": K.SUSPENDED,
+    "key.burned": K.DEACTIVATED,
+    "key.revoked": K.DEACTIVATED,
+    "key.expired": K.DEACTIVATED,
+    "key.compromised": K.COMPROMISED,
+}
+
+
+class ViolationError(BaseException):
+    """An invariant does not hold. Begins with its number."""
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    state: KeyState
+    expires_at: datetime | None
+
+
+@dataclass(frozen=True)
+class RotationRow:
+    state: RotationState
+    stalled_from: str | None
+    version: int
+    key_ids: list[str]
+    quarantined_at: datetime | None
+
+
+class Watcher:
+    """Knows how everything was at the last look, and what has changed since."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.keys: dict[str, KeyRow] = {}
+        self.rotations: dict[str, RotationRow] = {}
+        self.in_engine = False
+        self.last_entry = 0
+        self.dead: set[str] = set()
+        self.counts: Counter[str] = Counter()
+
+    def learn(self, other: "Watcher") -> None:
+        self.keys, self.rotations = dict(other.keys), dict(other.rotations)
+        self.last_entry, self.dead = other.last_entry, set(other.dead)
+
+    def require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise ViolationError(what)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def is_living(self, state: str) -> bool:
+        return state in LIVING
+
+    def state_of(self, key_id: str) -> KeyState:
+        return self.keys[key_id].state
+
+    def is_good(self, key_id: str) -> bool:
+        return _is_good(self.keys.get(key_id), self.world.now)
+
+    def is_suspended_by_people(self, which: int) -> bool:
+        row = self.rotations[self.world.rotation_ids[-1]]
+        if which >= len(row.key_ids) or self.keys[row.key_ids[which]].state is not K.SUSPENDED:
+            return False
+        retiring = 1 if row.state is S.ROLLING_BACK else 0
+        return not (row.quarantined_at is not None and which == retiring)
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def look(self, by: str) -> None:
+        """`by`: who has acted since the last look, the `engine` or `people`."""
+        world = self.world
+        keys = {
+            key_id: KeyRow(K(state), expires_at)
+            for key_id, state, expires_at in Key.objects.filter(credential_id=world.credential_id).values_list(
+                "key_id", "state", "expires_at"
+            )
+        }
+        rotations = {
+            row[0]: RotationRow(S(row[1]), row[2], row[3], [key_id for key_id in row[4:6] if key_id], row[6])
+            for row in Rotation.objects.filter(credential_id=world.credential_id)
+            .order_by("created_at", "pk")
+            .values_list("pk", "state", "stalled_from", "version", "predecessor_id", "replacement_id", "quarantined_at")
+        }
+        entries = self._new_entries()
+        self._check_keys(keys)
+        if by == "engine":
+            self._check_engine(keys, entries)
+        self._check_recorded(keys, rotations, entries)
+        self._check_moves(rotations, entries)
+        self.keys, self.rotations = keys, rotations
+
+    def _new_entries(self) -> list[tuple[str, dict[str, Any]]]:
+        found = AuditEntry.objects.filter(pk__gt=self.last_entry).order_by("pk").values_list("pk", "event", "body")
+        entries = []
+        for pk, event, body in found:
+            self.last_entry = pk
+            entries.append((event, json.loads(bytes(body))["details"]))
+            self.counts[event] += 1
+        return entries
+
+    # --- what must hold -----------------------------------------------------------------------------------------
+
+    def _check_keys(self, keys: dict[str, KeyRow]) -> None:
+        now = self.world.now
+        self.require(sum(_is_good(key, now) for key in keys.values()) <= 2, "1: more than two keys verify")
+        for key_id, row in keys.items():
+            before = self.keys.get(key_id)
+            self.require(before is None or before.expires_at == row.expires_at, "6: an expiry has changed")
+            if row.state in DEAD_STATES:
+                self.dead.add(key_id)
+            self.require(key_id not in self.dead or row.state in DEAD_STATES, "6: a dead key lives again")
+        self.require(self.keys.keys() <= keys.keys(), "a key is gone")
+
+    def _check_engine(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
+        """Of what the engine alone has done since the last look, with the clock where it is."""
+        delivered = self.world.backend.delivered
+        self._check_each_transaction(keys, entries)
+        for event, details in entries:
+            if event == "key.burned":
+                key_id = details["key_id"]
+                held = key_id in delivered and key_id not in self.world.backend.arrived_late
+                self.require(not held, "6: a key was burned that the merchant could have read")
+            if event == "rotation.quarantine":
+                self._check_silence(details)
+            if event == "rotation.revoking":
+                self._check_untried(details)
+
+    def _check_each_transaction(self, keys: dict[str, KeyRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
+        """1: not even between two transactions of one step. Each one's entries begin with a rotation's."""
+        now, delivered = self.world.now, self.world.backend.delivered
+        rows = {key_id: row for key_id, row in self.keys.items() if key_id in delivered}
+        had_one = any(_is_good(row, now) for row in rows.values())
+        for event, details in [*entries, ("rotation.", {})]:
+            if event.startswith("rotation."):
+                has_one = any(_is_good(row, now) for row in rows.values())
+                self.require(has_one or not had_one, "1: the engine left the merchant without a key")
+                had_one = has_one
+            key_id = details.get("key_id")
+            if event in STATE_AFTER and key_id in delivered:
+                rows[key_id] = KeyRow(STATE_AFTER[event], keys[key_id].expires_at)
+        fits = all(keys[key_id].state is row.state for key_id, row in rows.items())
+        self.require(fits, "7: the entries tell of other states than the rows")
+
+    def _check_recorded(
+        self,
+        keys: dict[str, KeyRow],
+        rotations: dict[str, RotationRow],
+        entries: list[tuple[str, dict[str, Any]]],
+    ) -> None:
+        named = {details.get("key_id") for event, details in entries if event.startswith("key.")}
+        for key_id, row in keys.items():
+            before = self.keys.get(key_id)
+            changed = before is None or before.state is not row.state
+            self.require(not changed or key_id in named, f"7: a key became {row.state} and no entry says so")
+        told = {details.get("rotation_id") for event, details in entries if event.startswith("rotation.")}
+        for rotation_id, rotation in rotations.items():
+            known = self.rotations.get(rotation_id)
+            changed = known is None or known.version != rotation.version
+            self.require(not changed or rotation_id in told, f"7: a rotation became {rotation.state} unrecorded")
+            self.require(known is None or known.version <= rotation.version, "2: a version went back")
+            is_reopened = known is not None and known.state in CLOSED and known.state is not rotation.state
+            self.require(not is_reopened, "2: a closed rotation was opened")
+        is_open = [rotation for rotation in rotations.values() if rotation.state not in CLOSED]
+        self.require(len(is_open) <= 1, "2: two rotations of one credential are open")
+
+    def _check_moves(self, rotations: dict[str, RotationRow], entries: list[tuple[str, dict[str, Any]]]) -> None:
+        """The states that the audit log names follow each other as the machine allows."""
+        at = {rotation_id: row.state for rotation_id, row in self.rotations.items()}
+        for event, details in entries:
+            noun, _, verb = event.partition(".")
+            if noun != "rotation" or verb not in S._value2member_map_:
+                continue
+            to, rotation_id = S(verb), details["rotation_id"]
+            was = str(details.get("was"))
+            if was in S._value2member_map_:
+                self.require(to in TRANSITIONS[S(was)], f"2: {was} to {to} is no way")
+            at[rotation_id] = to
+            self.counts[f"state {to}"] += 1
+            if details.get("happened"):
+                self.counts[f"event {details['happened']}"] += 1
+        asked = {
+            "rotation.requested",
+            "rotation.approved",
+            "rotation.bypassed",
+            "rotation.resumed",
+            "rotation.extended",
+        }
+        moved_by_people = {details.get("rotation_id") for event, details in entries if event in asked}
+        for rotation_id, row in rotations.items():
+            fits = at.get(rotation_id) is row.state or rotation_id in moved_by_people
+            self.require(fits, f"7: a rotation is {row.state}, and by the audit log {at.get(rotation_id)}")
+
+    # --- evidence against the truth -----------------------------------------------------------------------------
+
+    def _check_silence(self, details: dict[str, Any]) -> None:
+        """4: the predecessor was suspended because it was silent, or on a date that was approved."""
+        rotation = Rotation.objects.get(pk=details["rotation_id"])
+        plan = rotation.approved_plan
+        self.require(rotation.used_at is not None, "4: quarantine without proof")
+        if self.world.variant.kind is KeyKind.PUBLIC:
+            self.require(rotation.retire_at is not None, "4: a public key retired without a date")
+            return
+        if details.get("happened") == "deadline":
+            self.require(plan.at_deadline is AtDeadline.REVOKE, "4: a deadline took a key away")
+            return
+        period = timedelta(seconds=plan.quiet_seconds)
+        self._check_quiet(rotation.predecessor_id, {Outcome.ALLOWED}, period, began_at=rotation.used_at)
+
+    def _check_untried(self, details: dict[str, Any]) -> None:
+        rotation = Rotation.objects.get(pk=details["rotation_id"])
+        since = self.rotations[rotation.rotation_id].quarantined_at
+        self.require(since is not None, "4: revoked without a quarantine")
+        assert since is not None
+        self.require(rotation.evidence.exists(), "4: revoked without evidence")
+        if rotation.waived_at is not None or self.world.variant.kind is KeyKind.PUBLIC:
+            return
+        period = timedelta(seconds=rotation.approved_plan.quarantine_seconds)
+        known = {
+            use.source
+            for use in self.world.uses
+            if use.outcome is Outcome.ALLOWED and use.at < since and use.is_reported
+        }
+        self._check_quiet(rotation.predecessor_id, {Outcome.REFUSED}, period, began_at=since, sources=known)
+
+    def _check_quiet(
+        self,
+        key_id: str,
+        outcomes: set[Outcome],
+        period: timedelta,
+        *,
+        began_at: datetime,
+        sources: set[str] | None = None,
+    ) -> None:
+        """Every use that was reported, and the beginning, are a whole period older than what was observed.
+
+        `sources`: of attempts, whose count, and only those since the beginning.
+        """
+        seen = observe()
+        self.require(seen.through is not None, "4: silence that nobody observed")
+        assert seen.through is not None
+        self.require(began_at + period <= seen.through, "4: not a whole period was observed")
+        is_past = seen.lost_at is None or seen.lost_at + period <= seen.through
+        self.require(is_past, "4: a lost verifier was passed over")
+        for use in self.world.uses:
+            counts = use.key_id == key_id and use.outcome in outcomes and use.is_reported
+            if counts and (sources is None or (use.source in sources and use.at >= began_at)):
+                self.require(use.at + period <= seen.through, f"4: used at {use.at}, observed to {seen.through}")
+
+    # --- the backend --------------------------------------------------------------------------------------------
+
+    def on_backend_call(self, name: str) -> None:
+        """3: whatever alters the backend, a ledger row was there before it."""
+        if self.in_engine and name in ALTERING:
+            started = LedgerEntry.objects.filter(
+                rotation_id=self.world.rotation_ids[-1], state=LedgerState.STARTED
+            ).exists()
+            self.require(started, f"3: {name} without a ledger row before it")
+
+    # --- after a turn, and in the end ---------------------------------------------------------------------------
+
+    def require_given_back(self) -> None:
+        """After a whole turn: no predecessor is held in quarantine beside a replacement that is not good.
+
+        Whatever the backend does. Not while a worker that died still has the lease.
+        """
+        row = self.rotations[self.world.rotation_ids[-1]]
+        lease = WorkLease.objects.filter(subject=subject_of(self.world.rotation_ids[-1])).first()
+        if row.state in CLOSED or row.state is S.ROLLING_BACK or (lease is not None and lease.token):
+            return
+        is_kept = row.quarantined_at is not None and self.state_of(row.key_ids[0]) is K.SUSPENDED
+        self.require(
+            not is_kept or self.is_good(row.key_ids[1]), "1: the predecessor is kept, with no good replacement"
+        )
+
+    def require_nothing_hangs(self) -> None:
+        """After faults have stopped: it is closed, or says what it waits for, and no error is left."""
+        world = self.world
+        if not world.is_open:
+            self._check_what_is_read()
+            return
+        lease = WorkLease.objects.get(subject=subject_of(world.rotation_ids[-1]))
+        self.require(not lease.token and not lease.last_error, f"eventually: {world.state}: {lease.last_error}")
+        waits = world.last_wait
+        self.require(waits is not None and bool(waits.waiting_for), "eventually: it does not say what it waits for")
+        self._check_restored()
+
+    def _check_restored(self) -> None:
+        """A replacement that ended gives the suspended predecessor back."""
+        row = self.rotations[self.world.rotation_ids[-1]]
+        if row.state is S.QUARANTINE:
+            self.require(self.is_good(row.key_ids[1]), "1: in quarantine with no good replacement")
+
+    def _check_what_is_read(self) -> None:
+        """A closed rotation leaves no dead key, nor nothing, where the merchant reads, while there is a good one."""
+        mount = Mount(self.world.variant.environment.value)
+        newest = self.world.backend.newest(mount, self.world.credential().backend_path)
+        key_id = None if newest is None else newest.labels.get("key_id")
+        if newest is None or key_id in self.world.backend.arrived_late:
+            return
+        good = [key_id for key_id in self.keys if self.is_good(key_id)]
+        is_read = newest.state is VersionState.LIVE and key_id in good
+        self.require(
+            is_read or not good, "eventually: the merchant reads a key that is not good, and there is a good one"
+        )
+
+
+def _is_good(row: KeyRow | None, now: datetime) -> bool:
+    return row is not None and row.state is K.ACTIVE and (row.expires_at is None or now < row.expires_at)

@@ -1,0 +1,457 @@
+"""A credential, its rotations, those who act on them, a clock, two verifiers and a secret backend that fails.
+
+Everything goes through the real services. What really happened is kept beside what was reported, so that the engine can
+be held against the truth.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, Credential, Key, UsageReporter
+from keyvault.models.usage import Outcome
+from keyvault.services import keys
+from keyvault.services.authorization import authorize
+from keyvault.services.material import destroy_string, list_to_destroy
+from keyvault.services.usage import UsageLog
+from rotation.events import RotationState
+from rotation.models import Rotation
+from rotation.policy import Proof
+from rotation.services import interventions, requests
+from rotation.services.engine import advance_rotation
+from rotation.services.planning import Wish
+from rotation.services.reports import get_rotation
+from rotation.states import CLOSED, Wait
+from tests.factories import the_operator
+from tests.rotation import scene
+from tests.rotation.machine.backend import Fault, MemoryBackend
+from tests.rotation.machine.interrupting import Interruption
+from tests.rotation.machine.watching import Watcher
+
+S = RotationState
+START = datetime(2026, 11, 21, 12, tzinfo=UTC)
+KNOWN, STRANGER = ("192.0.2.1", "192.0.2.2"), "203.0.113.66"
+"""Sources of a merchant's own machines, and of somebody who found a key."""
+
+PERIOD = timedelta(seconds=601)
+"""A second more than the quiet period of every plan here, which is more than the quarantine."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is rotated, and by which plan."""
+
+    name: str
+    wish: Wish
+    environment: Environment = Environment.SANDBOX
+    kind: KeyKind = KeyKind.PRIVATE
+    expires_in_days: int | None = None
+    is_used: bool = True
+
+
+@dataclass
+class Use:
+    """One call with a key, as it really was."""
+
+    key_id: str
+    at: datetime
+    source: str
+    outcome: Outcome
+    verifier: str
+    is_reported: bool = False
+
+
+@dataclass
+class World:
+    variant: Variant
+    backend: MemoryBackend
+    clock: scene.Clock = field(default_factory=lambda: scene.Clock(START))
+    uses: list[Use] = field(default_factory=list)
+    logs: list[UsageLog] = field(default_factory=list)
+    rotation_ids: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    credential_id: str = ""
+    history: list[str] = field(default_factory=list)
+    last_wait: Wait | None = None
+
+    def __post_init__(self) -> None:
+        self.people = {
+            "tam": the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER),
+            "approver": the_operator("approver", Role.APPROVER),
+            "admin": the_operator("admin", Role.KEY_ADMINISTRATOR),
+            "responder": the_operator("responder", Role.INCIDENT_RESPONDER),
+        }
+        self.watcher = Watcher(self)
+
+    # --- how it begins ------------------------------------------------------------------------------------------
+
+    def lay(self) -> None:
+        """A credential with one good key, known to be used where the variant says so; two verifiers."""
+        place = scene.account("acme", self.variant.environment)
+        chosen = {"kind": self.variant.kind, "expires_in_days": self.variant.expires_in_days}
+        key, _ = scene.issue(place, self.clock(), **chosen)
+        self.credential_id = key.credential_id
+        self._credential: Credential = key.credential
+        self.account: Account = key.credential.account
+        for _ in range(2):
+            self.start_verifier()
+        self.backend.on_call = self.watcher.on_backend_call
+        if self.variant.is_used:
+            self.use(0, KNOWN[0], 0)
+            self.clock.tick(61)
+            self.flush()
+        self.ask()
+        self.watcher.look("people")
+
+    def copied(self) -> "World":
+        """For a scene: everything but the rows, which a savepoint keeps."""
+        again = replace(
+            self,
+            clock=scene.Clock(self.clock.now),
+            uses=[replace(use) for use in self.uses],
+            logs=[],
+            rotation_ids=list(self.rotation_ids),
+            counts=Counter(),
+            history=[],
+        )
+        # A live reporter's memory is empty in a scene: all is flushed.
+        again.logs = [UsageLog(now=again.clock, reporter_id=log.reporter_id) for log in self.logs]
+        again._credential, again.account = self._credential, self.account
+        again.backend.on_call = again.watcher.on_backend_call
+        again.watcher.learn(self.watcher)
+        return again
+
+    # --- what is there ------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> datetime:
+        return self.clock()
+
+    @property
+    def rotation(self) -> Rotation:
+        """The latest."""
+        return get_rotation(self.rotation_ids[-1])
+
+    @property
+    def state(self) -> RotationState:
+        return self.watcher.rotations[self.rotation_ids[-1]].state
+
+    @property
+    def is_open(self) -> bool:
+        return self.state not in CLOSED
+
+    def key_ids(self) -> list[str]:
+        """The predecessor of the latest rotation, and its replacement if there is one."""
+        return self.watcher.rotations[self.rotation_ids[-1]].key_ids
+
+    def grant(self, who: str, permission: P, requester_person: str | None = None) -> Grant:
+        return authorize(self.people[who], permission, self.account, now=self.now, requester_person=requester_person)
+
+    # --- the engine ---------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        self.last_wait = advance_rotation(self.rotation_ids[-1], self.clock)
+
+    def engine(self, act: Callable[[], object], interruption: Interruption | None = None) -> None:
+        """An engine's step, watched as one; between its parts as many."""
+        self.watcher.in_engine = True
+        try:
+            if interruption is None:
+                act()
+            else:
+                with interruption.under_way(self.backend):
+                    act()
+        finally:
+            self.watcher.in_engine = False
+        if interruption is not None and interruption.has_happened:
+            self.counts["died" if interruption.is_dead else "audit refused" if interruption.refuses else "met"] += 1
+        self.watcher.look("engine")
+
+    def meanwhile(self, act: Callable[[], object]) -> Callable[[], None]:
+        """Somebody's act between two transactions of a worker."""
+
+        def met() -> None:
+            self.watcher.look("engine")
+            self.watcher.in_engine = False
+            self.people_do(act)
+            self.watcher.in_engine = True
+
+        return met
+
+    def sweep(self) -> None:
+        """The upkeep's record of keys that have expired, and its destroying of what dead ones leave in the backend."""
+        for key in keys.list_expired(self.now):
+            with suppress(KeyvaultError):
+                keys.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
+        for key in list_to_destroy():
+            with suppress(KeyvaultError):
+                destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
+
+    # --- people -------------------------------------------------------------------------------------------------
+
+    def people_do(self, act: Callable[[], object]) -> bool:
+        """Whether they were allowed to; anything but a refusal with a reason is a violation."""
+        try:
+            act()
+        except KeyvaultError as error:
+            self.counts[f"refused: {type(error).__name__}"] += 1
+            done = False
+        else:
+            done = True
+        self.watcher.look("people")
+        return done
+
+    def ask(self) -> None:
+        rotation = requests.request_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), self.wish())
+        self.rotation_ids.append(rotation.rotation_id)
+
+    def wish(self) -> Wish:
+        """The variant's, with times counted from now."""
+        wish = self.variant.wish
+        if wish.deadline is None:
+            return wish
+        return replace(wish, deadline=self.now + (wish.deadline - START))
+
+    def reissue(self) -> None:
+        rotation = requests.reissue_key(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), "it has no key left")
+        self.rotation_ids.append(rotation.rotation_id)
+
+    def credential(self) -> Credential:
+        return self._credential
+
+    def approve(self) -> None:
+        rotation = self.rotation
+        grant = self.grant("approver", P.ROTATIONS_APPROVE, rotation.requester_person)
+        requests.approve_rotation(grant, rotation, rotation.plan_digest)
+
+    def bypass(self) -> None:
+        rotation = self.rotation
+        requests.bypass_rotation(
+            self.grant("admin", P.ROTATIONS_BYPASS), rotation, rotation.plan_digest, "it cannot wait"
+        )
+
+    def reject(self) -> None:
+        rotation = self.rotation
+        grant = self.grant("approver", P.ROTATIONS_APPROVE, rotation.requester_person)
+        requests.reject_rotation(grant, rotation, "not today")
+
+    def abort(self) -> None:
+        interventions.abort_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.rotation, "changed our minds")
+
+    def resume_stalled(self) -> None:
+        interventions.resume_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.rotation)
+
+    def extend(self, days: int = 30) -> None:
+        rotation = self.rotation
+        until = max(self.now, rotation.deadline_at or self.now) + timedelta(days=days)
+        interventions.extend_rotation(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
+
+    def confirm(self) -> None:
+        interventions.confirm_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.rotation, "their CTO, by phone")
+
+    def retire(self, seconds: int = 60) -> None:
+        """Of a public key: asked for, and approved by a second person where one is needed."""
+        rotation = self.rotation
+        until = self.now + timedelta(seconds=seconds)
+        asked = interventions.ask_retirement(self.grant("tam", P.ROTATIONS_WRITE), rotation, until)
+        if asked.approved_at is None:
+            grant = self.grant("approver", P.ROTATIONS_APPROVE, asked.requester_person)
+            interventions.approve_retirement(grant, asked)
+
+    def acknowledge(self) -> None:
+        """The merchant, by the replacement, if it is good and they could have read it."""
+        key = self.rotation.replacement
+        if key is None or key.key_id not in self.backend.delivered or not self.watcher.is_good(key.key_id):
+            return
+        self.use(1, KNOWN[0], 0, endpoint="credentials.acknowledge")
+        grant = authorize(scene.holder_of(key), P.ROTATIONS_ACKNOWLEDGE, self.account, now=self.now)
+        interventions.acknowledge(grant, self.rotation)
+
+    def revoke(self, which: int) -> None:
+        """Always at once: whatever the backend and the worker are doing."""
+        self._end(which, P.KEYS_REVOKE, keys.revoke_key, RevocationReason.CESSATION_OF_OPERATION)
+
+    def compromise(self, which: int) -> None:
+        self._end(which, P.KEYS_REPORT_COMPROMISE, keys.report_compromise)
+
+    def _end(self, which: int, permission: P, end: Callable[..., object], *args: Any) -> None:
+        key = self.key(which)
+        if key is None:
+            return
+        end(self.grant("responder", permission), key, *args)
+        fresh = self.key(which)
+        assert fresh is not None
+        self.watcher.require(not self.watcher.is_living(fresh.state), "5: a key that was revoked by hand lives")
+
+    def suspend(self, which: int) -> None:
+        key = self.key(which)
+        if key is not None:
+            keys.suspend_key(self.grant("admin", P.KEYS_SUSPEND), key)
+
+    def resume(self, which: int) -> None:
+        key = self.key(which)
+        if key is not None:
+            keys.resume_key(self.grant("admin", P.KEYS_RESUME), key)
+
+    def key(self, which: int) -> Key | None:
+        ids = self.key_ids()
+        return keys.get_key(ids[which]) if which < len(ids) else None
+
+    # --- traffic and verifiers ----------------------------------------------------------------------------------
+
+    def use(self, which: int, source: str, verifier: int, count: int = 1, endpoint: str = "orders.create") -> None:
+        """A call with one of the two keys, judged as the verifiers judge it, and reported later or never."""
+        ids = self.key_ids() if self.rotation_ids else list(self.watcher.keys) or [self._only_key()]
+        if which >= len(ids):
+            return
+        key_id = ids[which]
+        if self.watcher.is_good(key_id):
+            outcome = Outcome.ALLOWED
+        elif self.watcher.state_of(key_id) == KeyState.SUSPENDED:
+            outcome = Outcome.REFUSED
+        else:
+            return
+        log = self.logs[verifier]
+        for _ in range(count):
+            log.note(key_id, source=source, user_agent="shop/1", endpoint=endpoint, outcome=outcome)
+        self.uses.append(Use(key_id, self.now, source, outcome, log.reporter_id))
+
+    def _only_key(self) -> str:
+        self.watcher.look("people")
+        return next(iter(self.watcher.keys))
+
+    def flush(self, verifier: int | None = None) -> None:
+        for log in self.logs if verifier is None else [self.logs[verifier]]:
+            log.flush()
+            for use in self.uses:
+                if use.verifier == log.reporter_id:
+                    use.is_reported = True
+
+    def start_verifier(self) -> None:
+        log = UsageLog(now=self.clock)
+        UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=self.now, flushed_through_at=self.now)
+        self.logs.append(log)
+
+    def lose_verifier(self, verifier: int) -> None:
+        """It dies with what it has not reported; another takes its place."""
+        lost = self.logs.pop(verifier)
+        self.uses = [use for use in self.uses if use.is_reported or use.verifier != lost.reporter_id]
+        self.start_verifier()
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.tick(seconds)
+
+    def pass_quietly(self, seconds: float) -> None:
+        """The verifiers report all the while, the replacement carries the traffic, and the workers look."""
+        half = seconds / 2
+        for part in (half, seconds - half):
+            self.clock.tick(part)
+            self.use(1, KNOWN[0], 0)
+            self.flush()
+        self.engine(self.work)
+
+    def fail_next(self, *faults: Fault) -> None:
+        self.backend.faults.extend(faults)
+
+    def prove(self) -> None:
+        """Whatever proof the plan may want, all at once."""
+        for source in KNOWN:
+            self.use(1, source, 0, count=3)
+        self.clock.tick(6)
+        self.use(1, KNOWN[0], 1)
+        self.flush()
+        plan = self.rotation.approved_plan
+        if plan.proof in {Proof.ACK, Proof.BOTH}:
+            self.people_do(self.acknowledge)
+        if plan.proof is Proof.CONFIRMATION or plan.is_dormant:
+            self.people_do(self.confirm)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """All faults are over, and time passes: no rotation hangs without saying what it waits for.
+
+        The first wait is longer than all that a clock may have gone back, and than any lease or pause.
+        """
+        self.backend.heal()
+        for seconds in (917, 61, 61):
+            self.clock.tick(seconds)
+            self.flush()
+            self.engine(self.work)
+            if self.last_wait is not None:
+                break
+        self.watcher.require_nothing_hangs()
+
+    def finish(self) -> None:
+        """People do what each state asks of them: every rotation ends."""
+        for _ in range(14):
+            if not self.is_open:
+                break
+            self.counts[f"finishing {self.state}"] += 1
+            self._help()
+            self.clock.tick(3)
+            self.flush()
+            self.engine(self.work)
+        self.watcher.require(
+            not self.is_open, f"eventually: it is still {self.state}, which waits for {self.last_wait}"
+        )
+
+    def _help(self) -> None:
+        for which in (0, 1):
+            if self.watcher.is_suspended_by_people(which):
+                self.people_do(partial(self.resume, which))
+        match self.state:
+            case S.REQUESTED | S.AWAITING_APPROVAL | S.EMERGENCY:
+                self.people_do(self.approve)
+            case S.STALLED:
+                self.people_do(self.extend)
+                self.people_do(self.resume_stalled)
+            case S.AWAITING_PROOF:
+                self.prove()
+            case S.OVERLAP if self.variant.kind is KeyKind.PUBLIC:
+                self.people_do(self.retire)
+                self.pass_quietly(PERIOD.total_seconds())
+            case S.ROLLING_BACK:
+                self.use(0, KNOWN[0], 0)
+                self.clock.tick(PERIOD.total_seconds() / 2)
+                self.use(0, KNOWN[0], 0)
+                self.flush()
+                self.clock.tick(PERIOD.total_seconds() / 2)
+                self.flush()
+            case _:
+                self.pass_quietly(PERIOD.total_seconds())
+
+
+PEOPLE: dict[str, Callable[[World], object]] = {
+    "revoke predecessor": lambda world: world.revoke(0),
+    "revoke replacement": lambda world: world.revoke(1),
+    "compromise predecessor": lambda world: world.compromise(0),
+    "compromise replacement": lambda world: world.compromise(1),
+    "suspend predecessor": lambda world: world.suspend(0),
+    "suspend replacement": lambda world: world.suspend(1),
+    "resume predecessor": lambda world: world.resume(0),
+    "resume replacement": lambda world: world.resume(1),
+    "abort": World.abort,
+    "resume stalled": World.resume_stalled,
+    "extend": World.extend,
+    "acknowledge": World.acknowledge,
+    "confirm": World.confirm,
+    "approve": World.approve,
+    "ask again": World.ask,
+    "reissue": World.reissue,
+}
+"""What people do, at any time, also in the middle of a worker's step."""

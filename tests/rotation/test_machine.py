@@ -1,0 +1,171 @@
+"""A share of the random event sequences, and that the watching finds what it is there for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from unittest import mock
+
+import pytest
+from django.db import models, transaction
+
+from keyvault.domain.keys import KeyState
+from keyvault.models import Key
+from rotation.events import RotationState
+from rotation.models import LedgerEntry
+from rotation.services import engine, transitions
+from rotation.services.effects import Effects
+from rotation.states import Act, Facts, Move, Wait, next_step
+from tests.rotation.machine.playing import play_share, shares
+from tests.rotation.machine.scenes import VARIANTS, play, stage
+from tests.rotation.machine.watching import ViolationError
+from tests.rotation.machine.world import Variant, World
+
+pytestmark = [pytest.mark.django_db, pytest.mark.timeout(300)]
+
+S = RotationState
+EACH = 6
+"""Sequences from each scene; the long run is `python -m tests.rotation.machine`."""
+
+
+@pytest.mark.parametrize(("variant", "chain"), list(shares()), ids=lambda value: getattr(value, "name", str(value)))
+def test_machine_no_sequence_violates_an_invariant(variant: Variant, chain: int) -> None:
+    """Workers that die, doubles, people, traffic, clocks and a backend that fails: ROTATION.md's invariants hold."""
+    tally = play_share(variant, chain, EACH, 1, thorough_every=4)
+    assert tally.violations == []
+    assert tally.sequences >= EACH
+    assert tally.steps > tally.sequences
+
+
+@pytest.mark.database
+def test_machine_plays_on_either_database() -> None:
+    """The savepoints that keep the scenes hold on PostgreSQL too; sequences come to their end."""
+    tally = play_share(VARIANTS[0], 0, 2, 1, thorough_every=1)
+    assert tally.violations == []
+    assert {"ended completed", "ended cancelled", "ended rolled_back"} & set(tally.counts)
+
+
+# --- what the watching finds ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def played(state: RotationState) -> Iterator[World]:
+    """The world at the last scene of that state, rotated by acknowledgement."""
+    with transaction.atomic(), stage() as backend:
+        for scene in play(backend, VARIANTS[0], 0):
+            if scene.name == state:
+                transaction.savepoint_rollback(scene.savepoint)
+                backend.become(scene.backend)
+                yield scene.world.copied()
+        transaction.set_rollback(True)
+
+
+@contextmanager
+def engine_that(judges: Callable[[Facts, datetime], Wait | Move | Act]) -> Iterator[None]:
+    """An engine whose next step is another one."""
+    with mock.patch.object(engine, "next_step", judges):
+        yield
+
+
+def goes(state: RotationState, to: RotationState) -> Callable[[Facts, datetime], Wait | Move | Act]:
+    return lambda facts, now: Move(to, "in a hurry") if facts.state is state else next_step(facts, now)
+
+
+def act(world: World) -> None:
+    world.pass_time(3)
+    world.engine(world.work)
+
+
+def test_watching_an_engine_as_it_is_finds_nothing() -> None:
+    with played(S.OVERLAP) as world:
+        act(world)
+
+
+def test_watching_finds_a_quarantine_without_silence() -> None:
+    hasty = engine_that(goes(S.OVERLAP, S.QUARANTINE))
+    with played(S.OVERLAP) as world, hasty, pytest.raises(ViolationError, match="4: not a whole period"):
+        act(world)
+
+
+def test_watching_finds_a_quarantine_cut_short() -> None:
+    hasty = engine_that(goes(S.QUARANTINE, S.REVOKING))
+    with played(S.QUARANTINE) as world, hasty, pytest.raises(ViolationError, match="4: not a whole period"):
+        act(world)
+
+
+def test_watching_finds_an_engine_that_takes_the_last_good_key() -> None:
+    """Invariant 1, with the two checks that hold it, in `next_step` and in the transaction, both taken out."""
+    with played(S.OVERLAP) as world:
+        world.people_do(lambda: world.suspend(1))
+        unchecked = mock.patch.object(transitions, "_require_living")
+        hasty = engine_that(goes(S.OVERLAP, S.QUARANTINE))
+        with hasty, unchecked, pytest.raises(ViolationError, match="1: the engine left"):
+            act(world)
+
+
+def test_watching_finds_a_side_effect_without_a_ledger_row() -> None:
+    with played(S.SCHEDULED) as world:
+        unsaved = mock.Mock(return_value=LedgerEntry(pk=0))
+        with mock.patch.object(Effects, "_begin", unsaved), pytest.raises(ViolationError, match="3: put"):
+            act(world)
+
+
+def test_watching_finds_a_dead_key_that_lives_again() -> None:
+    """No row can be made so, which a trigger sees to; so the watcher is told that this one was dead before."""
+    with played(S.OVERLAP) as world:
+        world.watcher.dead.add(world.key_ids()[1])
+        with pytest.raises(ViolationError, match="6: a dead key"):
+            world.watcher.look("engine")
+
+
+def test_watching_finds_a_change_without_an_audit_entry() -> None:
+    with played(S.OVERLAP) as world:
+        models.QuerySet(Key).filter(pk=world.key_ids()[0]).update(state=KeyState.SUSPENDED, suspended_at=world.now)
+        with pytest.raises(ViolationError, match="7: a key became suspended"):
+            world.watcher.look("people")
+
+
+def test_watching_finds_an_expiry_that_was_moved() -> None:
+    """Here too a trigger is before us."""
+    with played(S.OVERLAP) as world:
+        key_id = world.key_ids()[0]
+        world.watcher.keys[key_id] = replace(world.watcher.keys[key_id], expires_at=world.now)
+        with pytest.raises(ViolationError, match="6: an expiry"):
+            world.watcher.look("people")
+
+
+def test_watching_finds_a_predecessor_that_is_kept_in_quarantine() -> None:
+    """With the replacement gone and the backend down, which the transaction of its own is there for."""
+    with played(S.QUARANTINE) as world:
+        world.backend.is_down = True
+        world.people_do(lambda: world.revoke(1))
+        with mock.patch.object(engine, "lift_quarantine"):
+            act(world)
+        with pytest.raises(ViolationError, match="1: the predecessor is kept"):
+            world.watcher.require_given_back()
+        act(world)
+        world.watcher.require_given_back()
+
+
+def test_watching_finds_a_merchant_with_nothing_to_read() -> None:
+    """The dead replacement's copy is destroyed, and nobody writes the predecessor back."""
+    with played(S.OVERLAP) as world:
+        world.people_do(lambda: world.compromise(1))
+        world.sweep()
+        with mock.patch.object(Effects, "write_back"):
+            act(world)
+        with pytest.raises(ViolationError, match="eventually: the merchant reads"):
+            world.watcher.require_nothing_hangs()
+
+
+def test_watching_finds_a_fault_that_the_engine_takes_in() -> None:
+    """The engine lives on with a rotation's fault, and only logs it; here it is a violation."""
+    broken = engine_that(mock.Mock(side_effect=KeyError("a plan's field")))
+    with played(S.OVERLAP) as world, broken, pytest.raises(ViolationError, match="unforeseen: KeyError"):
+        act(world)
+
+
+def test_watching_finds_a_rotation_that_hangs() -> None:
+    silent = engine_that(lambda facts, now: Wait(""))
+    with played(S.OVERLAP) as world, silent, pytest.raises(ViolationError, match="eventually"):
+        world.recover()
