@@ -135,8 +135,9 @@ def request_key(
     kind: KeyKind = KeyKind.PRIVATE,
     label: str = "checkout",
     delivery: Delivery = Delivery.SECRET_BACKEND,
+    recipient_public_key: str = "",
     expires_in_days: int | None = None,
-    by: principals.Operator | None = None,
+    by: principals.Operator | principals.Service | None = None,
     at: datetime | None = None,
 ) -> IssuanceRequest:
     """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
@@ -147,6 +148,7 @@ def request_key(
         kind=kind,
         label=label,
         delivery=delivery,
+        recipient_public_key=recipient_public_key,
         expires_in_days=expires_in_days,
     )
 
@@ -177,14 +179,25 @@ def issue(
     kind: KeyKind = KeyKind.PRIVATE,
     label: str = "checkout",
     delivery: Delivery = Delivery.SECRET_BACKEND,
+    recipient_public_key: str = "",
     expires_in_days: int | None = None,
+    by: principals.Operator | principals.Service | None = None,
     at: datetime | None = None,
 ) -> tuple[Key, Plaintext]:
     """An active key of a new credential, asked for by `tam` and, in production, approved by `approver`.
 
     Its string is read from the secret backend, as the merchant would; the request stays `issued`.
     """
-    request = request_key(account, kind=kind, label=label, delivery=delivery, expires_in_days=expires_in_days, at=at)
+    request = request_key(
+        account,
+        kind=kind,
+        label=label,
+        delivery=delivery,
+        recipient_public_key=recipient_public_key,
+        expires_in_days=expires_in_days,
+        by=by,
+        at=at,
+    )
     if request.state == IssuanceState.PENDING:
         approve(request, at=at)
     key = issue_request(request, at=at)
@@ -200,6 +213,7 @@ def make_token(
     scope: StringScope = StringScope.ALL,
     merchants: Iterable[str] | None = None,
     lifetime_days: int = DEFAULT_DAYS,
+    is_probe: bool = False,
     by: Principal = HOST,
     at: datetime | None = None,
 ) -> tuple[ServiceToken, Plaintext]:
@@ -212,4 +226,5 @@ def make_token(
         permissions=permissions or (Permission.KEYS_VERIFY, Permission.KEYS_READ),
         merchants=merchants,
         lifetime_days=lifetime_days,
+        is_probe=is_probe,
     )

@@ -25,6 +25,11 @@ ACME = Target(SANDBOX, "acme")
 MATRIX = """
 merchants:read           x x x x x
 merchants:write          x - - - -
+merchants:offboard       x - - - x
+webhooks:write           x x - - -
+webhooks:deliver         - - - - -
+notices:read             x x x x x
+notices:mark             x x x - x
 keys:read                x x x x x
 keys:verify              - - - - -
 keys:suspend             x x - - x
@@ -47,10 +52,13 @@ issuance:withdraw        x x - - -
 issuance:collect         x x - - -
 issuance:execute         - - - - -
 rotations:read           x x x x x
-rotations:write          x x - - -
+rotations:write          x x - - x
 rotations:approve        2 - 2 - -
+rotations:bypass         x - - - x
+rotations:begin          - - - - -
 rotations:advance        - - - - -
 rotations:acknowledge    - - - - -
+schedules:write          x x - - -
 tokens:read              x - - x x
 tokens:write             x - - - -
 operators:write          - - - - -
@@ -238,7 +246,7 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 @pytest.mark.parametrize("permission", P)
 def test_systems_may_what_they_are_for(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
-    worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE}
+    worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)
     assert (asked(HOST, permission) == "allowed") == (permission in host)

@@ -18,10 +18,11 @@ READING = {
     P.VERDICTS_EXPLAIN,
     P.TOKENS_READ,
     P.AUDIT_READ,
+    P.NOTICES_READ,
 }
 HOLDERS = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
 APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
-ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE}
+ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
 
 
 def test_roles_are_the_five_of_the_house() -> None:
@@ -54,6 +55,9 @@ def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
         P.ROTATIONS_WRITE,
         P.KEYS_SUSPEND,
         P.LIMITS_WRITE,
+        P.WEBHOOKS_WRITE,
+        P.SCHEDULES_WRITE,
+        P.NOTICES_MARK,
     }
 
 
@@ -70,8 +74,8 @@ def test_roles_only_key_administrators_change_the_rules() -> None:
 
 
 def test_roles_approver_does_nothing_but_approve() -> None:
-    """Whoever approves neither asks nor collects: no one person gets a key out of it."""
-    assert ROLE_PERMISSIONS[Role.APPROVER] - READING == APPROVING
+    """Whoever approves neither asks nor collects: no one person gets a key out of it. Anybody may see an alarm."""
+    assert ROLE_PERMISSIONS[Role.APPROVER] - READING == {*APPROVING, P.NOTICES_MARK}
 
 
 def test_roles_auditor_changes_nothing() -> None:
@@ -79,12 +83,16 @@ def test_roles_auditor_changes_nothing() -> None:
     assert ROLE_PERMISSIONS[Role.AUDITOR] >= {P.AUDIT_READ, P.KEYS_READ, P.TOKENS_READ}
 
 
-def test_roles_incident_responder_stops_and_never_starts() -> None:
-    """Any one responder may end a key alone, at once; none may make or resume one."""
+def test_roles_incident_responder_stops_and_asks_for_replacements() -> None:
+    """Any one responder may end a key alone, at once, and have it replaced; none may resume, approve or collect one."""
     assert ROLE_PERMISSIONS[Role.INCIDENT_RESPONDER] - READING == {
         P.KEYS_SUSPEND,
         P.KEYS_REVOKE,
         P.KEYS_REPORT_COMPROMISE,
+        P.ROTATIONS_WRITE,
+        P.ROTATIONS_BYPASS,
+        P.MERCHANTS_OFFBOARD,
+        P.NOTICES_MARK,
     }
 
 

@@ -2,8 +2,11 @@
 
 import pytest
 
-from keyvault.models import Account, AuditEntry, Merchant
+from keyvault.domain.errors import StateConflictError
+from keyvault.models import Account, AuditEntry, Key, Merchant
+from keyvault.services import offboarding
 from tests.domain.minting import mint
+from tests.factories import issue, request_key
 
 from .desk import Desk, address, browser, hidden, text_of
 
@@ -126,3 +129,68 @@ def test_account_change_that_does_not_fit_is_refused_in_words(
     assert answer.status_code == 400
     assert words in text_of(answer)
     assert Account.objects.get(pk=desk.sandbox.pk).version == before.version
+
+
+# ------------------------------------------------------------------------------------------------------ offboarding
+
+
+def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) -> None:
+    """The page says what would end, takes the id once more, and the answer says what has ended and what is left."""
+    issue(desk.sandbox)
+    issue(desk.production)
+    request_key(desk.production)
+    client, page = browser(desk.responder), address("keyvault_merchant_offboard", "acme")
+    before = text_of(client.get(page))
+    assert "1 key, 1 issuance request" in before
+    answer = client.post(page, {"why": "contract ended", "merchant_id": "acme"}, follow=True)
+    shown = text_of(answer)
+    assert "Ended in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing is left." in shown
+    assert "It has left, and does not come back" in shown
+    assert Merchant.objects.get().status == "offboarded"
+    assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"why": "x", "merchant_id": "globex"}, 400),
+        ({"why": "x", "merchant_id": ""}, 400),
+        ({"why": "", "merchant_id": "acme"}, 400),
+        ({}, 400),
+    ],
+)
+def test_merchant_offboarded_without_its_id_or_a_reason_keeps_everything(
+    desk: Desk, said: dict[str, str], status: int
+) -> None:
+    """A slip of the hand ends nothing: the id is typed, and the reason is told."""
+    issue(desk.sandbox)
+    answer = browser(desk.responder).post(address("keyvault_merchant_offboard", "acme"), said)
+    assert answer.status_code == status
+    assert Merchant.objects.get().status == "active"
+    assert Key.objects.get().state == "active"
+
+
+def test_merchant_offboarded_is_offered_nothing_but_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No way back; and as long as something is left, the button to go on with it."""
+    issue(desk.sandbox)
+    client, page = browser(desk.admin), address("keyvault_merchant_offboard", "acme")
+
+    def die(*_: object) -> None:
+        raise StateConflictError("Somebody else changed this meanwhile.")
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(offboarding, "_end_account", die)
+        assert client.post(page, {"why": "x", "merchant_id": "acme"}).status_code == 409
+    detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
+    assert "Not all of it is ended yet" in detail
+    assert "sandbox: 1 key" in detail
+    assert page in detail
+    client.post(page, {"why": "x", "merchant_id": "acme"})
+    detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
+    assert "Not all of it" not in detail
+    for act in ("offboard", "suspend", "resume"):
+        assert address(f"keyvault_merchant_{act}", "acme") not in detail
+        assert client.post(address(f"keyvault_merchant_{act}", "acme"), {"version": 2}).status_code in {400, 409}
+    account_page = text_of(client.get(address("keyvault_account_change", desk.sandbox.pk)))
+    assert "The merchant has left" in account_page
+    assert address("keyvault_account_suspend", desk.sandbox.pk) not in account_page

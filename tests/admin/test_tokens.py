@@ -61,6 +61,16 @@ def test_token_created_too_wide_or_wrongly_is_refused(desk: Desk, changed: dict[
     assert not ServiceToken.objects.exists()
 
 
+def test_token_created_for_probes_says_so_on_its_page(desk: Desk) -> None:
+    client = browser(desk.admin)
+    create(client)
+    create(client, is_probe="on", name="probe")
+    for token in ServiceToken.objects.all():
+        assert token.is_probe is (token.name == "probe")
+        page = text_of(client.get(address("keyvault_servicetoken_change", token.pk)))
+        assert ("count as no use of a key" in page) is token.is_probe
+
+
 def test_token_form_offers_what_a_service_may_hold(desk: Desk) -> None:
     text = text_of(browser(desk.admin).get(address("keyvault_servicetoken_create")))
     assert text.count('name="permissions"') == len(SERVICE_PERMISSIONS)

@@ -15,7 +15,7 @@ from keyvault.services.material import read_string
 from keyvault.services.merchants import find_account
 from keyvault.services.usage import UsageLog
 from rotation.services.engine import advance_rotation
-from rotation.services.requests import get_rotation
+from rotation.services.reports import get_rotation
 from tests.factories import grant, issue, make_token, the_operator
 from tests.rotation import scene
 

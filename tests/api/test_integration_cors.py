@@ -7,8 +7,10 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
+from keyvault.models import UseBucket
 from keyvault.services.client_configuration import set_allowed_origins
 from keyvault.services.merchants import suspend_account, suspend_merchant
+from keyvault.services.usage import UsageLog
 from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, account, grant
 
@@ -170,3 +172,17 @@ def test_answer_of_a_private_endpoint_allows_no_origin(ask: Ask) -> None:
 def test_answer_of_the_other_environment_goes_by_its_own_list(ask: Ask) -> None:
     answer = ask("GET", "/production/client/configuration", key=public("acme", PRODUCTION), Origin=SHOP)
     assert (answer.status_code, allowed(answer)) == (200, {})
+
+
+def test_use_of_a_public_key_is_noted_with_the_shop_it_came_from(ask: Ask, usage: UsageLog) -> None:
+    """Whoever retires it sees which shops hold it; what a client claims for its origin is bounded, and clean."""
+    key, shown = public(), mint(seed="shown by mistake")
+    ask("GET", URL, key=key, Origin=SHOP)
+    ask("GET", URL, key=key)
+    ask("GET", URL, key=key, Origin=f"https://{shown}.{'x' * 500}.example")
+    usage.flush()
+    noted = sorted(UseBucket.objects.values_list("origin", flat=True))
+    assert noted[0] == ""
+    assert SHOP in noted
+    assert len(noted) == 3
+    assert all(len(origin) <= 120 and str(shown) not in origin for origin in noted)

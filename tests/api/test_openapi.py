@@ -28,7 +28,7 @@ docs healthz
 issuance_requests_collect issuance_requests_create issuance_requests_read
 keys_read keys_revoke keys_verify keys_verify_batch
 openapi orders_create orders_retrieve readyz
-rotations_create rotations_read
+rotations_abort rotations_create rotations_read
 """
 """Stable for ever: generated clients have methods of these names."""
 

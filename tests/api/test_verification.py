@@ -259,6 +259,45 @@ def test_verify_counts_real_use_only(call: Call, key: tuple[Key, str], usage: Us
     assert any(source.startswith("token:") for source in sources)
 
 
+def probe() -> str:
+    return f"Bearer {make_token(P.KEYS_VERIFY, name='probe', is_probe=True)[1].reveal()}"
+
+
+def test_verify_by_a_probe_counts_as_no_use(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    """Our own test calls are answered like everybody's, told as what they are, and are evidence of nothing."""
+    token = probe()
+    asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create", "client_ip": "192.0.2.9"}
+    answers = [call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=token).body]
+    batch = call("POST", "/v1/keys/verify-batch", {"requests": [asked, asked]}, HTTP_AUTHORIZATION=token)
+    answers += batch.body["decisions"]
+    assert [answer["allowed"] for answer in answers] == [True] * 3
+    usage.flush()
+    assert not KeyUse.objects.exists()
+    bucket = UseBucket.objects.get()
+    assert (bucket.outcome, bucket.count, bucket.source) == ("probed", 3, "192.0.2.9")
+    told = call("GET", f"/v1/keys/{key[0].key_id}").body
+    assert (told["first_used_at"], told["last_used_at"]) == (None, None)
+
+
+def test_verify_by_a_probe_trips_no_quarantine(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    """A probe of a suspended key is no attempt on it: it neither alerts anybody nor reinstates."""
+    suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
+    asked = {"key": key[1], "environment": "sandbox", "endpoint": "orders.create"}
+    assert call("POST", "/v1/keys/verify", asked, HTTP_AUTHORIZATION=probe()).body["code"] == "key_not_active"
+    usage.flush()
+    assert UseBucket.objects.get().outcome == "probed"
+
+
+def test_verify_notes_the_origin_of_a_public_key(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
+    _, text = issue(find_account("acme", SANDBOX), kind=KeyKind.PUBLIC)
+    origin = "https://shop.example"
+    ask(call, text.reveal(), endpoint="client.configuration", origin=origin, user_agent="browser")
+    ask(call, key[1], origin=origin)
+    usage.flush()
+    origins = UseBucket.objects.order_by("outcome").values_list("outcome", "origin")
+    assert list(origins) == [("allowed", origin), ("denied", ""), ("exposed_in_browser", "")]
+
+
 def test_verify_suspended_key_notes_the_attempt(call: Call, key: tuple[Key, str], usage: UsageLog) -> None:
     suspend_key(may(P.KEYS_SUSPEND, key[0]), fresh(key[0]))
     ask(call, key[1], client_ip="192.0.2.9")

@@ -67,9 +67,12 @@ def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]",
     assert int(counts[1]) > 250
     assert int(counts[2]) >= 50
     assert figures["failures"] == "0"
+    quarantine = re.fullmatch(r"(\d+), and (\d+) counted", figures["refused in quarantine"])
+    assert quarantine is not None
+    assert int(quarantine[1]) == int(quarantine[2]) >= 1
     assert re.match(r"\d+ ms", figures["from revoke to first refusal"])
     assert figures["audit log"].endswith("entries, intact")
-    assert figures["secrets found in files"] == "0, of 3 issued"
+    assert figures["secrets found in files"] == "0, of 4 issued"
     assert figures["errors in the logs"] == "0"
     way = re.findall(r"([a-z_]+) \d+\.\d s", figures["states of the rotation"])
     assert way == [
@@ -83,6 +86,7 @@ def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]",
     ):
         assert re.search(rf"{refused}: refused\.", text)
     assert re.search(r"the old key \w{16}: 401 key_revoked", text)
+    assert "in the operators' inbox: rotation.used_in_quarantine, an alarm" in text
     assert SHAPED.search(text) is None
     assert list(tmp_path.glob("kv-demo-*")) == []
     assert processes_in(tmp_path) == []

@@ -1,12 +1,13 @@
-"""The README says what is true: its table of settings, the paths and commands that it names."""
+"""The pages say what is true: their tables, and the paths, commands, options and tests that they name."""
 
 import re
 from pathlib import Path
 
-from django.core.management import get_commands
+import pytest
+from django.core.management import get_commands, load_command_class
 
-from keyvault.project.configuration import settings_table
 from keyvault.wire.problems import problems_page
+from tests.house.pages import parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,12 +17,15 @@ PAGES = [
     ROOT / "keyvault" / "README.md",
     ROOT / "rotation" / "README.md",
     ROOT / "deploy" / "README.md",
+    ROOT / "deploy" / "webhooks.md",
 ]
 
 
-def test_docs_settings_table_equals_the_code() -> None:
-    """Run `python -m tests.house.test_docs` to write it anew."""
-    assert _between_markers(README) == settings_table()
+@pytest.mark.parametrize("name", [part.name for part in parts()])
+def test_docs_written_part_equals_the_code(name: str) -> None:
+    """Run `python -m tests.house.test_docs` to write them anew."""
+    (part,) = (part for part in parts() if part.name == name)
+    assert part.read() == part.text
 
 
 def test_docs_errors_page_equals_the_code() -> None:
@@ -40,18 +44,54 @@ def test_docs_links_and_paths_exist() -> None:
 
 
 def test_docs_commands_exist() -> None:
-    commands = set(get_commands())
+    """Every one in the README's table of commands, and every option that it names there."""
+    commands = get_commands()
     table = README.split("| `python manage.py …` | does |")[1].split("\n\n")[0]
-    named = {row.strip("| `").split()[0] for row in re.findall(r"`[a-z_]+[^`]*`", table)}
-    assert named <= commands, named - commands
+    for row in table.splitlines():
+        name = ""
+        for named in re.findall(r"`([^`]+)`", row):
+            # A further `--option` in the same row is one of the command before it.
+            name = name if named.startswith("--") else named.split()[0]
+            assert name in commands, named
+            parser = load_command_class(commands[name], name).create_parser("manage.py", name)
+            options = set(re.findall(r"--[a-z-]+", named))
+            assert options <= set(parser._option_string_actions), named
 
 
-def _between_markers(text: str) -> str:
-    return text.split("<!-- settings -->\n")[1].split("\n<!-- /settings -->")[0]
+def test_docs_commands_named_elsewhere_exist() -> None:
+    commands = set(get_commands())
+    for page in PAGES:
+        named = set(re.findall(r"`(?:python )?manage\.py ([a-z_]+)", page.read_text()))
+        assert named <= commands, (page, named - commands)
+
+
+def test_docs_verbs_of_make_exist() -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert named <= verbs, (page, named - verbs)
+
+
+def test_docs_tests_that_are_named_exist() -> None:
+    for page in PAGES:
+        for path, test in re.findall(r"`(tests/[a-z_/]+\.py)::([a-z_0-9]+)`", page.read_text()):
+            assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{test}"
+
+
+def test_docs_every_invariant_names_tests_that_prove_it() -> None:
+    """The eight of ROTATION.md, each with its own."""
+    page = (ROOT / "rotation" / "README.md").read_text()
+    chapter = page.split("## Invariants\n")[1].split("\n## ")[0]
+    told = re.split(r"^\*\*(\d)\. ", chapter, flags=re.MULTILINE)
+    proofs = {
+        int(number): re.findall(r"^- `tests/[^`]+::", text, re.MULTILINE)
+        for number, text in zip(told[1::2], told[2::2], strict=True)
+    }
+    assert sorted(proofs) == list(range(1, 9))
+    assert all(proofs.values())
 
 
 if __name__ == "__main__":
-    before, rest = README.split("<!-- settings -->\n")
-    after = rest.split("<!-- /settings -->", 1)[1]
-    (ROOT / "README.md").write_text(f"{before}<!-- settings -->\n{settings_table()}\n<!-- /settings -->{after}")
+    for written in parts():
+        written.write()
     ERRORS.write_text(f"{problems_page()}\n")

@@ -156,6 +156,12 @@ def test_create_service_token_reveals_only_when_asked(seeded: Any) -> None:
         run(*words, "--merchant", "nobody")
 
 
+def test_create_service_token_for_probes_only_when_asked(seeded: Any) -> None:
+    words = ("create_service_token", "probe", "--environment", "all", "--permission", "keys:verify")
+    assert run(*words)["is_probe"] is False
+    assert run(*words, "--probe")["is_probe"] is True
+
+
 def test_audit_verify_counts_and_is_intact(seeded: Any) -> None:
     issue()
     answer = run("audit_verify")

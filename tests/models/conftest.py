@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 
@@ -25,6 +26,7 @@ from keyvault.models import (
     ServiceToken,
     WebhookEndpoint,
 )
+from keyvault.models import Operator as OperatorRow
 from keyvault.models.usage import Outcome
 from keyvault.services.break_glass import note_break_glass
 from keyvault.services.customer_tokens import issue_customer_token
@@ -33,9 +35,13 @@ from keyvault.services.keys import revoke_key
 from keyvault.services.orders import create_order
 from keyvault.services.recording import recorded
 from keyvault.services.usage import UsageLog
-from rotation.models import EvidenceKind, Rotation
+from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement, Rotation, RotationSchedule
+from rotation.pacing import Pace
+from rotation.services.campaigns import approve_campaign, request_campaign
 from rotation.services.facts import note_evidence
-from rotation.services.requests import Wish, approve_rotation, request_rotation
+from rotation.services.interventions import ask_retirement
+from rotation.services.planning import Wish
+from rotation.services.requests import approve_rotation, request_rotation
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -70,6 +76,8 @@ class World:
     token: ServiceToken
     waiting: Rotation
     scheduled: Rotation
+    retirement: Retirement
+    campaign: Campaign
     customer_token: CustomerToken
     order: Order
 
@@ -118,6 +126,8 @@ def world(db: None) -> World:
         token=token,
         waiting=waiting,
         scheduled=scheduled,
+        retirement=_retirement(tam, production),
+        campaign=_campaign(tam, approver, production),
         customer_token=customer_token,
         order=order,
     )
@@ -126,6 +136,46 @@ def world(db: None) -> World:
 def _rotation(tam: principals.Operator, key: Key) -> Rotation:
     allowed = grant(tam, Permission.ROTATIONS_WRITE, key.credential.account)
     return request_rotation(allowed, key.credential, Wish(predecessor_may_expire=True))
+
+
+def _retirement(tam: principals.Operator, place: Account) -> Retirement:
+    """Of a public key's rotation; nobody has approved it."""
+    key, _ = issue(place, kind=KeyKind.PUBLIC)
+    rotation = _rotation(tam, key)
+    return ask_retirement(grant(tam, Permission.ROTATIONS_WRITE, place), rotation, now() + timedelta(days=90))
+
+
+def _campaign(tam: principals.Operator, approver: principals.Operator, place: Account) -> Campaign:
+    """One that waits for its approval, beside one that had it; and a schedule with its calendar."""
+    made = []
+    for _ in range(2):
+        issue(place)
+        made.append(
+            request_campaign(
+                grant(tam, Permission.ROTATIONS_WRITE),
+                environment=PRODUCTION,
+                merchants=["acme"],
+                older_than_days=None,
+                wish=Wish(),
+                pace=Pace(),
+                reason="yearly",
+            )
+        )
+    approve_campaign(grant(approver, Permission.ROTATIONS_APPROVE), made[1], made[1].plan_digest)
+    allowed = grant(HOST, Permission.MERCHANTS_WRITE, place)
+    row = OperatorRow.objects.get(username=tam.username)
+    with recorded(allowed, Permission.MERCHANTS_WRITE, "test.scheduled", account=place):
+        calendar = BlackoutCalendar(name="holidays", created_at=now())
+        calendar.save()
+        RotationSchedule(
+            environment=PRODUCTION,
+            cryptoperiod_days=365,
+            calendar=calendar,
+            author=row,
+            author_person=tam.person,
+            created_at=now(),
+        ).save()
+    return made[0]
 
 
 def _connect(place: Account, mode: str) -> None:

@@ -39,6 +39,8 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("account_customer_token_seconds", "keyvault_account", {"customer_token_seconds": 59}),
     ("account_customer_token_seconds", "keyvault_account", {"customer_token_seconds": 86_401}),
     ("connection_mode", "keyvault_providerconnection", {"mode": "other"}),
+    ("notice_kind", "keyvault_notice", {"kind": "other"}),
+    ("webhook_delivery_state", "keyvault_webhookdelivery", {"state": "other"}),
     ("credential_kind", "keyvault_credential", {"kind": "other"}),
     ("credential_delivery", "keyvault_credential", {"delivery": "other"}),
     ("credential_origin_header", "keyvault_credential", {"origin_header": "other"}),
@@ -118,6 +120,7 @@ ONCE: dict[str, str] = {
     "limit_of_pair_unique": "keyvault_limitoverride",
     "limit_of_endpoint_unique": "keyvault_limitoverride",
     "idempotent_request_once": "keyvault_idempotentrequest",
+    "webhook_delivery_once": "keyvault_webhookdelivery",
 }
 """A uniqueness rule, and the table of which no row may stand twice."""
 

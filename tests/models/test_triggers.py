@@ -60,13 +60,21 @@ def _row_of(username: str) -> Operator:
     return Operator.objects.get(username=username)
 
 
-def _approval(request_table: str, world: World, **changes: object) -> Row:
+_REQUESTS = {
+    "keyvault_issuanceapproval": ("pending", "request_id"),
+    "rotation_rotationapproval": ("waiting", "rotation_id"),
+    "rotation_campaignapproval": ("campaign", "campaign_id"),
+}
+"""What each table of approvals approves: the world's one that waits for it, and the column that names it."""
+
+
+def _approval(table: str, world: World, **changes: object) -> Row:
     """A good approval of what is pending, with changes: what `insert` puts in."""
-    is_request = request_table == "keyvault_issuancerequest"
-    subject: Any = world.pending if is_request else world.waiting
+    attribute, column = _REQUESTS[table]
+    subject: Any = getattr(world, attribute)
     return {
         "version": 1,
-        "request_id" if is_request else "rotation_id": subject.pk,
+        column: subject.pk,
         "approver_id": _row_of("approver").pk,
         "person": world.approver.person,
         "plan_digest": subject.plan_digest,
@@ -76,8 +84,7 @@ def _approval(request_table: str, world: World, **changes: object) -> Row:
 
 
 def _approve(table: str, world: World, **changes: object) -> None:
-    request = "keyvault_issuancerequest" if table == "keyvault_issuanceapproval" else "rotation_rotation"
-    insert(table, _approval(request, world, **changes))
+    insert(table, _approval(table, world, **changes))
 
 
 def _by_tam(world: World) -> Row:
@@ -87,6 +94,48 @@ def _by_tam(world: World) -> Row:
 def _elsewhere(world: World) -> Row:
     """A new rotation of a credential that has no open one."""
     return {"rotation_id": fresh_id(), "credential_id": world.dead_key.credential_id}
+
+
+def _come_back() -> None:
+    update("keyvault_merchant", {"status": "offboarded"})
+    update("keyvault_merchant", {"status": "active"})
+
+
+def _suspended_key(world: World) -> str:
+    update("keyvault_key", {"state": "suspended", "suspended_at": world.key.created_at}, key_id=world.key.key_id)
+    return world.key.key_id
+
+
+def _after_leaving(attack: Callable[[], None]) -> None:
+    update("keyvault_merchant", {"status": "offboarded"})
+    attack()
+
+
+def _copy_campaign(world: World, **changes: object) -> None:
+    insert_copy("rotation_campaign", {"campaign_id": fresh_id(), **changes}, campaign_id=world.campaign.pk)
+
+
+def _change_campaign(world: World, **changes: object) -> None:
+    update("rotation_campaign", changes, campaign_id=world.campaign.pk)
+
+
+def _reopen_campaign(world: World) -> None:
+    _change_campaign(world, state="cancelled")
+    _change_campaign(world, state="awaiting_approval")
+
+
+def _next_member() -> int:
+    return int(_column("rotation_campaignmember", "max(id)")[0][0]) + 1
+
+
+def _copy_member(world: World, **changes: object) -> None:
+    row = {"id": _next_member(), "credential_id": world.dead_key.credential_id, **changes}
+    insert_copy("rotation_campaignmember", row, campaign_id=world.campaign.pk)
+
+
+def _unbypass(world: World) -> None:
+    update("rotation_rotation", {"bypassed_at": world.waiting.created_at}, rotation_id=world.waiting.pk)
+    update("rotation_rotation", {"bypassed_at": None}, rotation_id=world.waiting.pk)
 
 
 def _reopen(world: World) -> None:
@@ -144,6 +193,9 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "rotationapproval_no_update": lambda _: update("rotation_rotationapproval", {"person": "per_other"}),
     "rotationapproval_no_delete": lambda _: delete("rotation_rotationapproval"),
     "rotationapproval_no_replace": lambda _: _replace("rotation_rotationapproval", {"id": None}),
+    "campaignapproval_no_update": lambda _: update("rotation_campaignapproval", {"person": "per_other"}),
+    "campaignapproval_no_delete": lambda _: delete("rotation_campaignapproval"),
+    "campaignapproval_no_replace": lambda _: _replace("rotation_campaignapproval", {"id": None}),
     "evidence_no_update": lambda _: update("rotation_evidence", {"kind": "silent"}),
     "evidence_no_delete": lambda _: delete("rotation_evidence"),
     "evidence_no_replace": lambda _: _replace("rotation_evidence", {"kind": "silent"}),
@@ -208,6 +260,54 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "issuancerequest_no_replace": lambda world: _replace(
         "keyvault_issuancerequest", {"label": "another"}, request_id=world.pending.pk
     ),
+    "campaign_second_person": lambda world: _approve("rotation_campaignapproval", world, **_by_tam(world)),
+    "campaign_approver_is_person": lambda world: _approve(
+        "rotation_campaignapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
+    "campaign_same_digest": lambda world: _approve("rotation_campaignapproval", world, plan_digest="0" * 64),
+    "campaign_requester_is_person": lambda world: _copy_campaign(world, requester_person="per_nobody"),
+    "campaign_enough_insert": lambda world: _copy_campaign(world, state="running"),
+    "campaign_enough_update": lambda world: _change_campaign(world, state="running"),
+    "campaign_production_policy": lambda world: _copy_campaign(world, approvals_needed=0),
+    "campaign_stays": lambda world: _change_campaign(world, pace='{"per_minute": 6000}'),
+    "campaign_no_delete": lambda world: delete("rotation_campaign", campaign_id=world.campaign.pk),
+    "campaign_no_replace": lambda world: _replace("rotation_campaign", {"why": "x"}, campaign_id=world.campaign.pk),
+    "campaign_no_reopening": lambda world: _reopen_campaign(world),
+    "campaignmember_as_asked": lambda world: _copy_member(world, rotation_id=world.waiting.pk),
+    "campaignmember_stays": lambda world: update(
+        "rotation_campaignmember", {"credential_id": world.dead_key.credential_id}, campaign_id=world.campaign.pk
+    ),
+    "campaignmember_no_delete": lambda world: delete("rotation_campaignmember", campaign_id=world.campaign.pk),
+    "campaignmember_no_replace": lambda world: _replace(
+        "rotation_campaignmember", {"id": _next_member()}, campaign_id=world.campaign.pk
+    ),
+    "rotation_of_campaign": lambda world: insert_copy(
+        "rotation_rotation", {**_elsewhere(world), "campaign_id": world.campaign.pk}, rotation_id=world.waiting.pk
+    ),
+    "merchant_no_delete": lambda _: delete("keyvault_merchant"),
+    "merchant_no_replace": lambda _: _replace("keyvault_merchant", {"status": "active"}),
+    "merchant_stays_gone": lambda _: _come_back(),
+    "key_of_a_merchant_insert": lambda world: _after_leaving(
+        lambda: _copy_key(world, "second000000key0", state="active")
+    ),
+    "key_of_a_merchant_update": lambda world: _after_leaving(
+        lambda: update("keyvault_key", {"state": "active"}, key_id=_suspended_key(world))
+    ),
+    "notice_stays": lambda _: update("keyvault_notice", {"payload": "{}"}),
+    "notice_no_delete": lambda _: delete("keyvault_notice"),
+    "notice_no_replace": lambda _: _replace("keyvault_notice", {"subject": "x"}),
+    "webhookendpoint_stays": lambda _: update("keyvault_webhookendpoint", {"url": "https://other.example"}),
+    "webhookendpoint_no_delete": lambda _: delete("keyvault_webhookendpoint"),
+    "webhookendpoint_no_replace": lambda _: _replace("keyvault_webhookendpoint", {"disabled_why": "x"}),
+    "rotation_retirement_approved": lambda world: update(
+        "rotation_rotation", {"retire_at": world.retirement.retire_at}, rotation_id=world.retirement.rotation_id
+    ),
+    "retirement_stays": lambda world: update(
+        "rotation_retirement", {"retire_at": world.retirement.created_at}, id=world.retirement.pk
+    ),
+    "retirement_no_delete": lambda _: delete("rotation_retirement"),
+    "retirement_no_replace": lambda _: _replace("rotation_retirement", {"approver_person": "x"}),
+    "rotation_bypass_stays": lambda world: _unbypass(world),
     "rotation_second_person": lambda world: _approve("rotation_rotationapproval", world, **_by_tam(world)),
     "rotation_approver_is_person": lambda world: _approve(
         "rotation_rotationapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"

@@ -21,7 +21,10 @@ from keyvault.services.merchants import find_account
 from keyvault.services.usage import UsageLog
 from rotation.models import Rotation
 from rotation.policy import Proof
-from rotation.services.requests import Wish, acknowledge, get_rotation, request_rotation
+from rotation.services.interventions import acknowledge
+from rotation.services.planning import Wish
+from rotation.services.reports import get_rotation
+from rotation.services.requests import request_rotation
 from tests import factories
 from tests.factories import make_merchant, the_operator
 
@@ -38,6 +41,10 @@ class Clock:
     def tick(self, seconds: float) -> datetime:
         self.now += timedelta(seconds=seconds)
         return self.now
+
+
+def later(now: datetime, seconds: float) -> datetime:
+    return now + timedelta(seconds=seconds)
 
 
 def tam() -> Operator:

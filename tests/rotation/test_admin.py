@@ -7,19 +7,24 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import BreakGlass, Key
 from keyvault.services.keys import revoke_key, suspend_key
+from keyvault.services.webhook_endpoints import add_endpoint
+from rotation.events import RotationState as S
 from rotation.models import Rotation
-from rotation.policy import Proof
+from rotation.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
 from rotation.services.engine import advance_rotation
-from rotation.services.requests import Wish, approve_rotation, request_rotation
-from rotation.states import RotationState as S
+from rotation.services.planning import Wish
+from rotation.services.requests import approve_rotation, request_rotation
+from rotation.windows import Window
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
 
 pytestmark = pytest.mark.database
+
+UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC"}
+"""What the form sends when only the needed fields were filled in."""
 
 
 @pytest.fixture
@@ -49,6 +54,7 @@ def test_rotation_asked_for_has_the_plan_of_the_form(desk: Desk) -> None:
     assert offer in text_of(client.get(address("keyvault_key_change", key.pk)))
     assert f'<option value="{key.credential_id}" selected>' in text_of(client.get(offer))
     fields = {
+        **UNTOUCHED,
         "credential_id": key.credential_id,
         "proof": "ack",
         "quiet_seconds": "2h",
@@ -78,7 +84,7 @@ def test_rotation_asked_for_has_the_plan_of_the_form(desk: Desk) -> None:
 )
 def test_rotation_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: str, value: str) -> None:
     key, _ = issue(desk.sandbox)
-    fields = {"credential_id": key.credential_id, "proof": "ack", "reason": "yearly", field: value}
+    fields = {**UNTOUCHED, "credential_id": key.credential_id, "reason": "yearly", field: value}
     answer = browser(desk.tam).post(address("rotation_rotation_request"), fields)
     assert answer.status_code == 400
     assert 'class="errorlist"' in text_of(answer)
@@ -88,7 +94,7 @@ def test_rotation_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: 
 def test_rotation_asked_for_twice_is_a_conflict(desk: Desk) -> None:
     key, _ = issue(desk.production)
     asked(desk, key)
-    fields = {"credential_id": key.credential_id, "proof": "ack", "reason": "again"}
+    fields = {**UNTOUCHED, "credential_id": key.credential_id, "reason": "again"}
     answer = browser(desk.tam).post(address("rotation_rotation_request"), fields)
     assert answer.status_code == 409
     assert "open rotation" in text_of(answer)
@@ -121,10 +127,13 @@ def test_rotation_approved_is_bound_to_the_plan_that_was_shown(desk: Desk) -> No
 
 def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
     """Nothing is approved unseen: each value that the digest covers stands on the page."""
+    add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.production), desk.production, "https://acme.example/")
     key, _ = issue(desk.production)
     row = asked(
         desk, key, proof=Proof.TRAFFIC, proof_count=321, proof_sources=17, soak_seconds=61, quiet_seconds=7_322,
-        quarantine_seconds=10_800, expires_in_days=222, predecessor_may_expire=True,
+        quarantine_seconds=10_800, expires_in_days=222, predecessor_may_expire=True, at_deadline=AtDeadline.REVOKE,
+        reinstatement=Reinstatement.NEVER, channels=tuple(DeliveryChannel),
+        window=Window("Europe/Berlin", (1, 3), 22 * 60, 4 * 60),
     )  # fmt: skip
     plan = row.approved_plan
     text = text_of(browser(desk.approver).get(address("rotation_rotation_approve", row.pk)))
@@ -140,6 +149,10 @@ def test_rotation_approval_page_shows_the_whole_plan(desk: Desk) -> None:
         "3 hours",
         "222",
         "<dd>yes</dd>",
+        "the old key is quarantined and revoked",
+        "never reinstated",
+        "the merchant&#x27;s webhook endpoint",
+        "Tuesday, Thursday, 22:00 to 04:00 (Europe/Berlin)",
         row.plan_digest,
     ):
         assert value in text
@@ -158,7 +171,7 @@ def test_rotation_page_tells_what_it_waits_for_and_who_uses_the_old_key(desk: De
     page = address("rotation_rotation_change", row.pk)
     advance_rotation(row.pk)
     text = text_of(browser(desk.auditor).get(page))
-    assert "It waits for the merchant to acknowledge with the replacement." in text
+    assert "It waits for the merchant to acknowledge with the replacement, or an operator" in text
     assert 'class="step step-current" aria-current="step"' in text
     assert "Who still uses the old key" in text
     assert "stored as version" in text
@@ -213,7 +226,7 @@ def test_rotation_aborted_before_delivery_burns_nothing_of_the_old_key(desk: Des
 
 
 def test_rotation_aborted_after_delivery_is_a_conflict(desk: Desk) -> None:
-    """The merchant may use the replacement already: it is not burned under their hands."""
+    """The merchant may use the replacement already: it is not burned under their hands, but rolled back."""
     key, _ = issue(desk.sandbox)
     row = asked(desk, key)
     advance_rotation(row.pk)
@@ -222,7 +235,8 @@ def test_rotation_aborted_after_delivery_is_a_conflict(desk: Desk) -> None:
     assert client.get(page).status_code == 409
     answer = client.post(page, {"version": fresh(row).version, "why": "too late"})
     assert answer.status_code == 409
-    assert "may already use it" in text_of(answer)
+    assert "roll back instead" in text_of(answer)
+    assert fresh(row).state == S.AWAITING_PROOF
 
 
 def test_rotation_that_stalled_is_seen_and_resumed(desk: Desk) -> None:
@@ -243,12 +257,10 @@ def test_rotation_that_stalled_is_seen_and_resumed(desk: Desk) -> None:
     assert fresh(row).state == S.SCHEDULED
 
 
-def test_rotation_of_a_public_or_a_dead_key_is_not_offered(desk: Desk) -> None:
-    public, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+def test_rotation_of_a_dead_key_is_not_offered(desk: Desk) -> None:
     dead, _ = issue(desk.sandbox, label="dead")
     revoke_key(grant(desk.responder, P.KEYS_REVOKE, desk.sandbox), dead, RevocationReason.SUPERSEDED)
     client = browser(desk.tam)
-    for key in (public, dead):
-        offer = f"?credential={key.credential_id}"
-        assert offer not in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
-        assert key.credential_id not in text_of(client.get(address("rotation_rotation_request")))
+    offer = f"{address('rotation_rotation_request')}?credential={dead.credential_id}"
+    assert offer not in text_of(client.get(address("keyvault_credential_change", dead.credential_id)))
+    assert dead.credential_id not in text_of(client.get(address("rotation_rotation_request")))

@@ -9,64 +9,25 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import AuditEntry, Key, Material, UsageReporter, WorkLease
+from keyvault.models import AuditEntry, Material, UsageReporter, WorkLease
 from keyvault.models.usage import Outcome
 from keyvault.services.authorization import authorize
-from keyvault.services.keys import get_key, resume_key, revoke_key, suspend_key
+from keyvault.services.keys import get_key, resume_key, suspend_key
 from keyvault.services.material import find_stored
 from keyvault.services.secret_backends import secret_backend
 from keyvault.services.usage import UsageLog
-from rotation.models import LedgerEntry, Rotation
+from rotation.events import RotationState as S
+from rotation.models import LedgerEntry
 from rotation.policy import Proof
 from rotation.services.engine import advance_rotation
-from rotation.services.requests import abort_rotation, get_rotation, resume_rotation
-from rotation.states import RotationState as S
+from rotation.services.interventions import abort_rotation, resume_rotation
+from rotation.services.reports import get_rotation
 
 from . import scene
 from .scene import Clock, unavailable
+from .steps import advance, begun, key_states, overlapping, quarantined, revoke
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
-
-
-def advance(rotation: Rotation, clock: Clock, seconds: float = 0) -> Rotation:
-    clock.tick(seconds)
-    advance_rotation(rotation.rotation_id, clock)
-    return get_rotation(rotation.rotation_id)
-
-
-def key_states(rotation: Rotation) -> tuple[str, str | None]:
-    fresh = get_rotation(rotation.rotation_id)
-    return fresh.predecessor.state, fresh.replacement.state if fresh.replacement else None
-
-
-def begun(clock: Clock, **wish: object) -> Rotation:
-    key, _ = scene.issue(scene.account(), clock())
-    return scene.rotate(key.credential, clock(), **wish)
-
-
-def overlapping(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
-    """A rotation whose replacement is proved."""
-    rotation = advance(begun(clock, **wish), clock)
-    scene.acknowledge_replacement(rotation.rotation_id, clock())
-    verifier.flush()
-    rotation = advance(rotation, clock, 3)
-    assert rotation.state == S.OVERLAP
-    return rotation
-
-
-def quarantined(clock: Clock, verifier: UsageLog) -> Rotation:
-    rotation = overlapping(clock, verifier)
-    clock.tick(6)
-    verifier.flush()
-    rotation = advance(rotation, clock)
-    assert rotation.state == S.QUARANTINE
-    return rotation
-
-
-def revoke(key: Key, clock: Clock, reason: RevocationReason = RevocationReason.UNSPECIFIED) -> None:
-    fresh = get_key(key.key_id)
-    assert fresh is not None
-    revoke_key(authorize(scene.admin(), P.KEYS_REVOKE, fresh.credential.account, now=clock()), fresh, reason)
 
 
 # --- the happy path ---------------------------------------------------------------------------------------
@@ -342,9 +303,12 @@ def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
     clock.tick(60)
     if how == "abort":
         grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-        with pytest.raises(StateConflictError, match="delivered"):
-            abort_rotation(grant, rotation, "changed our mind")
-        assert advance(rotation, clock, 3).state == S.AWAITING_PROOF
+        abort_rotation(grant, rotation, "changed our mind")
+        # The merchant may have read it meanwhile: it goes the long way back.
+        assert advance(rotation, clock, 3).state == S.ROLLING_BACK
+        stored = find_stored(rotation.credential)
+        assert stored is not None
+        assert stored.labels["key_id"] == rotation.predecessor_id
         return
     revoke(rotation.replacement, clock)
     assert advance(rotation, clock, 60).state == S.CANCELLED
@@ -367,7 +331,7 @@ def test_step_that_keeps_being_refused_stalls_by_name(
     for _ in range(13):
         rotation = advance(rotation, clock, 80)
     assert rotation.state == S.STALLED
-    assert "always the same" in rotation.why
+    assert rotation.why == "a step kept failing: always"
 
 
 def test_outage_spends_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,28 +11,39 @@ from hypothesis import strategies as st
 
 from keyvault.domain.canonical import canonical_digest
 from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
 from rotation.policy import (
     APPROVAL_LIFETIME,
     DEFAULTS,
     FARTHEST,
     LONGEST_SECONDS,
+    REMINDERS,
+    AtDeadline,
+    DeliveryChannel,
     Plan,
     Proof,
+    Reinstatement,
     default_quiet_seconds,
+    due_reminder,
     find_far_faults,
     find_faults,
 )
+from rotation.windows import Blackout, Window
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 HOUR, DAY = 3_600, 86_400
+
+XMAS = Blackout(NOW + timedelta(days=30), NOW + timedelta(days=40), "nobody is there")
+NIGHTLY = Window("Europe/Athens", (1, 2, 3), 22 * 60, 4 * 60)
+DEADLINE = NOW + timedelta(days=45)
 
 PLAN = Plan(
     credential_id="crd_1",
     predecessor_key_id="A" * 16,
     reason="yearly",
     not_before=NOW,
-    deadline=NOW + timedelta(days=45),
+    deadline=DEADLINE,
     proof=Proof.TRAFFIC,
     proof_count=100,
     proof_sources=2,
@@ -46,8 +57,8 @@ OTHERWISE: dict[str, list[object]] = {
     "predecessor_key_id": ["B" * 16],
     "reason": ["leak", ""],
     "not_before": [NOW + timedelta(microseconds=1), NOW - timedelta(days=1)],
-    "deadline": [PLAN.deadline + timedelta(microseconds=1), PLAN.deadline - timedelta(days=1)],
-    "proof": [Proof.ACK],
+    "deadline": [DEADLINE + timedelta(microseconds=1), DEADLINE - timedelta(days=1), None],
+    "proof": [Proof.ACK, Proof.BOTH, Proof.CONFIRMATION],
     "proof_count": [99, 101],
     "proof_sources": [1, 3],
     "soak_seconds": [0, 601],
@@ -55,7 +66,16 @@ OTHERWISE: dict[str, list[object]] = {
     "quarantine_seconds": [1, DAY - 1],
     "expires_in_days": [1, 365],
     "predecessor_may_expire": [True],
+    "is_dormant": [True],
+    "at_deadline": [AtDeadline.REVOKE],
+    "reinstatement": [Reinstatement.NEVER],
+    "channels": [(), (DeliveryChannel.WEBHOOK,), (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)],
+    "window": [Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,)), replace(NIGHTLY, blackouts=(XMAS, XMAS))],
+    "retire_at": [NOW, NOW + timedelta(days=1)],
 }
+
+YOUNGER = ["is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"]
+"""Fields that came after plans had been approved and stored without them."""
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 times = st.datetimes(timezones=st.just(UTC))
@@ -66,7 +86,7 @@ plans = st.builds(
     predecessor_key_id=texts,
     reason=texts,
     not_before=times,
-    deadline=times,
+    deadline=st.none() | times,
     proof=st.sampled_from(Proof),
     proof_count=seconds,
     proof_sources=seconds,
@@ -75,6 +95,12 @@ plans = st.builds(
     quarantine_seconds=seconds,
     expires_in_days=st.none() | st.integers(1, 3650),
     predecessor_may_expire=st.booleans(),
+    is_dormant=st.booleans(),
+    at_deadline=st.sampled_from(AtDeadline),
+    reinstatement=st.sampled_from(Reinstatement),
+    channels=st.sampled_from([(), *({(each,) for each in DeliveryChannel}), tuple(DeliveryChannel)]),
+    window=st.sampled_from([None, Window(), NIGHTLY, replace(NIGHTLY, blackouts=(XMAS,))]),
+    retire_at=st.none() | times,
 )
 
 
@@ -82,8 +108,13 @@ def changed(**values: Any) -> Plan:
     return replace(PLAN, **values)
 
 
-def faults(plan: Plan, environment: Environment = PRODUCTION, expires_at: datetime | None = None) -> list[str]:
-    return [fault.pointer for fault in find_faults(plan, environment, expires_at, NOW)]
+def faults(
+    plan: Plan,
+    environment: Environment = PRODUCTION,
+    expires_at: datetime | None = None,
+    kind: KeyKind = KeyKind.PRIVATE,
+) -> list[str]:
+    return [fault.pointer for fault in find_faults(plan, environment, kind, expires_at, NOW)]
 
 
 # --- defaults ---------------------------------------------------------------------------------------------
@@ -122,7 +153,7 @@ def test_defaults_of_production_are_never_laxer_than_those_of_the_sandbox() -> N
 @given(st.integers(0, 400 * DAY))
 def test_default_quiet_in_production_is_at_least_twice_the_longest_gap(gap: int) -> None:
     """A job that calls once a week is not mistaken for silence."""
-    assert default_quiet_seconds(PRODUCTION, gap) == max(7 * DAY, 2 * gap)
+    assert default_quiet_seconds(PRODUCTION, gap) == min(max(7 * DAY, 2 * gap), LONGEST_SECONDS)
     assert default_quiet_seconds(SANDBOX, gap) == HOUR
 
 
@@ -175,8 +206,8 @@ def test_plan_time_counts_from_not_before_or_now_whichever_is_later() -> None:
 
 def test_plan_whose_predecessor_expires_before_the_deadline_says_so_or_is_a_fault() -> None:
     """Nobody finds out by a 401 that the old key ran out in the middle of its rotation."""
-    early = PLAN.deadline - timedelta(microseconds=1)
-    assert faults(PLAN, expires_at=PLAN.deadline) == []
+    early = DEADLINE - timedelta(microseconds=1)
+    assert faults(PLAN, expires_at=DEADLINE) == []
     assert faults(PLAN, expires_at=early) == ["/deadline"]
     assert faults(changed(predecessor_may_expire=True), expires_at=early) == []
 
@@ -187,17 +218,17 @@ def test_plan_with_several_faults_names_each() -> None:
 
 
 def test_plan_fault_says_what_would_do() -> None:
-    details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, None, NOW)]
+    details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, KeyKind.PRIVATE, None, NOW)]
     assert details == ["production takes 3600 to 31622400"]
 
 
-@given(plans, st.sampled_from(Environment), st.none() | times)
+@given(plans, st.sampled_from(Environment), st.none() | times, st.sampled_from(KeyKind))
 def test_plan_of_any_values_is_judged_without_a_fault_of_ours(
-    plan: Plan, environment: Environment, expires_at: datetime | None
+    plan: Plan, environment: Environment, expires_at: datetime | None, kind: KeyKind
 ) -> None:
     """What is wrong with a plan is listed; it is never an exception."""
     near = replace(plan, not_before=NOW)
-    assert all(pointer.startswith("/") for pointer in faults(near, environment, expires_at))
+    assert all(pointer.startswith("/") for pointer in faults(near, environment, expires_at, kind))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +271,80 @@ def test_plan_whose_replacement_would_expire_before_the_deadline_is_a_fault(days
     assert faults(changed(expires_in_days=days)) == ["/expires_in_days"] * is_fault
 
 
+# --- by kind of key, window and deadline ------------------------------------------------------------------
+
+
+PUBLIC = replace(PLAN, proof=Proof.CONFIRMATION, deadline=None)
+
+
+def test_plan_of_a_public_key_is_proved_by_confirmation_and_has_no_deadline() -> None:
+    assert faults(PUBLIC, kind=KeyKind.PUBLIC) == []
+    assert faults(PLAN, kind=KeyKind.PUBLIC) == ["/proof", "/deadline"]
+    for proof in (Proof.ACK, Proof.TRAFFIC, Proof.BOTH):
+        assert faults(replace(PUBLIC, proof=proof), kind=KeyKind.PUBLIC) == ["/proof"]
+
+
+@pytest.mark.parametrize(
+    ("retire_at", "is_fault"),
+    [(None, False), (NOW + timedelta(seconds=1), False), (NOW, True), (NOW - timedelta(days=1), True)],
+)
+def test_plan_retires_a_public_key_on_a_date_to_come(retire_at: datetime | None, is_fault: bool) -> None:
+    assert faults(replace(PUBLIC, retire_at=retire_at), kind=KeyKind.PUBLIC) == ["/retire_at"] * is_fault
+
+
+def test_plan_of_a_private_key_has_a_deadline_and_is_retired_by_silence() -> None:
+    assert faults(changed(deadline=None)) == ["/deadline"]
+    assert faults(changed(retire_at=NOW + timedelta(days=9))) == ["/retire_at"]
+
+
+def test_plan_by_confirmation_is_for_credentials_without_traffic() -> None:
+    """Nobody's word replaces the evidence of a credential that is in use."""
+    assert faults(changed(proof=Proof.CONFIRMATION)) == ["/proof"]
+    assert faults(changed(proof=Proof.CONFIRMATION, is_dormant=True)) == []
+
+
+def test_plan_whose_window_never_opens_is_a_fault() -> None:
+    shut = Window(blackouts=(Blackout(NOW - timedelta(days=1), NOW + timedelta(days=9999)),))
+    assert faults(changed(window=shut)) == ["/window"]
+    assert faults(replace(PUBLIC, window=shut), kind=KeyKind.PUBLIC) == ["/window"]
+
+
+def test_plan_time_counts_from_when_the_window_opens() -> None:
+    """What is left of the time after the first opening has to be enough."""
+    opens_at = NOW + timedelta(days=10)
+    needed = timedelta(seconds=PLAN.soak_seconds + PLAN.quiet_seconds)
+    shut = Window(blackouts=(Blackout(NOW - timedelta(days=1), opens_at),))
+    assert faults(changed(window=shut, deadline=opens_at + needed)) == []
+    assert faults(changed(window=shut, deadline=opens_at + needed - timedelta(seconds=1))) == ["/deadline"]
+
+
+# --- reminders --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("days", "reminded", "expected"),
+    [
+        (0, 0, None),
+        (24, 0, None),
+        (25, 0, 25),
+        (25, 25, None),
+        (50, 25, 50),
+        (74, 50, None),
+        (80, 0, 75),
+        (80, 75, None),
+        (500, 75, None),
+        (-5, 0, None),
+    ],
+)
+def test_reminder_is_due_at_quarters_of_the_time_and_once(days: int, reminded: int, expected: int | None) -> None:
+    """Of several that were missed, the latest alone: nobody gets three letters in one morning."""
+    assert due_reminder(NOW, NOW + timedelta(days=100), reminded, NOW + timedelta(days=days)) == expected
+
+
+def test_reminder_of_no_time_at_all_is_the_last() -> None:
+    assert due_reminder(NOW, NOW, 0, NOW) == REMINDERS[-1] == 75
+
+
 # --- the digest -------------------------------------------------------------------------------------------
 
 
@@ -258,6 +363,36 @@ def test_plan_digest_changes_with_every_field(name: str, value: object) -> None:
 @given(plans, plans)
 def test_plan_digests_are_equal_for_equal_plans_only(plan: Plan, other: Plan) -> None:
     assert (plan.digest() == other.digest()) == (plan == other)
+
+
+def test_plan_that_was_approved_before_the_younger_fields_keeps_its_digest() -> None:
+    """An approval given under version 1 holds under this one: the literal is what version 1 computed and stored."""
+    stored = {
+        "credential_id": "crd_1",
+        "predecessor_key_id": "AAAAAAAAAAAAAAAA",
+        "reason": "yearly",
+        "not_before": "2026-11-21T12:00:00+00:00",
+        "deadline": "2027-01-05T12:00:00+00:00",
+        "proof": "traffic",
+        "proof_count": 100,
+        "proof_sources": 2,
+        "soak_seconds": 600,
+        "quiet_seconds": 604800,
+        "quarantine_seconds": 86400,
+        "expires_in_days": None,
+        "predecessor_may_expire": False,
+    }
+    assert Plan.from_json(stored) == PLAN
+    assert PLAN.as_json() == stored
+    assert PLAN.digest() == "78f3014bf6d3141bb68716c46780bc19b90ee390f5e0d3c5773d3bd07685c657"
+
+
+@pytest.mark.parametrize("name", YOUNGER)
+def test_plan_stores_a_younger_field_only_where_it_says_something(name: str) -> None:
+    assert name not in PLAN.as_json()
+    assert name in PLAN.as_shown()
+    for value in OTHERWISE[name]:
+        assert name in replace(PLAN, **{name: value}).as_json()  # type: ignore[arg-type]  # of the field's own type
 
 
 def test_plan_digest_says_that_it_is_a_rotation_s() -> None:

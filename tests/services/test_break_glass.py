@@ -12,7 +12,8 @@ from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.break_glass import note_break_glass, review_break_glass
 from keyvault.services.issuance import collect_key
 from keyvault.services.lookup import prove_service_token
-from rotation.services.requests import Wish, approve_rotation, request_rotation
+from rotation.services.planning import Wish
+from rotation.services.requests import approve_rotation, request_rotation
 from tests.factories import approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 
 from .conftest import Scene

@@ -19,9 +19,10 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, BreakGlass, IssuanceRequest, Key, KeyUse, Material, ServiceToken
+from keyvault.models import Account, BreakGlass, IssuanceRequest, Key, KeyUse, Material, Notice, ServiceToken
 from keyvault.services import collection, issuance, upkeep
 from keyvault.services.collection import Handover
 from keyvault.services.keys import report_compromise, revoke_key, suspend_key
@@ -310,6 +311,23 @@ def burn(request: IssuanceRequest, at: datetime | None = None) -> None:
     assert request.issued_at is not None
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at or request.issued_at + COLLECT_WITHIN)
     collection.burn_uncollected(allowed, request)
+
+
+def test_collection_merchant_is_told_of_the_burning(scene: Scene, asker: Asker) -> None:
+    """Who was told that a key was issued is told of its end; of one that had ended before, not again."""
+    requests = [asked_and_issued(asker.service, scene.sandbox, at=now() - COLLECT_WITHIN) for _ in range(2)]
+    burned, ended = (request.key for request in requests)
+    assert burned is not None
+    assert ended is not None
+    report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), ended)
+    upkeep.burn_due()
+    notice = Notice.objects.get(kind=NoticeKind.KEY_REVOKED)
+    assert (notice.subject, notice.account, notice.is_alarm) == (burned.key_id, scene.sandbox, False)
+    assert notice.payload == {
+        "reason": "cessation_of_operation",
+        "key_id": burned.key_id,
+        "credential_id": burned.credential_id,
+    }
 
 
 @pytest.mark.parametrize("delivery", [Delivery.SEALED, Delivery.SHOW_ONCE])

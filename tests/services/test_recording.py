@@ -24,6 +24,7 @@ from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateC
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import (
@@ -36,7 +37,9 @@ from keyvault.models import (
     IssuanceRequest,
     Key,
     Merchant,
+    Notice,
     Operator,
+    WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
 from keyvault.services import (
@@ -46,16 +49,20 @@ from keyvault.services import (
     credentials,
     customer_tokens,
     endpoints,
+    inbox,
     issuance,
     keys,
     leases,
     limit_overrides,
     material,
     merchants,
+    notifications,
+    offboarding,
     operators,
     orders,
     recording,
     tokens,
+    webhook_endpoints,
 )
 from keyvault.services.authorization import operator_principal
 from tests.domain.minting import mint
@@ -256,6 +263,15 @@ def _withdraw(scene: Scene) -> Callable[[], object]:
     return lambda: issuance.withdraw_issuance(grant(scene.tam, P.ISSUANCE_WITHDRAW, scene.production), request)
 
 
+def _end_request(scene: Scene) -> Callable[[], object]:
+    request = request_key(scene.production)
+    return lambda: issuance.end_issuance(grant(scene.admin, P.MERCHANTS_OFFBOARD, scene.production), request, "gone")
+
+
+def _offboard(scene: Scene) -> Callable[[], object]:
+    return lambda: offboarding.offboard_merchant(grant(scene.admin, P.MERCHANTS_OFFBOARD), scene.merchant, "gone")
+
+
 def _expire_request(scene: Scene) -> Callable[[], object]:
     request = request_key(scene.production)
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.production, at=request.expires_at)
@@ -328,6 +344,35 @@ def _review(scene: Scene) -> Callable[[], object]:
     return lambda: break_glass.review_break_glass(allowed, act)
 
 
+def _webhook(scene: Scene) -> WebhookEndpoint:
+    allowed = grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
+    return webhook_endpoints.add_endpoint(allowed, scene.sandbox, "https://acme.example/hooks")[0]
+
+
+def _with_webhook(act: Callable[[Grant, WebhookEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        endpoint = _webhook(scene)
+        return lambda: act(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint)
+
+    return prepare
+
+
+def _enable_webhook(scene: Scene) -> Callable[[], object]:
+    endpoint, allowed = _webhook(scene), grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
+    webhook_endpoints.disable_endpoint(allowed, endpoint, "moved")
+    return lambda: webhook_endpoints.enable_endpoint(allowed, endpoint)
+
+
+def _marking(scene: Scene, place: Account | None = None) -> Grant:
+    return grant(scene.approver, P.NOTICES_MARK, place)
+
+
+def _with_alarm(scene: Scene, act: Callable[[Notice], object]) -> Callable[[], object]:
+    with recording.recorded(_engine(scene), P.ISSUANCE_EXECUTE, "key.revoked", account=scene.sandbox):
+        alarm = notifications.announce(_engine(scene), NoticeKind.ROTATION_STALLED, scene.sandbox, "rot_x")
+    return lambda: act(alarm)
+
+
 ACTS: dict[str, Act] = {
     "endpoints.add_endpoint": Act(
         lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), WISH),
@@ -387,17 +432,46 @@ ACTS: dict[str, Act] = {
     "tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
     "tokens.rotate_service_token": Act(_rotate_token, ["service_token.rotated"], ["service_token", "service_token"]),
     "tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
+    "offboarding.offboard_merchant": Act(
+        _offboard, ["merchant.offboarding_began", "merchant.offboarded"], ["merchant"]
+    ),
     "operators.create_operator": Act(_create_operator, ["operator.created"], []),
     "operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
     "issuance.request_issuance": Act(_request, ["issuance.requested"], []),
     "issuance.approve_issuance": Act(_approve, ["issuance.approved"], []),
     "issuance.reject_issuance": Act(_reject, ["issuance.rejected"], []),
     "issuance.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
+    "issuance.end_issuance": Act(_end_request, ["issuance.withdrawn"], []),
     "issuance.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
     "issuance.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
     "collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
     "collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
     "break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
+    "webhook_endpoints.add_endpoint": Act(
+        lambda scene: lambda: _webhook(scene),
+        ["webhook_endpoint.added"],
+        [],
+    ),
+    "webhook_endpoints.rotate_secret": Act(
+        _with_webhook(webhook_endpoints.rotate_secret), ["webhook_endpoint.secret_rotated"], []
+    ),
+    "webhook_endpoints.disable_endpoint": Act(
+        _with_webhook(lambda allowed, row: webhook_endpoints.disable_endpoint(allowed, row, "moved")),
+        ["webhook_endpoint.disabled"],
+        [],
+    ),
+    "webhook_endpoints.enable_endpoint": Act(_enable_webhook, ["webhook_endpoint.enabled"], []),
+    "webhook_endpoints.send_test": Act(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
+    "inbox.mark_seen": Act(
+        lambda scene: _with_alarm(scene, lambda row: inbox.mark_seen(_marking(scene, scene.sandbox), row)),
+        ["notice.seen"],
+        [],
+    ),
+    "inbox.mark_all_seen": Act(
+        lambda scene: _with_alarm(scene, lambda row: inbox.mark_all_seen(_marking(scene), now())),
+        ["notice.all_seen"],
+        [],
+    ),
 }
 """Every public service that takes a grant."""
 
@@ -407,6 +481,8 @@ INSIDE_ANOTHER = {
     "four_eyes.approving_operator": "decides, writes nothing",
     "four_eyes.note_command_line_approval": "inside the block of the approval",
     "break_glass.note_break_glass": "inside the block of the act",
+    "notifications.announce": "inside the block of what happened",
+    "notifications.announce_to": "inside the block of what happened",
 }
 
 

@@ -184,6 +184,16 @@ def rotate(
     return rotate_service_token(grant(scene.admin, P.TOKENS_WRITE, at=at), token, overlap_hours)
 
 
+@pytest.mark.parametrize("is_probe", [True, False])
+def test_token_is_a_probe_when_it_was_made_as_one_and_so_is_its_successor(scene: Scene, is_probe: bool) -> None:
+    """No rotation turns a token for test calls into one whose calls count, nor the other way."""
+    token, text = make_token(is_probe=is_probe, by=scene.admin)
+    assert last_body("service_token.created")["details"]["is_probe"] is is_probe
+    assert proved(text).is_probe is is_probe
+    successor, text = rotate(scene, token)
+    assert (successor.is_probe, proved(text).is_probe) == (is_probe, is_probe)
+
+
 def test_token_rotated_has_a_successor_with_the_same_rights_and_a_life_of_its_own(scene: Scene) -> None:
     token, _ = make_token(P.KEYS_READ, merchants=["acme"], scope=StringScope.SANDBOX, lifetime_days=30, by=scene.admin)
     at = token.created_at + timedelta(days=20)

@@ -1,5 +1,6 @@
 """Usage: counted without loss, reported with a watermark that never promises too much."""
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ from django.db import DatabaseError
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
 from keyvault.services import usage
-from keyvault.services.usage import LOST_AFTER, Observation, UsageLog, longest_gap_seconds, note_lost, observe
+from keyvault.services.usage import (
+    KEPT_FOR,
+    LOST_AFTER,
+    Observation,
+    UsageLog,
+    longest_gap_seconds,
+    note_lost,
+    observe,
+)
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 
@@ -28,7 +37,7 @@ SECOND = timedelta(seconds=1)
 def seen_at(now: datetime) -> Observation:
     """What a turn of the engine sees."""
     note_lost(now)
-    return observe()
+    return observe(now)
 
 
 @dataclass
@@ -94,7 +103,7 @@ def broken_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------- counting
 
 
-@pytest.mark.parametrize("field", ["source", "user_agent", "endpoint"])
+@pytest.mark.parametrize("field", ["source", "user_agent", "endpoint", "origin"])
 @pytest.mark.parametrize("before", ["", "x" * 20, "x" * 480])
 def test_usage_of_a_client_that_shows_its_key_keeps_no_secret(key: Key, log: UsageLog, field: str, before: str) -> None:
     """What a client says about itself is shown to those who rotate its key: a key string in it is masked."""
@@ -122,8 +131,11 @@ def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog,
     assert (total.count, total.first_at, total.last_at) == (4, NOON, last)
 
 
-def test_usage_buckets_are_by_minute_source_agent_endpoint_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
+def test_usage_buckets_are_by_minute_place_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
     use(log, key)
+    use(log, key, origin="https://shop.example")
+    use(log, key, outcome=Outcome.DENIED)
+    use(log, key, outcome=Outcome.PROBED)
     use(log, key, source="192.0.2.2")
     use(log, key, user_agent="other")
     use(log, key, endpoint="other")
@@ -131,8 +143,25 @@ def test_usage_buckets_are_by_minute_source_agent_endpoint_and_outcome(key: Key,
     clock.tick(60)
     use(log, key)
     log.flush()
-    assert UseBucket.objects.count() == 6
-    assert KeyUse.objects.get().count == 5, "a refused attempt is no use"
+    assert UseBucket.objects.count() == 9
+    assert KeyUse.objects.get().count == 6, "what was denied, refused or probed is no use"
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.ALLOWED])
+def test_usage_that_was_not_allowed_leaves_first_and_last_use_alone(
+    key: Key, log: UsageLog, clock: Clock, outcome: Outcome
+) -> None:
+    """Probes of our own above all: a key that only we have called was never used."""
+    use(log, key, outcome=outcome)
+    log.flush()
+    assert not KeyUse.objects.exists()
+    clock.tick(1)
+    use(log, key)
+    clock.tick(1)
+    use(log, key, outcome=outcome)
+    log.flush()
+    total = KeyUse.objects.get()
+    assert (total.count, total.first_at, total.last_at) == (1, NOON + SECOND, NOON + SECOND)
 
 
 def test_usage_reported_out_of_order_keeps_the_earliest_and_the_latest(key: Key, clock: Clock) -> None:
@@ -159,9 +188,22 @@ def test_usage_of_a_flood_of_sources_is_written_without_waiting(
     assert counted(key) == 10
 
 
+def test_usage_of_a_flood_with_the_database_away_costs_no_client_its_answer(
+    key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
+) -> None:
+    """Evidence is no part of a verdict: the request that fills the memory is answered, and no use is forgotten."""
+    monkeypatch.setattr(usage, "_MOST_BUCKETS", 2)
+    for number in range(3):
+        use(log, key, source=f"192.0.2.{number}")
+    assert counted(key) == 0
+    broken_database.undo()
+    log.flush()
+    assert counted(key) == 3
+
+
 def test_usage_of_overlong_words_is_cut_rather_than_refused(key: Key, log: UsageLog) -> None:
     """No client can stop the counting by what it sends."""
-    use(log, key, source="s" * 500, user_agent="u" * 500, endpoint="e" * 500)
+    use(log, key, source="s" * 500, user_agent="u" * 500, endpoint="e" * 500, origin="o" * 500)
     log.flush()
     assert counted(key) == 1
 
@@ -172,8 +214,10 @@ def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLo
     for minutes in (3, 10, 1):
         clock.tick(minutes * 60)
         use(log, key)
-    clock.tick(3600)
-    use(log, key, outcome=Outcome.REFUSED)
+    for outcome in Outcome:
+        clock.tick(60)
+        use(log, key, outcome=outcome)
+        clock.tick(3600)
     log.flush()
     assert longest_gap_seconds(key.key_id) == 600
 
@@ -363,6 +407,33 @@ def test_usage_reporter_that_comes_back_was_not_lost(key: Key, log: UsageLog, cl
     assert counted(key) == 1
 
 
+@pytest.mark.parametrize("skew", [-1, 1])
+def test_usage_reporter_whose_clock_is_off_vouches_for_nothing(log: UsageLog, clock: Clock, skew: int) -> None:
+    """Whatever it says is not of now: it is as good as lost, and silence waits until its clock is right."""
+    engine_at = NOON - skew * (LOST_AFTER + SECOND)
+    for _ in range(2):
+        log.flush()
+        seen = seen_at(engine_at)
+        assert (seen.through, seen.lost_at) == (None, engine_at)
+    clock.at = engine_at
+    log.flush()
+    assert seen_at(engine_at) == Observation(engine_at, None)
+
+
+def test_usage_reporter_whose_clock_is_a_little_ahead_does_not_vouch_for_the_future(log: UsageLog) -> None:
+    """What it says of the time to come nobody can know: no silence ends before the engine's own now."""
+    engine_at = NOON - LOST_AFTER
+    assert seen_at(engine_at) == Observation(engine_at, None)
+
+
+def test_usage_reporter_ahead_that_died_is_found_lost(log: UsageLog, clock: Clock) -> None:
+    """Its last word is of the future, and still does not cover its death for longer than the clocks differ."""
+    died_at = NOON - timedelta(seconds=5)
+    assert seen_at(died_at).lost_at is None
+    found_at = NOON + LOST_AFTER + SECOND
+    assert seen_at(found_at) == Observation(None, found_at)
+
+
 def test_usage_reporter_that_said_farewell_is_never_lost(log: UsageLog, clock: Clock) -> None:
     log.flush(farewell=True)
     clock.tick(3600)
@@ -412,3 +483,94 @@ def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.Monk
     finally:
         log.stop()
     assert counted(key) == 3
+
+
+def test_usage_of_a_forked_process_is_reported_by_itself() -> None:
+    """Two processes never share a reporter: the farewell of one would vouch for what the other has in hand."""
+    parent = usage.usage_log.reporter_id
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, usage.usage_log.reporter_id.encode())
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(pid, 0)[1] == 0
+    with os.fdopen(reading) as told:
+        child = told.read()
+    assert child
+    assert child != parent
+    assert usage.usage_log.reporter_id == parent
+
+
+def test_usage_that_was_pending_at_a_fork_is_written_once(key: Key, log: UsageLog) -> None:
+    use(log, key)
+    log.forget()
+    log.flush()
+    assert counted(key) == 0, "it is the parent's to write"
+
+
+# ----------------------------------------------------------------------------------------------------- forgetting
+
+
+def test_usage_of_more_than_a_year_ago_is_forgotten_but_for_its_total(key: Key, log: UsageLog, clock: Clock) -> None:
+    """Minutes go after 400 days; how much a key was used and since when is kept, and every suspected exposure."""
+    for outcome in Outcome:
+        use(log, key, outcome=outcome)
+    clock.tick(3600)
+    use(log, key)
+    log.flush()
+    usage.forget_old(NOON + KEPT_FOR)
+    assert UseBucket.objects.count() == len(Outcome) + 1
+    usage.forget_old(NOON + KEPT_FOR + SECOND)
+    left = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
+    assert list(left) == ["allowed", "exposed_in_browser", "exposed_in_url"]
+    total = KeyUse.objects.get()
+    assert (total.count, total.first_at) == (2, NOON)
+
+
+def test_usage_that_is_old_is_forgotten_some_thousands_at_a_time(
+    key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that finds years of it holds nobody up."""
+    monkeypatch.setattr(usage, "_MOST_FORGOTTEN", 2)
+    for number in range(3):
+        use(log, key, source=f"192.0.2.{number}")
+    log.flush()
+    long_after = NOON + 2 * KEPT_FOR
+    usage.forget_old(long_after)
+    assert UseBucket.objects.count() == 1
+    usage.forget_old(long_after)
+    assert UseBucket.objects.count() == 0
+
+
+def test_usage_reporters_long_gone_are_forgotten_but_not_when_one_was_last_lost() -> None:
+    """The restart of a silence must not be undone by tidying up."""
+
+    def reporter(name: str, **end: datetime) -> None:
+        UsageReporter.objects.create(reporter_id=name, started_at=NOON, flushed_through_at=NOON, **end)
+
+    week = timedelta(days=7)
+    reporter("live")
+    reporter("stopped", stopped_at=NOON)
+    reporter("stopped lately", stopped_at=NOON + week)
+    usage.forget_old(NOON + week + SECOND)
+    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately"}
+    reporter("lost first", lost_at=NOON - SECOND)
+    reporter("lost last", lost_at=NOON)
+    usage.forget_old(NOON + week + SECOND)
+    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
+    assert observe(NOON).lost_at == NOON
+
+
+@pytest.mark.django_db(transaction=True)
+def test_usage_reporter_that_was_forgotten_while_it_slept_reports_again() -> None:
+    """A host that wakes up after weeks is a verifier like before: silence waits for it again."""
+    log = UsageLog()
+    log.start()
+    try:
+        UsageReporter.objects.all().delete()
+        log.flush()
+        assert UsageReporter.objects.get().reporter_id == log.reporter_id
+    finally:
+        log.stop()
+    assert UsageReporter.objects.get().stopped_at is not None

@@ -18,6 +18,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, checksum
+from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key
 from keyvault.models.keys import OriginHeader
 from keyvault.models.usage import Outcome
@@ -26,7 +27,7 @@ from keyvault.services.catalog import find_endpoint
 from keyvault.services.credentials import restrict_credential
 from keyvault.services.customer_tokens import issue_customer_token, revoke_customer_token
 from keyvault.services.endpoints import add_endpoint
-from keyvault.services.keys import activate_key, stage_key, suspend_key
+from keyvault.services.keys import activate_key, revoke_key, stage_key, suspend_key
 from keyvault.services.limit_overrides import set_account_limit, set_endpoint_limit
 from keyvault.services.limit_stores import LimitStoreLostError, LocalStore
 from keyvault.services.usage import UsageLog
@@ -143,6 +144,9 @@ DENIED: dict[str, dict[str, Any]] = {
     "customer_token_missing": {"endpoint": ME},
     "customer_token_invalid": {"endpoint": ME, "bearer": "x"},
 }
+
+
+UNPROVED = ("credential_in_url", "credential_ambiguous", "environment_mismatch")
 
 
 @pytest.mark.parametrize("denied", DENIED)
@@ -514,9 +518,9 @@ class Noted(UsageLog):
         return [(use.key_id, use.outcome) for use in self._counts]
 
 
-def note(judgement: Judgement) -> list[tuple[str, Outcome]]:
+def note(judgement: Judgement, *, is_probe: bool = False) -> list[tuple[str, Outcome]]:
     log = Noted()
-    note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="orders.create")
+    note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="orders.create", is_probe=is_probe)
     return log.noted()
 
 
@@ -556,7 +560,7 @@ def test_exposed_public_key_in_a_url_is_attributed_too(scene: Scene) -> None:
 def test_private_key_from_a_browser_is_noted_as_exposed(scene: Scene) -> None:
     refused = scene.judge(origin="https://shop.example")
     assert code(refused) == "private_key_in_browser"
-    assert note(refused) == [(scene.key.key_id, Outcome.EXPOSED_IN_BROWSER)]
+    assert note(refused) == [(scene.key.key_id, Outcome.EXPOSED_IN_BROWSER), (scene.key.key_id, Outcome.DENIED)]
 
 
 def test_private_key_whose_credential_reports_origins_is_allowed_and_noted(scene: Scene) -> None:
@@ -576,19 +580,81 @@ def test_public_key_from_a_browser_is_where_it_belongs(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("denied", [*DENIED, "rate_limited"])
-def test_denied_request_is_no_evidence_of_use(scene: Scene, denied: str) -> None:
-    """But for exposures nothing is noted of it: silence is what a rotation waits for."""
+def test_denied_request_of_a_good_key_is_noted_as_denied(scene: Scene, denied: str) -> None:
+    """It proves nothing, but whoever is refused with a key holds it still: a rotation must not take it for silent.
+
+    Where possession was not proved, nothing is noted at all.
+    """
     if denied == "rate_limited":
         for _ in range(10):
             scene.judge()
     noted = note(scene.judge(**DENIED.get(denied, {})))
-    assert noted == ([(scene.key.key_id, Outcome.EXPOSED_IN_BROWSER)] if denied == "private_key_in_browser" else [])
+    expected = [] if denied in UNPROVED else [Outcome.DENIED]
+    if denied == "private_key_in_browser":
+        expected = [Outcome.EXPOSED_IN_BROWSER, Outcome.DENIED]
+    assert noted == [(scene.key.key_id, outcome) for outcome in expected]
+
+
+def test_denied_request_of_a_key_that_ended_is_not_noted(scene: Scene) -> None:
+    """There the key is the reason: nobody waits for its silence any more."""
+    revoke_key(may(P.KEYS_REVOKE, scene.account), scene.key, RevocationReason.SUPERSEDED)
+    judgement = scene.judge()
+    assert code(judgement) == "key_revoked"
+    assert note(judgement) == []
 
 
 def test_try_on_a_suspended_key_is_noted_after_proof_only(scene: Scene) -> None:
     suspend_key(may(P.KEYS_SUSPEND, scene.account), scene.key)
     assert note(scene.judge()) == [(scene.key.key_id, Outcome.REFUSED)]
     assert note(scene.judge(key=forged(scene.text))) == []
+
+
+@pytest.mark.parametrize("sort", ["allowed", "denied", "suspended", "in a URL", "in a browser"])
+def test_probe_is_noted_as_a_probe_and_as_nothing_else(scene: Scene, sort: str) -> None:
+    """A test call of our own is no use, no try in quarantine and no exposure, whatever its verdict."""
+    if sort == "suspended":
+        suspend_key(may(P.KEYS_SUSPEND, scene.account), scene.key)
+    asked: dict[str, dict[str, Any]] = {
+        "denied": {"endpoint": Miss()},
+        "in a URL": {"url": f"/orders?key={scene.text}"},
+        "in a browser": {"origin": "https://shop.example"},
+    }
+    assert note(scene.judge(**asked.get(sort, {})), is_probe=True) == [(scene.key.key_id, Outcome.PROBED)]
+    assert note(scene.judge(key=forged(scene.text)), is_probe=True) == [], "nor is it noted without proof"
+
+
+def test_probe_of_a_suspended_key_alerts_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    suspend_key(may(P.KEYS_SUSPEND, scene.account), scene.key)
+    judgement = scene.judge()
+    note(judgement, is_probe=True)
+    assert "suspended key was tried" not in caplog.messages
+    note(judgement)
+    assert "suspended key was tried" in caplog.messages
+
+
+def test_probe_with_a_customer_token_does_not_say_that_its_holder_has_it(scene: Scene) -> None:
+    """The answer that showed the token stays until the merchant itself has used it."""
+    token_id, token = customer(scene)
+    judgement = scene.judge(endpoint=ME, bearer=token)
+    log = Noted()
+    note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="customers.me", is_probe=True)
+    assert log._secrets_used == set()
+    note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="customers.me")
+    assert log._secrets_used == {token_id}
+
+
+def test_origin_is_noted_of_public_keys_only(scene: Scene) -> None:
+    """It tells which shops hold a public key; of a private one it is a sign of exposure, and no more."""
+    origin, log = "https://shop.example", Noted()
+    _, text = issue(scene.account, kind=KeyKind.PUBLIC)
+    public = scene.judge(key=text.reveal(), endpoint=BUILT_IN.find("client.configuration"), origin=origin)
+    for judgement in (public, scene.judge(origin=origin)):
+        note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="", origin=origin)
+    assert [(use.outcome, use.origin) for use in log._counts] == [
+        (Outcome.ALLOWED, origin),
+        (Outcome.EXPOSED_IN_BROWSER, ""),
+        (Outcome.DENIED, ""),
+    ]
 
 
 # --- networks ---------------------------------------------------------------------------------------------

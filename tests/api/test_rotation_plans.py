@@ -1,0 +1,100 @@
+"""Rotations over REST: what a plan may say, and how a rotation is ended."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.services.authorization import authorize
+from keyvault.services.merchants import find_account
+from keyvault.services.recording import recorded
+from rotation.models import Rotation
+from rotation.services.engine import advance_rotation
+from tests.factories import issue, make_token
+from tests.rotation import scene
+
+from .conftest import Call
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+WINDOW = {"time_zone": "Europe/Berlin", "weekdays": [0, 1, 2], "opens": "09:00", "closes": "17:00"}
+
+
+def asked(call: Call, **plan: Any) -> Any:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    return call("POST", "/v1/rotations", {"credential_id": key.credential_id, **plan})
+
+
+def test_rotation_plan_over_rest_says_all_that_is_approved(call: Call) -> None:
+    answer = asked(
+        call, proof="both", at_deadline="revoke", reinstatement="never", channels=["secret_backend"], window=WINDOW
+    )
+    assert answer.status_code == 201
+    plan = answer.body["plan"]
+    chosen = {name: plan[name] for name in ("proof", "at_deadline", "reinstatement", "channels", "is_dormant")}
+    assert chosen == {
+        "proof": "both",
+        "at_deadline": "revoke",
+        "reinstatement": "never",
+        "channels": ["secret_backend"],
+        "is_dormant": True,
+    }
+    assert plan["window"]["opens"] == "09:00"
+    assert answer.body["deadline"] == plan["deadline"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "pointer"),
+    [
+        ({"proof": "hope"}, "/proof"),
+        ({"at_deadline": "explode"}, "/at_deadline"),
+        ({"channels": []}, "/channels"),
+        ({"channels": ["webhook"]}, "/channels"),
+        ({"channels": ["secret_backend", "webhook"]}, "/channels"),
+        ({"window": {"time_zone": "Mars/Olympus"}}, "/window/time_zone"),
+        ({"window": {**WINDOW, "opens": "9 o'c"}}, "/window/opens"),
+        ({"window": {**WINDOW, "weekdays": [9]}}, "/window/weekdays/0"),
+        ({"retire_at": "2027-01-01T00:00:00Z"}, "/retire_at"),
+    ],
+)
+def test_rotation_plan_that_cannot_be_meant_is_pointed_at(call: Call, plan: dict[str, Any], pointer: str) -> None:
+    answer = asked(call, **plan)
+    assert (answer.status_code, answer.body["code"]) == (400, "request_invalid")
+    assert pointer in [fault["pointer"] for fault in answer.body["errors"]]
+    assert not Rotation.objects.exists()
+
+
+def test_rotation_aborted_over_rest_before_delivery_is_cancelled_and_stays_so(call: Call) -> None:
+    rotation_id = asked(call).body["rotation_id"]
+    for _ in range(2):
+        answer = call("POST", f"/v1/rotations/{rotation_id}/abort", {"reason": "not now"})
+        assert (answer.status_code, answer.body["state"], answer.body["why"]) == (200, "cancelled", "not now")
+
+
+def test_rotation_aborted_over_rest_after_delivery_rolls_back_and_a_closed_one_conflicts(call: Call) -> None:
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    rotation = scene.rotate(key.credential, datetime.now(UTC))
+    advance_rotation(rotation.rotation_id)
+    url = f"/v1/rotations/{rotation.rotation_id}/abort"
+    for _ in range(2):
+        answer = call("POST", url, {})
+        assert (answer.status_code, answer.body["state"]) == (200, "rolling_back")
+    other = scene.rotate(issue(find_account("acme", Environment.SANDBOX))[0].credential, datetime.now(UTC))
+    reject = authorize(scene.approver(), P.ROTATIONS_APPROVE, other.credential.account, now=datetime.now(UTC))
+    with recorded(reject, P.ROTATIONS_APPROVE, "rotation.rejected", account=other.credential.account):
+        other.compare_and_swap(state="rejected")
+    answer = call("POST", f"/v1/rotations/{other.rotation_id}/abort", {})
+    assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
+
+
+def test_rotation_of_another_merchant_is_not_aborted(call: Call) -> None:
+    """Not found, as if it did not exist."""
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    rotation = scene.rotate(key.credential, datetime.now(UTC))
+    _, scoped = make_token(P.ROTATIONS_WRITE, merchants=["globex"])
+    header = {"HTTP_AUTHORIZATION": f"Bearer {scoped.reveal()}"}
+    answer = call("POST", f"/v1/rotations/{rotation.rotation_id}/abort", {}, **header)
+    assert (answer.status_code, answer.body["code"]) == (404, "not_found")
+    assert Rotation.objects.get(pk=rotation.pk).state == "scheduled"

@@ -1,0 +1,332 @@
+"""Requests to somebody else's server: to the address that was judged and no other, and never for long."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from keyvault.backends.outbound import Address, OutboundError, Reply, post
+from keyvault.wire.destinations import Destination
+
+from .receivers import LOOPBACK, Authority, Receiver, make_authority, raw_server, receiver
+
+NAME = "hooks.acme.example"
+BODY = b'{"type":"webhook.test"}'
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def here() -> Iterator[Receiver]:
+    with receiver() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("ca"))
+
+
+def to(port: int, *, scheme: str = "http", host: str = NAME, target: str = "/hooks") -> Destination:
+    return Destination(scheme, host, port, target)
+
+
+class Resolver:
+    """Says these addresses, one list for each time that it is asked."""
+
+    def __init__(self, *answers: list[str]) -> None:
+        self.answers, self.asked = list(answers), 0
+
+    def __call__(self, host: str, port: int) -> list[Address]:
+        self.asked += 1
+        return [(address, port, 0, 0) if ":" in address else (address, port) for address in self.answers.pop(0)]
+
+
+def send(destination: Destination, resolver: Resolver | None = None, **options: Any) -> Reply:
+    options.setdefault("own_networks", LOOPBACK)
+    options.setdefault("within_seconds", PATIENCE_SECONDS)
+    return post(destination, {"webhook-id": "ntc_1"}, BODY, resolve=resolver or Resolver(["127.0.0.1"]), **options)
+
+
+@pytest.fixture
+def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be connected to, whatever it is."""
+
+    def connect(self: socket.socket, address: object) -> None:
+        raise AssertionError(f"connected to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------
+
+
+def test_post_arrives_once_as_it_was_given(here: Receiver) -> None:
+    assert send(to(here.port, target="/hooks?account=1")) == Reply(200, None)
+    (received,) = here.received
+    assert (received.path, received.body) == ("/hooks?account=1", BODY)
+    assert received.headers["host"] == f"{NAME}:{here.port}"
+    assert received.headers["webhook-id"] == "ntc_1"
+    assert received.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("status", [200, 204, 400, 410, 500])
+def test_post_answer_is_told_with_its_status(here: Receiver, status: int) -> None:
+    here.status = status
+    assert send(to(here.port)).status == status
+
+
+def test_post_answer_is_told_with_its_retry_after(here: Receiver) -> None:
+    here.status, here.headers = 503, {"Retry-After": "120"}
+    assert send(to(here.port)) == Reply(503, "120")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_post_redirect_is_not_followed(here: Receiver, status: int) -> None:
+    """An endpoint cannot send us on to a place that nobody judged."""
+    with receiver() as elsewhere:
+        here.status, here.headers = status, {"Location": elsewhere.url()}
+        assert send(to(here.port)).status == status
+        assert elsewhere.received == []
+    assert len(here.received) == 1
+
+
+def test_post_asks_no_proxy_of_the_environment(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would resolve the name for itself, and so undo the judgement."""
+    with receiver() as proxy:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url("/"))
+        assert send(to(here.port)).status == 200
+        assert proxy.received == []
+
+
+# --- where it is sent ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.0.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.1",
+        "224.0.0.1",
+        "::1",
+        "::ffff:127.0.0.1",
+        "::127.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::1",
+        "fe80::1%lo",
+        "fd00::1",
+    ],
+)
+@pytest.mark.usefixtures("no_connection")
+def test_post_to_an_address_that_is_not_public_is_refused_unconnected(address: str) -> None:
+    """No name that an operator or a merchant chooses opens a way into our own networks (SSRF)."""
+    with pytest.raises(OutboundError, match="not public"):
+        send(to(443, scheme="https"), Resolver([address]), own_networks=())
+
+
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("addresses", [["8.8.8.8", "127.0.0.1"], ["127.0.0.1", "8.8.8.8"], ["2606:4700::1", "::1"]])
+def test_post_to_a_name_with_one_address_of_ours_is_refused_unconnected(addresses: list[str]) -> None:
+    """A name that is public and ours at once is a trap: which one it would be is up to whoever set it."""
+    with pytest.raises(OutboundError, match="not public"):
+        send(to(443, scheme="https"), Resolver(addresses), own_networks=())
+
+
+def test_post_resolves_once_and_connects_to_that_very_address(here: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DNS rebinding: whatever the name says a moment later is not asked for, not even by the act of connecting."""
+
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError(f"resolved again: {args}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", never)
+    resolver = Resolver(["127.0.0.1"], ["169.254.169.254"])
+    assert send(to(here.port), resolver).status == 200
+    assert (resolver.asked, len(here.received)) == (1, 1)
+
+
+def test_post_judges_the_answer_that_it_connects_by(here: Receiver) -> None:
+    """A name that was public when it was saved, and means our own machine now, is refused now."""
+    resolver = Resolver(["127.0.0.1"])
+    with pytest.raises(OutboundError, match="not public"):
+        send(to(here.port, scheme="https"), resolver, own_networks=())
+    assert here.received == []
+
+
+@pytest.mark.usefixtures("no_connection")
+def test_post_over_plain_http_to_a_public_address_is_refused_unconnected() -> None:
+    """Messages leave our networks encrypted or not at all."""
+    with pytest.raises(OutboundError, match="Plain http"):
+        send(to(80), Resolver(["8.8.8.8"]), own_networks=LOOPBACK)
+
+
+def test_post_tries_the_next_address_when_nobody_listens_at_the_first(here: Receiver) -> None:
+    assert send(to(here.port), Resolver(["127.0.0.2", "127.0.0.1"])).status == 200
+
+
+def test_post_where_nobody_listens_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(OutboundError, match="Nobody listens"):
+        send(to(port))
+
+
+def test_post_to_a_name_that_does_not_resolve_says_so() -> None:
+    def resolver(host: str, port: int) -> list[Address]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(OutboundError, match="cannot be resolved"):
+        post(to(443, scheme="https"), {}, BODY, resolve=resolver)
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------
+
+
+def test_post_over_tls_asks_for_the_name_and_checks_the_certificate(authority: Authority) -> None:
+    """The connection goes to an address; SNI and the certificate are about the name."""
+    with receiver(authority.server(NAME)) as secured:
+        assert send(to(secured.port, scheme="https"), trust=authority.trust()).status == 200
+        assert secured.names == [NAME]
+        assert secured.received[0].headers["host"] == f"{NAME}:{secured.port}"
+
+
+def test_post_over_tls_to_an_address_checks_the_certificate_for_it(authority: Authority) -> None:
+    with receiver(authority.server("127.0.0.1")) as secured:
+        destination = to(secured.port, scheme="https", host="127.0.0.1")
+        assert send(destination, trust=authority.trust()).status == 200
+
+
+@pytest.mark.parametrize("names", [("elsewhere.example",), ("127.0.0.1",)])
+def test_post_to_a_server_with_another_name_is_refused(authority: Authority, names: tuple[str, ...]) -> None:
+    """Whoever can point a name at a server of theirs has no certificate for that name."""
+    with receiver(authority.server(*names)) as secured:
+        with pytest.raises(OutboundError, match="certificate"):
+            send(to(secured.port, scheme="https"), trust=authority.trust())
+        assert secured.received == []
+
+
+def test_post_to_a_server_with_an_expired_certificate_is_refused(authority: Authority) -> None:
+    with receiver(authority.server(NAME, days=-1)) as secured:
+        with pytest.raises(OutboundError, match="certificate has expired"):
+            send(to(secured.port, scheme="https"), trust=authority.trust())
+        assert secured.received == []
+
+
+def test_post_to_a_server_of_an_unknown_authority_is_refused(authority: Authority) -> None:
+    """By default the host's own authorities count, and nobody else's."""
+    with receiver(authority.server(NAME)) as secured:
+        with pytest.raises(OutboundError, match="certificate"):
+            send(to(secured.port, scheme="https"))
+        assert secured.received == []
+
+
+def test_post_over_tls_to_a_plain_server_says_so(here: Receiver, authority: Authority) -> None:
+    with pytest.raises(OutboundError, match="TLS"):
+        send(to(here.port, scheme="https"), trust=authority.trust())
+
+
+# --- servers that take their time ------------------------------------------------------------------------------
+
+_SOON = 0.3
+"""Short, since every one of these tests waits it out; each server below goes on for ever."""
+
+
+def _hangs(client: socket.socket, over: threading.Event) -> None:
+    over.wait()
+
+
+def _drips_headers(client: socket.socket, over: threading.Event) -> None:
+    client.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+    while not over.wait(0.01):
+        client.sendall(b"x")
+
+
+def _says_continue_for_ever(client: socket.socket, over: threading.Event) -> None:
+    while not over.wait(0.01):
+        client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+@pytest.mark.parametrize("talk", [_hangs, _drips_headers, _says_continue_for_ever])
+def test_post_to_a_server_that_takes_its_time_is_given_up(
+    talk: Callable[[socket.socket, threading.Event], None],
+) -> None:
+    """One limit for the whole of it: a byte now and then does not keep a worker."""
+    with raw_server(talk) as port, pytest.raises(OutboundError, match="too long"):
+        send(to(port), within_seconds=_SOON)
+
+
+def test_post_to_a_server_that_never_ends_the_handshake_is_given_up(authority: Authority) -> None:
+    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="too long"):
+        send(to(port, scheme="https"), within_seconds=_SOON, trust=authority.trust())
+
+
+def test_post_while_the_resolver_hangs_is_given_up() -> None:
+    """The resolver's own time limits are its host's, and longer than ours."""
+    over = threading.Event()
+
+    def resolver(host: str, port: int) -> list[Address]:
+        over.wait()
+        return []
+
+    try:
+        with pytest.raises(OutboundError, match="too long"):
+            post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SOON)
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])
+def test_post_takes_the_status_of_an_answer_that_never_ends(begin: bytes) -> None:
+    """What was said with the status counts; the rest is cut off, and thrown away."""
+
+    def talk(client: socket.socket, over: threading.Event) -> None:
+        client.sendall(begin)
+        while not over.is_set():
+            client.sendall(b"x" * 65_536)
+
+    with raw_server(talk) as port:
+        assert send(to(port)).status == 200
+
+
+def test_post_takes_the_status_of_an_answer_whose_body_drips() -> None:
+    def talk(client: socket.socket, over: threading.Event) -> None:
+        client.sendall(b"HTTP/1.1 202 Accepted\r\nContent-Length: 1000000\r\n\r\n")
+        while not over.wait(0.01):
+            client.sendall(b"x")
+
+    with raw_server(talk) as port:
+        assert send(to(port), within_seconds=_SOON).status == 202
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"HTTP/1.1 999999 What\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5_000,
+        b"",
+    ],
+)
+def test_post_answer_that_cannot_be_read_is_no_answer(answer: bytes) -> None:
+    def talk(client: socket.socket, over: threading.Event) -> None:
+        client.recv(65_536)
+        client.sendall(answer)
+
+    with raw_server(talk) as port, pytest.raises(OutboundError):
+        send(to(port))
+
+
+def test_post_repeats_nothing_of_what_the_other_side_wrote() -> None:
+    """What is kept as the reason of a failure is ours, not an attacker's text."""
+
+    def talk(client: socket.socket, over: threading.Event) -> None:
+        client.recv(65_536)
+        client.sendall(b"<script>alert(1)</script>\r\n\r\n")
+
+    with raw_server(talk) as port, pytest.raises(OutboundError) as caught:
+        send(to(port))
+    assert "script" not in caught.value.detail

@@ -1,0 +1,100 @@
+"""Commands that ask for rotations and step in on their way."""
+
+from typing import Any
+
+import pytest
+from django.core.management import CommandError
+
+from keyvault.models import BreakGlass
+from rotation.services.engine import advance_rotation
+
+from .test_commands import issue, run
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def seeded() -> Any:
+    return run("seed_demo")
+
+
+def begun(*words: str, environment: str = "sandbox") -> str:
+    asked = run("rotate_key", "--credential", issue(environment)["credential_id"], "--requested-by", "tam", *words)
+    rotation_id: str = asked["rotation_id"]
+    advance_rotation(rotation_id)
+    return rotation_id
+
+
+def test_rotate_key_takes_the_whole_plan(seeded: Any) -> None:
+    rotation_id = begun(
+        *("--proof", "both", "--proof-count", "3", "--proof-sources", "2", "--soak-seconds", "5"),
+        *("--quiet-seconds", "60", "--quarantine-seconds", "60", "--expires-in-days", "90", "--reason", "yearly"),
+        *("--at-deadline", "revoke", "--reinstatement", "never", "--deadline", "2027-01-15T09:00:00+01:00"),
+    )
+    plan = run("show_rotation", rotation_id)["plan"]
+    assert (plan["proof"], plan["proof_sources"], plan["at_deadline"], plan["reinstatement"]) == (
+        "both",
+        2,
+        "revoke",
+        "never",
+    )
+    assert plan["deadline"] == "2027-01-15T09:00:00+01:00"
+
+
+@pytest.mark.parametrize("words", [("--deadline", "soon"), ("--webhook",), ("--retire-at", "2027-01-01")])
+def test_rotate_key_with_a_plan_that_cannot_be_met_says_which_part(seeded: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError, match=r"/(deadline|channels|retire_at): "):
+        begun(*words)
+
+
+def test_rotate_key_by_bypass_begins_in_production_and_is_noted(seeded: Any) -> None:
+    credential_id = issue("production")["credential_id"]
+    words = ("rotate_key", "--credential", credential_id, "--requested-by", "admin", "--bypass")
+    with pytest.raises(CommandError, match="needs a reason"):
+        run(*words, " ")
+    asked = run(*words, "the key is on a forum")
+    assert asked["state"] == "scheduled"
+    assert BreakGlass.objects.filter(event="rotation.bypassed", subject=asked["rotation_id"]).count() == 1
+
+
+def test_rotation_is_aborted_before_delivery_and_rolled_back_after_it(seeded: Any) -> None:
+    waiting = begun("--not-before", "2027-06-01")
+    assert run("abort_rotation", waiting, "--by", "tam", "--reason", "too early")["state"] == "cancelled"
+    delivered = begun("--proof", "ack")
+    assert run("abort_rotation", delivered, "--by", "tam", "--reason", "a mistake")["state"] == "rolling_back"
+    with pytest.raises(CommandError, match="cannot be ended"):
+        run("abort_rotation", delivered, "--by", "tam", "--reason", "again")
+    with pytest.raises(CommandError, match="permission_missing"):
+        run("abort_rotation", delivered, "--by", "auditor", "--reason", "again")
+
+
+def test_rotation_is_extended_and_only_a_stalled_one_resumed(seeded: Any) -> None:
+    rotation_id = begun("--proof", "ack")
+    run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2028-01-01")
+    assert run("show_rotation", rotation_id)["deadline"] == "2028-01-01T00:00:00+00:00"
+    with pytest.raises(CommandError, match="present deadline"):
+        run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2027-12-31")
+    with pytest.raises(CommandError, match="Only a stalled"):
+        run("resume_rotation", rotation_id, "--by", "tam")
+
+
+def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
+    rotation_id = begun()
+    with pytest.raises(CommandError, match="who told you"):
+        run("confirm_rotation", rotation_id, "--by", "tam", "--reason", " ")
+    run("confirm_rotation", rotation_id, "--by", "tam", "--reason", "Ada of Acme, by telephone")
+    advance_rotation(rotation_id)
+    assert run("show_rotation", rotation_id)["confirmed_at"] is not None
+
+
+def test_public_key_gets_its_date_and_a_private_one_none(seeded: Any) -> None:
+    words = ["--merchant", "acme", "--environment", "production", "--kind", "public"]
+    issued = run("issue_key", *words, "--requested-by", "tam", "--approved-by", "approver")
+    people = ("--requested-by", "tam", "--approved-by", "approver")
+    rotation_id = run("rotate_key", "--credential", issued["credential_id"], *people)["rotation_id"]
+    with pytest.raises(CommandError, match="second person"):
+        run("retire_key", rotation_id, "--at", "2027-12-01", "--requested-by", "tam")
+    answer = run("retire_key", rotation_id, "--at", "2027-12-01", *people)
+    assert answer == {"rotation_id": rotation_id, "retire_at": "2027-12-01T00:00:00+00:00", "approved": True}
+    with pytest.raises(CommandError, match="public key"):
+        run("retire_key", begun(), "--at", "2027-12-01", *people)

@@ -1,0 +1,97 @@
+"""Many credentials, and a campaign over them: what the tests of campaigns begin with."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import models
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator
+from keyvault.domain.environments import Environment
+from keyvault.models import AuditEntry, Key
+from keyvault.services.authorization import authorize
+from rotation.events import RotationState as S
+from rotation.models import Campaign, CampaignMember, Rotation
+from rotation.pacing import Pace
+from rotation.policy import Proof
+from rotation.services.campaigns import approve_campaign, get_campaign, request_campaign
+from rotation.services.planning import Wish
+
+from .scene import Clock, account, approver, issue, tam
+
+
+def issued(clock: Clock, count: int, environment: Environment = Environment.SANDBOX) -> list[Key]:
+    """One key each for that many merchants, the first the oldest."""
+    return [issue(account(f"merchant-{number}", environment), clock.now)[0] for number in range(count)]
+
+
+def on_platform(operator: Operator, permission: P, clock: Clock, requester_person: str | None = None) -> Grant:
+    return authorize(operator, permission, now=clock.now, requester_person=requester_person)
+
+
+def asked(
+    clock: Clock,
+    *,
+    environment: Environment = Environment.SANDBOX,
+    merchants: Sequence[str] | None = None,
+    older_than_days: int | None = None,
+    wish: Wish | None = None,
+    pace: Pace | None = None,
+    reason: str = "yearly",
+    by: Operator | None = None,
+) -> Campaign:
+    """By `tam`; acknowledgement and the shortest periods of the environment, unless told otherwise."""
+    short = {"quiet_seconds": 5, "quarantine_seconds": 5} if environment is Environment.SANDBOX else {}
+    chosen: dict[str, Any] = {"proof": Proof.ACK, **short}
+    return request_campaign(
+        on_platform(by or tam(), P.ROTATIONS_WRITE, clock),
+        environment=environment,
+        merchants=merchants,
+        older_than_days=older_than_days,
+        wish=wish or Wish(**chosen),
+        pace=pace or Pace(per_minute=600, concurrency=100),
+        reason=reason,
+    )
+
+
+def approved(clock: Clock, campaign: Campaign, by: Operator | None = None) -> Campaign:
+    """By `approver` unless told otherwise."""
+    grant = on_platform(by or approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
+    return approve_campaign(grant, campaign, campaign.plan_digest)
+
+
+def events(campaign: Campaign) -> list[str]:
+    """What the audit log says of the campaign itself, in order."""
+    entries = AuditEntry.objects.filter(event__startswith="campaign.").order_by("pk")
+    return [entry.event for entry in entries if details_of(entry).get("campaign_id") == campaign.campaign_id]
+
+
+def details_of(entry: AuditEntry) -> dict[str, Any]:
+    details: dict[str, Any] = json.loads(bytes(entry.body))["details"]
+    return details
+
+
+def become(rotation: Rotation, state: S, clock: Clock) -> None:
+    """As if the engine had brought it there now."""
+    facts = {"accepted_at": clock.now, "delivered_at": clock.now, "used_at": clock.now, "silent_at": clock.now}
+    proved = facts if state in {S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED} else {}
+    models.QuerySet(Rotation).filter(pk=rotation.pk).update(
+        state=state,
+        entered_at=clock.now,
+        stalled_from=S.AWAITING_PROOF if state is S.STALLED else None,
+        closed_at=clock.now if state in {S.COMPLETED, S.CANCELLED, S.ROLLED_BACK} else None,
+        **proved,
+    )
+
+
+def oldest(campaign: Campaign) -> Rotation:
+    """The member's that was begun first and has no news yet."""
+    member = CampaignMember.objects.filter(campaign=campaign, rotation__state=S.SCHEDULED).order_by("pk")[0]
+    assert member.rotation is not None
+    return member.rotation
+
+
+def fresh(campaign: Campaign) -> Campaign:
+    return get_campaign(campaign.pk)

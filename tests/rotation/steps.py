@@ -1,0 +1,63 @@
+"""A rotation taken to where a test begins, by the real engine and a clock that stands still."""
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key
+from keyvault.services.authorization import authorize
+from keyvault.services.keys import get_key, revoke_key
+from keyvault.services.usage import UsageLog
+from rotation.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.engine import advance_rotation
+from rotation.services.reports import get_rotation
+
+from . import scene
+from .scene import Clock
+
+
+def advance(rotation: Rotation, clock: Clock, seconds: float = 0) -> Rotation:
+    clock.tick(seconds)
+    advance_rotation(rotation.rotation_id, clock)
+    return get_rotation(rotation.rotation_id)
+
+
+def key_states(rotation: Rotation) -> tuple[str, str | None]:
+    fresh = get_rotation(rotation.rotation_id)
+    return fresh.predecessor.state, fresh.replacement.state if fresh.replacement else None
+
+
+def begun(clock: Clock, **wish: object) -> Rotation:
+    key, _ = scene.issue(scene.account(), clock())
+    return scene.rotate(key.credential, clock(), **wish)
+
+
+def overlapping(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
+    """A rotation whose replacement is proved."""
+    rotation = advance(begun(clock, **wish), clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    verifier.flush()
+    rotation = advance(rotation, clock, 3)
+    assert rotation.state == S.OVERLAP
+    return rotation
+
+
+def quarantined(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
+    rotation = overlapping(clock, verifier, **wish)
+    clock.tick(6)
+    verifier.flush()
+    rotation = advance(rotation, clock)
+    assert rotation.state == S.QUARANTINE
+    return rotation
+
+
+def revoke(key: Key, clock: Clock, reason: RevocationReason = RevocationReason.UNSPECIFIED) -> None:
+    fresh = get_key(key.key_id)
+    assert fresh is not None
+    revoke_key(authorize(scene.admin(), P.KEYS_REVOKE, fresh.credential.account, now=clock()), fresh, reason)
+
+
+def wait(rotation: Rotation, clock: Clock, verifier: UsageLog, seconds: float) -> Rotation:
+    """Time passes in which every verifier reports, and the engine then has its turn."""
+    clock.tick(seconds)
+    verifier.flush()
+    return advance(rotation, clock, 3)

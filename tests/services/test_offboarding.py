@@ -1,0 +1,323 @@
+"""A merchant leaves: everything of it ends, whatever is down or happens meanwhile, and nothing of anybody else's."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER, Operator
+from keyvault.access.roles import Role
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode, PermissionMissingError, StateConflictError
+from keyvault.domain.keys import DEAD_STATES
+from keyvault.models import (
+    AuditEntry,
+    CustomerToken,
+    IssuanceRequest,
+    Key,
+    Material,
+    Merchant,
+    Notice,
+    ServiceToken,
+    WebhookEndpoint,
+    WorkLease,
+)
+from keyvault.services import keys, merchants, offboarding, upkeep
+from keyvault.services.audit import verify_audit
+from keyvault.services.offboarding import Offboarding, count_belongings, offboard_merchant
+from keyvault.services.recording import recorded
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    account,
+    grant,
+    issue,
+    issue_request,
+    make_merchant,
+    make_operator,
+    make_token,
+    now,
+    request_key,
+)
+
+from .conftest import Scene
+from .rows import dump_tables, events_of, last_body
+from .test_customer_tokens import token_of
+from .test_keys import verdict
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def offboard(scene: Scene, by: Operator | None = None) -> Offboarding:
+    return offboard_merchant(grant(by or scene.responder, P.MERCHANTS_OFFBOARD), scene.merchant, "contract ended")
+
+
+def add_endpoint(scene: Scene, url: str = "https://hooks.example/1") -> WebhookEndpoint:
+    endpoint = WebhookEndpoint(account=scene.sandbox, url=url, secret=b"sealed", created_at=now())
+    with recorded(
+        grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), P.MERCHANTS_WRITE, "t.x", account=scene.sandbox
+    ):
+        endpoint.save()
+    return endpoint
+
+
+def furnish(scene: Scene) -> list[tuple[Key, Any, Environment]]:
+    """Something of everything, in both environments: three keys (one suspended), tokens, requests, an endpoint."""
+    furnished = [
+        (*issue(scene.sandbox), SANDBOX),
+        (*issue(scene.sandbox), SANDBOX),
+        (*issue(scene.production), PRODUCTION),
+    ]
+    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), furnished[1][0])
+    token_of(furnished[0][0])
+    token_of(furnished[0][0], customer_id="bob")
+    request_key(scene.production, label="pending")
+    request_key(scene.sandbox, label="approved")
+    add_endpoint(scene)
+    make_token(name="for acme alone", merchants=["acme"])
+    return furnished
+
+
+def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: object, **__: object) -> None:
+        raise BackendUnavailableError("The backend is sealed.")
+
+    for name in ("put", "read", "versions", "destroy"):
+        monkeypatch.setattr(LocalKeystore, name, unavailable)
+
+
+def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(*_: object, **__: object) -> None:
+        raise AssertionError("a message was sent")
+
+    monkeypatch.setattr("celery.app.task.Task.apply_async", send)
+    monkeypatch.setattr("celery.app.base.Celery.send_task", send)
+
+
+def test_offboarding_ends_everything_of_both_environments_and_says_so(scene: Scene) -> None:
+    """One responder alone ends every key, token, request and endpoint; the answer counts them by environment."""
+    furnished = furnish(scene)
+    done = offboard(scene)
+    assert done.ended.as_json() == {
+        "production": {"keys": 1, "customer_tokens": 0, "issuance_requests": 1, "webhook_endpoints": 0},
+        "sandbox": {"keys": 2, "customer_tokens": 2, "issuance_requests": 1, "webhook_endpoints": 1},
+        "service_tokens": 1,
+    }
+    assert not done.left
+    for _, text, environment in furnished:
+        assert verdict(text, environment=environment) is ErrorCode.KEY_REVOKED
+    assert set(Key.objects.values_list("state", "reason")) == {("deactivated", "cessation_of_operation")}
+    assert not CustomerToken.objects.filter(revoked_at=None).exists()
+    assert set(IssuanceRequest.objects.filter(key=None).values_list("state", flat=True)) == {"withdrawn"}
+    assert WebhookEndpoint.objects.get().disabled_why == "the merchant was offboarded"
+    assert ServiceToken.objects.get().revoked_at is not None
+    assert Merchant.objects.get().status == "offboarded"
+
+
+def test_offboarding_leaves_an_entry_for_each_key_and_one_with_the_counts(scene: Scene) -> None:
+    furnish(scene)
+    offboard(scene)
+    assert events_of("account:acme/sandbox").count("key.revoked") == 2
+    assert events_of("account:acme/production").count("key.revoked") == 1
+    assert events_of("platform")[-3:] == ["merchant.offboarding_began", "service_token.revoked", "merchant.offboarded"]
+    told = last_body("merchant.offboarded")["details"]
+    assert (told["why"], told["ended"]["sandbox"]["keys"]) == ("contract ended", 2)
+    assert told["left"]["production"] == dict.fromkeys(told["left"]["production"], 0)
+    assert verify_audit().first_broken is None
+
+
+def test_offboarding_tells_of_each_key_and_raises_no_alarm(scene: Scene) -> None:
+    """A credential without a usable key is what was asked for: nobody is paged for it."""
+    furnish(scene)
+    offboard(scene)
+    assert Notice.objects.filter(kind="key.revoked").count() == 3
+    assert not Notice.objects.filter(is_alarm=True).exists()
+
+
+def test_offboarding_touches_nothing_of_another_merchant(scene: Scene) -> None:
+    """What is shared stays: another merchant's keys, and a token that is for both."""
+    furnish(scene)
+    make_merchant("globex")
+    key, text = issue(account("globex"))
+    token_of(key)
+    both, _ = make_token(name="both", merchants=["acme", "globex"])
+    everybody, _ = make_token(name="all")
+    offboard(scene)
+    assert verdict(text) is None
+    assert CustomerToken.objects.filter(account__merchant="globex", revoked_at=None).count() == 1
+    assert set(ServiceToken.objects.filter(revoked_at=None)) == {both, everybody}
+
+
+def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is refused with both down; the copies are destroyed when the backend is back."""
+    furnished = furnish(scene)
+    with monkeypatch.context() as outage:
+        no_backend(outage)
+        no_broker(outage)
+        assert not offboard(scene).left
+        for _, text, environment in furnished:
+            assert verdict(text, environment=environment) is ErrorCode.KEY_REVOKED
+        upkeep.destroy_due()
+        assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROY_DUE}
+    upkeep.destroy_due()
+    assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROYED}
+
+
+@pytest.mark.parametrize(
+    ("through", "after"),
+    [
+        *(("revoke_key", done) for done in range(3)),
+        *(("end_issuance", done) for done in range(2)),
+        ("_disable", 0),
+        ("_revoke_token", 0),
+        ("count_belongings", 0),
+    ],
+)
+def test_offboarding_interrupted_refuses_all_at_once_and_is_done_by_the_next_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, through: str, after: int
+) -> None:
+    """Killed anywhere, no key of the merchant is good any more; run again, it ends what was left, and no more."""
+    furnished = furnish(scene)
+    real: Callable[..., Any] = getattr(offboarding, through)
+    calls: list[object] = []
+
+    def dies(*arguments: Any) -> Any:
+        if len(calls) >= after:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return real(*arguments)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(offboarding, through, dies)
+        with pytest.raises(KeyboardInterrupt):
+            offboard(scene)
+    for _, text, environment in furnished:
+        assert verdict(text, environment=environment) is not None
+    again = offboard(scene)
+    assert not again.left
+    assert not Key.objects.exclude(state__in=DEAD_STATES).exists()
+    assert events_of("platform").count("merchant.offboarding_began") == 1
+    assert AuditEntry.objects.filter(event="key.revoked").count() == 3
+
+
+def test_offboarding_twice_ends_nothing_more(scene: Scene) -> None:
+    furnish(scene)
+    offboard(scene)
+    before = dump_tables()
+    again = offboard(scene)
+    assert not again.ended
+    assert not again.left
+    after = dump_tables()
+    changed = {table for table in after if before[table] != after[table]}
+    assert changed == {"keyvault_auditchain", "keyvault_auditentry"}
+
+
+def test_offboarding_of_more_than_a_batch_ends_them_all(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is a transaction of its own; none is forgotten between two."""
+    monkeypatch.setattr(offboarding, "_BATCH", 2)
+    key, _ = issue(scene.sandbox)
+    for number in range(5):
+        token_of(key, customer_id=f"customer-{number}")
+    for _ in range(4):
+        issue(scene.sandbox)
+    done = offboard(scene)
+    held = done.ended.accounts[SANDBOX]
+    assert (held.keys, held.customer_tokens) == (5, 5)
+    assert events_of("account:acme/sandbox").count("customer_token.revoked") == 3
+
+
+def test_offboarding_counts_what_somebody_else_holds_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that cannot be ended stops none of the others, and is told as left."""
+    furnish(scene)
+
+    def in_use(*_: object) -> None:
+        raise StateConflictError("Somebody else changed this meanwhile.")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(offboarding, "_disable", in_use)
+        done = offboard(scene)
+    assert done.left.words() == "production: nothing; sandbox: 1 webhook endpoint"
+    assert done.ended.accounts[SANDBOX].keys == 2
+    assert not offboard(scene).left
+
+
+def test_offboarding_takes_the_permission(scene: Scene) -> None:
+    """Neither an account manager nor an approver or auditor may; and a grant for an account is not one for all."""
+    furnish(scene)
+    for operator in (scene.tam, scene.approver, make_operator("auditor", Role.AUDITOR)):
+        with pytest.raises(PermissionMissingError):
+            grant(operator, P.MERCHANTS_OFFBOARD)
+    for wrong in (grant(scene.admin, P.MERCHANTS_WRITE), grant(scene.admin, P.MERCHANTS_OFFBOARD, scene.sandbox)):
+        with pytest.raises(PermissionMissingError):
+            offboard_merchant(wrong, scene.merchant, "no")
+    assert Merchant.objects.get().status == "active"
+    assert count_belongings(scene.merchant, now()).accounts[SANDBOX].keys == 2
+
+
+# ------------------------------------------------------------------------------------------------ there is no way back
+
+
+def test_offboarded_merchant_never_becomes_active_again(scene: Scene) -> None:
+    """No resume, no suspension, of the merchant or of an account."""
+    offboard(scene)
+    allowed = grant(scene.admin, P.MERCHANTS_WRITE)
+    for act in (merchants.resume_merchant, merchants.suspend_merchant):
+        with pytest.raises(StateConflictError, match="has left"):
+            act(allowed, scene.merchant)
+    place = account("acme")
+    for change in (merchants.resume_account, merchants.suspend_account):
+        with pytest.raises(StateConflictError, match="has left"):
+            change(grant(scene.admin, P.MERCHANTS_WRITE, place), place)
+    assert Merchant.objects.get().status == "offboarded"
+
+
+def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
+    """Neither a request nor a worker that was already at it brings one."""
+    approved = request_key(scene.sandbox)
+    key, _ = issue(scene.sandbox)
+    staged, _ = keys.stage_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key.credential, expires_in_days=None)
+    suspended, _ = issue(scene.sandbox)
+    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
+    as_it_was = IssuanceRequest.objects.select_related("account__merchant").get(pk=approved.pk)
+    with pytest.MonkeyPatch.context() as killed:
+        killed.setattr(offboarding, "_end_account", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            offboard(scene)
+    with pytest.raises(StateConflictError, match="has left"):
+        request_key(scene.sandbox)
+    with pytest.raises(StateConflictError, match="has left"):
+        issue_request(as_it_was)
+    with pytest.raises(StateConflictError, match="has left"):
+        keys.activate_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), staged)
+    with pytest.raises(StateConflictError, match="has left"):
+        keys.resume_key(grant(scene.admin, P.KEYS_RESUME, scene.sandbox), suspended)
+    assert not offboard(scene).left
+
+
+def test_offboarded_merchant_s_staged_keys_are_burned_by_the_worker(scene: Scene) -> None:
+    """A key that a worker had begun never becomes good, and goes with its request."""
+    request = request_key(scene.sandbox)
+    with pytest.MonkeyPatch.context() as killed:
+        killed.setattr(
+            "keyvault.services.issuance.store_string", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            issue_request(request)
+    assert Key.objects.get().state == "pre_activation"
+    assert not offboard(scene).left
+    WorkLease.objects.update(until=None)  # the worker's lease has run out
+    upkeep.destroy_due()
+    assert Key.objects.get().state == "destroyed"
+
+
+def test_offboarded_merchant_s_expired_customer_tokens_are_not_counted(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    token, _ = token_of(key, ttl_seconds=1)
+    assert (
+        count_belongings(scene.merchant, token.expires_at - timedelta(seconds=1)).accounts[SANDBOX].customer_tokens == 1
+    )
+    assert count_belongings(scene.merchant, token.expires_at).accounts[SANDBOX].customer_tokens == 0
