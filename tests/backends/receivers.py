@@ -162,7 +162,23 @@ def _certificate(
     )
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName([_alternative(each) for each in names]), False)
+    else:
+        builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
     return builder.sign(signer, hashes.SHA256())
+
+
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""RFC 5280 section 4.2.1.3: what a CA's certificate says, and Python 3.13 insists on."""
 
 
 def _alternative(name: str) -> x509.GeneralName:
