@@ -74,10 +74,6 @@ def find_introduction(key_id: str) -> Rotation | None:
     return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
 
 
-def find_open(credential_id: str) -> Rotation | None:
-    return _find(Q(credential_id=credential_id) & ~Q(state__in=CLOSED))
-
-
 def list_open() -> list[str]:
     return list(Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at").values_list("rotation_id", flat=True))
 
