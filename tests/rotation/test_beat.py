@@ -43,7 +43,11 @@ def beats() -> Iterator[list[Scheduler]]:
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """Messages arrive and are carried out at once; what a task raises comes back to whoever sent it."""
+    """Messages arrive and are carried out at once; what a task raises comes back to whoever sent it.
+
+    Beat carries out only a task that its process knows, which a worker's start sees to and here this line.
+    """
+    app.loader.import_default_modules()
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
     yield
     app.conf.update(task_always_eager=False, task_eager_propagates=False)
