@@ -44,6 +44,13 @@ class Permission(StrEnum):
     TOKENS_WRITE = "tokens:write"
     OPERATORS_WRITE = "operators:write"
     AUDIT_READ = "audit:read"
+    AUDIT_SIGN = "audit:sign"
+    CONNECTIONS_READ = "connections:read"
+    CONNECTIONS_WRITE = "connections:write"
+    PEPPERS_READ = "peppers:read"
+    PEPPERS_WRITE = "peppers:write"
+    KEYS_REHASH = "keys:rehash"
+    BACKEND_RECONCILE = "backend:reconcile"
     BREAK_GLASS_REVIEW = "break_glass:review"
 
 

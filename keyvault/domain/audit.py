@@ -69,6 +69,19 @@ class Break:
     why: str
 
 
+def find_fault(entry: ChainedEntry, *, chain: str, sequence: int, previous: bytes) -> str | None:
+    """Why the entry is not the one of that number in that chain, after the one with the hash `previous`; or None."""
+    if entry.chain != chain:
+        return f"belongs to {entry.chain}"
+    if entry.sequence != sequence:
+        return f"entry {sequence} is missing; {entry.sequence} follows"
+    if entry.previous != previous:
+        return "does not lean on the entry before it"
+    if entry_hash(previous, entry.body) != entry.hash:
+        return "its bytes do not match its hash"
+    return None if entry.columns_agree else "its columns differ from its bytes"
+
+
 def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int, head_hash: bytes) -> Break | None:
     """The first broken entry, or None.
 
@@ -77,16 +90,9 @@ def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int
     previous, sequence = GENESIS, 0
     for entry in entries:
         sequence += 1
-        if entry.chain != chain:
-            return Break(chain, sequence, f"belongs to {entry.chain}")
-        if entry.sequence != sequence:
-            return Break(chain, sequence, f"entry {sequence} is missing; {entry.sequence} follows")
-        if entry.previous != previous:
-            return Break(chain, sequence, "does not lean on the entry before it")
-        if entry_hash(previous, entry.body) != entry.hash:
-            return Break(chain, sequence, "its bytes do not match its hash")
-        if not entry.columns_agree:
-            return Break(chain, sequence, "its columns differ from its bytes")
+        why = find_fault(entry, chain=chain, sequence=sequence, previous=previous)
+        if why is not None:
+            return Break(chain, sequence, why)
         previous = entry.hash
     if sequence != head_sequence:
         return Break(chain, sequence + 1, f"the chain ends at {sequence}, its head says {head_sequence}")

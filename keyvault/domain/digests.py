@@ -34,17 +34,29 @@ PEPPER_SET = {
 
 @dataclass(frozen=True, slots=True)
 class Peppers:
-    """The loaded pepper versions of one set. Its repr names versions, never material."""
+    """The loaded pepper versions of one set. Its repr names versions, never material.
+
+    `hashing_version` is what new digests are made with, None: the newest. A newer one proves keys already, and makes
+    digests once every process has loaded it.
+    """
 
     pepper_set: PepperSet
     versions: Mapping[int, bytes]
+    hashing_version: int | None = None
 
     def __repr__(self) -> str:
         return f"Peppers({self.pepper_set}, versions={sorted(self.versions)})"
 
     @property
     def current_version(self) -> int:
-        return max(self.versions)
+        return max(self.versions) if self.hashing_version is None else self.hashing_version
+
+    def lacks(self, version: int) -> bool:
+        """Whether that version came after these were loaded: nothing can be said of what was hashed with it.
+
+        A version that is neither here nor newer was retired, and proves nothing any more.
+        """
+        return version > max(self.versions)
 
     def digest(self, text: Plaintext, version: int | None = None) -> tuple[bytes, int]:
         """The digest of a whole key string, and the version that made it (the current one unless named)."""

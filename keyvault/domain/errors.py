@@ -10,6 +10,7 @@ cannot be carried out or for broken machinery. Statuses and bodies are HTTP and 
     ├── StateConflictError          right request, wrong moment (state, version, four eyes)
     ├── IdempotencyError            the same Idempotency-Key again: unusable, at work, or with another body
     ├── DependencyUnavailableError  a server that we need did not answer; try again
+    │   └── VerifierStaleError      this process does not know yet what the key was hashed with; try again
     └── IntegrityError              stored data contradicts itself; stop rather than run wrong
 """
 
@@ -120,6 +121,10 @@ class DependencyUnavailableError(KeyvaultError):
     def __init__(self, detail: str, *, internal: str = "", retry_after_seconds: int = 1) -> None:
         super().__init__(detail, internal=internal)
         self.retry_after_seconds = retry_after_seconds
+
+
+class VerifierStaleError(DependencyUnavailableError):
+    code = ErrorCode.VERIFIER_STALE
 
 
 class IntegrityError(KeyvaultError):

@@ -9,7 +9,7 @@ from typing import Literal
 from keyvault.domain.base62 import RandomBytes, random_digits
 
 KEY_ID_DIGITS = 16
-Prefix = Literal["crd", "req", "rot", "cmp", "evd", "per", "brk", "ord", "ntc"]
+Prefix = Literal["crd", "req", "rot", "cmp", "evd", "per", "brk", "ord", "ntc", "con"]
 
 _SLUG = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
 _KEY_ID = re.compile(r"[0-9A-Za-z]{16}")

@@ -22,6 +22,9 @@ class NoticeKind(StrEnum):
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
+    HANDOVER_SUSPECTED = "handover.suspected"
+    BACKEND_STRANGER = "backend.stranger"
+    BACKEND_DENIED = "backend.denied"
 
 
 ALARMS = frozenset(
@@ -33,9 +36,15 @@ ALARMS = frozenset(
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
+        NoticeKind.HANDOVER_SUSPECTED,
+        NoticeKind.BACKEND_STRANGER,
+        NoticeKind.BACKEND_DENIED,
     }
 )
 """What somebody has to look at."""
 
-INTERNAL = frozenset({NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED})
+INTERNAL = frozenset(
+    {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
+    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
+)
 """What is told to operators alone."""

@@ -29,7 +29,7 @@ def seal(peppers: Peppers, text: Plaintext, context: bytes, random_bytes: Random
 
 def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
     """What was sealed. Raises IntegrityError: altered, another context's, another set's, or the pepper is gone."""
-    version, salt = int.from_bytes(sealed[:_VERSION_BYTES]), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
+    version, salt = sealed_with(sealed), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
     nonce, ciphertext = sealed[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES], sealed[_HEAD_BYTES:]
     if version not in peppers.versions or len(nonce) < _NONCE_BYTES:
         raise IntegrityError("A sealed secret cannot be opened.", internal=f"{peppers!r} has no version {version}")
@@ -38,6 +38,11 @@ def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
     except InvalidTag as error:
         raise IntegrityError("A sealed secret cannot be opened.", internal="it was altered or moved") from error
     return Plaintext(text.decode())
+
+
+def sealed_with(sealed: bytes) -> int:
+    """The pepper version that it takes to open it."""
+    return int.from_bytes(sealed[:_VERSION_BYTES])
 
 
 def _cipher(peppers: Peppers, version: int, salt: bytes) -> AESGCM:
