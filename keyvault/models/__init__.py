@@ -1,8 +1,9 @@
 """Rows and constraints; no decisions."""
 
-from keyvault.models.audit import AuditChain, AuditEntry, BreakGlass, Change
+from keyvault.models.audit import AuditChain, AuditCheckpoint, AuditEntry, BreakGlass, Change
 from keyvault.models.catalog import CatalogEndpoint, LimitOverride
 from keyvault.models.customers import CustomerToken
+from keyvault.models.handovers import WrappedHandover
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
@@ -11,7 +12,7 @@ from keyvault.models.merchants import Account, Merchant, MerchantStatus, Provide
 from keyvault.models.notifications import DeliveryState, Notice, WebhookDelivery
 from keyvault.models.operators import Operator
 from keyvault.models.orders import Order
-from keyvault.models.peppers import PepperVersion
+from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeyUse, UsageReporter, UseBucket
@@ -19,6 +20,7 @@ from keyvault.models.usage import KeyUse, UsageReporter, UseBucket
 __all__ = [
     "Account",
     "AuditChain",
+    "AuditCheckpoint",
     "AuditEntry",
     "BreakGlass",
     "CatalogEndpoint",
@@ -27,6 +29,7 @@ __all__ = [
     "CustomerToken",
     "DeliveryState",
     "IdempotentRequest",
+    "Installation",
     "IssuanceApproval",
     "IssuanceRequest",
     "Key",
@@ -47,4 +50,5 @@ __all__ = [
     "WebhookDelivery",
     "WebhookEndpoint",
     "WorkLease",
+    "WrappedHandover",
 ]

@@ -4,7 +4,8 @@ from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
 
-from keyvault.models.columns import at, created_at
+from keyvault.domain.digests import PepperSet
+from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.recording import RecordedModel
 
 
@@ -40,6 +41,30 @@ class AuditEntry(models.Model):
 
     def __str__(self) -> str:
         return f"{self.chain_id} #{self.sequence} {self.event}"
+
+
+class AuditCheckpoint(models.Model):
+    """A signed statement of where every chain of a scope stood. The `body` bytes are what was signed; append-only.
+
+    `signer` names the key (`vault:<mount>/<key>`, or `local`), `key_version` which of its public keys checks it.
+    """
+
+    scope = choice(PepperSet)
+    number = models.PositiveBigIntegerField()
+    at = models.DateTimeField()
+    body = models.BinaryField()
+    signature = models.BinaryField(max_length=64)
+    signer = models.CharField(max_length=200)
+    key_version = models.PositiveIntegerField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["scope", "number"], name="audit_checkpoint_unique"),
+            choices_check("audit_checkpoint_scope", "scope", PepperSet),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.scope} checkpoint {self.number}"
 
 
 class Change(models.Model):

@@ -16,6 +16,10 @@ from keyvault.models.recording import RecordedModel, Subject
 models.BinaryField.register_lookup(Length)
 
 
+HANDOVER = "handover"
+"""First segment of the backend's paths that no merchant reads by itself."""
+
+
 class OriginHeader(models.TextChoices):
     """What a private key that comes with an Origin header leads to."""
 
@@ -24,7 +28,10 @@ class OriginHeader(models.TextChoices):
 
 
 class Credential(RecordedModel):
-    """`networks`: the CIDR blocks that its keys are good from; none listed: everywhere."""
+    """`networks`: the CIDR blocks that its keys are good from; none listed: everywhere.
+
+    `forgotten_at`: when the secret backend was made to forget its path, of a merchant that has left.
+    """
 
     credential_id = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="credentials")
@@ -34,6 +41,7 @@ class Credential(RecordedModel):
     origin_header = choice(OriginHeader, default=OriginHeader.REFUSE)
     networks = models.JSONField(default=list, blank=True)
     created_at = created_at()
+    forgotten_at = at()
 
     class Meta:
         constraints = [
@@ -54,15 +62,27 @@ class Credential(RecordedModel):
 
     @property
     def backend_path(self) -> str:
-        """Internal ids only: whoever may list paths learns no names (D15)."""
-        return f"{self.account_id}/{self.credential_id}"
+        """Internal ids only: whoever may list paths learns no names (D15).
+
+        What is handed over wrapped lies where the merchant's own policy does not reach: otherwise it could be read
+        without opening the token, and nobody would notice.
+        """
+        place = f"{self.account_id}/{self.credential_id}"
+        return f"{HANDOVER}/{place}" if self.delivery == Delivery.WRAPPED else place
 
 
 class Material(models.TextChoices):
-    """Whether the secret backend holds this key's string."""
+    """Whether the secret backend holds this key's string.
+
+    A quarantined key's is soft-deleted: it cannot be read, and can be brought back until it is destroyed. What is due
+    is done by a worker, in a step of its own.
+    """
 
     NONE = "none"
     HELD = "held"
+    DELETE_DUE = "delete_due"
+    DELETED = "deleted"
+    RESTORE_DUE = "restore_due"
     DESTROY_DUE = "destroy_due"
     DESTROYED = "destroyed"
 
@@ -126,7 +146,11 @@ class Key(RecordedModel):
             ),
         ]
         indexes = [
-            models.Index(fields=["material"], name="key_material_due", condition=Q(material="destroy_due")),
+            models.Index(
+                fields=["material"],
+                name="key_material_due",
+                condition=Q(material__in=["destroy_due", "delete_due", "restore_due"]),
+            ),
             models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state="active")),
         ]
 

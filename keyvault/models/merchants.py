@@ -79,18 +79,29 @@ class Account(RecordedModel):
 class ProviderConnection(RecordedModel):
     """A payment provider's connection: test mode in sandbox, live in production; its secret is in the backend.
 
-    A trigger compares the mode with the account's environment, see `models.triggers`.
+    `stored_at`: when its credentials were last written there, as `backend_version`, and `stored_by` whom. From
+    `settle_due_at` on a worker sees whether what stands there is what this row says, and destroys what came before;
+    None: nothing is owed. A removed one's path is forgotten by a worker. A trigger compares the mode with the
+    account's environment, see `models.triggers`.
     """
 
     account = models.ForeignKey(Account, models.PROTECT, related_name="connections")
     provider = models.SlugField(max_length=64)
     mode = choice(ConnectionMode)
     backend_path = models.CharField(max_length=255, blank=True)
+    backend_version = models.PositiveIntegerField(null=True, blank=True)
     created_at = created_at()
+    stored_at = at()
+    stored_by = models.CharField(max_length=200, blank=True)
+    settle_due_at = at()
+    removed_at = at()
+    forgotten_at = at()
 
     class Meta:
         constraints = [
-            models.UniqueConstraint(fields=["account", "provider"], name="connection_unique"),
+            models.UniqueConstraint(
+                fields=["account", "provider"], name="connection_unique", condition=Q(removed_at__isnull=True)
+            ),
             choices_check("connection_mode", "mode", ConnectionMode),
         ]
 

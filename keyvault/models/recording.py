@@ -6,7 +6,7 @@ changed. Raw SQL and migrations go round this, as does anybody with the database
 is for those.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
@@ -105,6 +105,18 @@ class RecordedModel(models.Model):
             setattr(self, name, value)
         self._note(subjects)
         return self
+
+    def swap_beside(self, seen: Mapping[str, Any], **changes: Any) -> bool:
+        """Writes columns that no other act writes, if they are as they were seen; whether it did.
+
+        It does not count the version up: whoever has read the row meanwhile still writes what is theirs.
+        """
+        subjects = _require_recording(type(self))
+        rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, **seen)
+        if rows.update(**changes) != 1:
+            return False
+        self._note(subjects)
+        return True
 
     def _note(self, subjects: dict[Subject, None]) -> None:
         subject = self.alters()

@@ -12,6 +12,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 _APPEND_ONLY = (
     "keyvault_auditentry",
+    "keyvault_auditcheckpoint",
+    "keyvault_installation",
     "keyvault_change",
     "keyvault_issuanceapproval",
     "rotation_rotationapproval",
@@ -35,6 +37,9 @@ _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "keyvault_limitoverride": (("id",), ("account_id", "endpoint")),
     "keyvault_notice": (("notice_id",),),
     "keyvault_webhookendpoint": (("id",), ("account_id", "url")),
+    "keyvault_wrappedhandover": (("id",), ("accessor",)),
+    "keyvault_providerconnection": (("id",),),
+    "keyvault_pepperversion": (("id",), ("pepper_set", "number")),
     "rotation_rotation": (("rotation_id",),),
     "rotation_retirement": (("id",),),
     "rotation_campaign": (("campaign_id",),),
@@ -75,6 +80,21 @@ def _conditions() -> Iterator[Refusal]:
         "EXISTS (SELECT 1 FROM keyvault_auditentry e WHERE e.id = NEW.id "
         "OR (e.chain_id = NEW.chain_id AND e.sequence = NEW.sequence))",
         "auditentry is append-only",
+    )
+    yield Refusal(
+        "auditcheckpoint_no_replace",
+        "keyvault_auditcheckpoint",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_auditcheckpoint c WHERE c.id = NEW.id "
+        "OR (c.scope = NEW.scope AND c.number = NEW.number))",
+        "auditcheckpoint is append-only",
+    )
+    yield Refusal(
+        "installation_no_replace",
+        "keyvault_installation",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_installation i WHERE i.id = NEW.id)",
+        "installation is append-only",
     )
     yield Refusal(
         "change_no_replace",
@@ -141,6 +161,14 @@ def _conditions() -> Iterator[Refusal]:
         "a chain moves one entry at a time",
     )
     yield Refusal(
+        "providerconnection_stays",
+        "keyvault_providerconnection",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.account_id <> OLD.account_id OR NEW.provider <> OLD.provider "
+        "OR NEW.backend_path <> OLD.backend_path OR (OLD.removed_at IS NOT NULL AND NEW.removed_at IS NULL)",
+        "a connection keeps its account, its provider and its place, and does not come back once removed",
+    )
+    yield Refusal(
         "connection_mode_insert",
         "keyvault_providerconnection",
         "INSERT",
@@ -153,6 +181,33 @@ def _conditions() -> Iterator[Refusal]:
         "UPDATE",
         _WRONG_MODE,
         "test mode is for sandbox, live mode for production",
+    )
+    # Unique among those that are there: REPLACE would delete the one to make room.
+    yield Refusal(
+        "providerconnection_one",
+        "keyvault_providerconnection",
+        "INSERT",
+        "NEW.removed_at IS NULL AND EXISTS (SELECT 1 FROM keyvault_providerconnection c WHERE c.removed_at IS NULL "
+        "AND c.account_id = NEW.account_id AND c.provider = NEW.provider)",
+        "an account has one connection to a provider",
+    )
+    yield Refusal(
+        "wrappedhandover_stays",
+        "keyvault_wrappedhandover",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.subject <> OLD.subject OR NEW.key_id <> OLD.key_id OR NEW.accessor <> OLD.accessor "
+        "OR NEW.creation_path <> OLD.creation_path OR NEW.expires_at <> OLD.expires_at "
+        "OR OLD.confirmed_at IS NOT NULL OR OLD.revoked_at IS NOT NULL OR OLD.suspected_at IS NOT NULL",
+        "a wrapping token stays as it was given, and ends once",
+    )
+    # Unique among the open ones: REPLACE would delete the one to make room.
+    yield Refusal(
+        "wrappedhandover_one_open",
+        "keyvault_wrappedhandover",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM keyvault_wrappedhandover h WHERE h.subject = NEW.subject "
+        "AND h.confirmed_at IS NULL AND h.revoked_at IS NULL AND h.suspected_at IS NULL)",
+        "one wrapping token is out at a time",
     )
     yield Refusal(
         "merchant_stays_gone",
@@ -190,8 +245,9 @@ def _conditions() -> Iterator[Refusal]:
         "credential_stays",
         "keyvault_credential",
         "UPDATE",
-        "NEW.credential_id <> OLD.credential_id OR NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind",
-        "a credential never changes its account or kind",
+        "NEW.credential_id <> OLD.credential_id OR NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind "
+        "OR NEW.delivery <> OLD.delivery",
+        "a credential never changes its account, its kind or its delivery",
     )
     yield Refusal(
         "breakglass_stays",
@@ -285,6 +341,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR coalesce(CAST(NEW.expires_at AS TEXT), '') <> coalesce(CAST(OLD.expires_at AS TEXT), '')",
         "a key keeps its credential and its expiry",
     )
+    yield from _peppers()
     for when in ("INSERT", "UPDATE"):
         yield Refusal(
             f"key_two_active_{when.lower()}",
@@ -408,6 +465,83 @@ def _conditions() -> Iterator[Refusal]:
         "JOIN rotation_campaign c ON c.campaign_id = m.campaign_id WHERE m.campaign_id = NEW.campaign_id "
         "AND m.credential_id = NEW.credential_id AND m.rotation_id IS NULL AND c.state = 'running')",
         "a campaign that runs begins one rotation for each of its members",
+    )
+
+
+_GOOD_AT_RETIREMENT = "{row}.revoked_at IS NULL AND {row}.expires_at > NEW.retired_at"
+_ENVIRONMENT_OF_KEY = (
+    "(SELECT a.environment FROM keyvault_credential c JOIN keyvault_account a ON a.id = c.account_id "
+    "WHERE c.credential_id = {row}.credential_id)"
+)
+_ENVIRONMENT_OF_CUSTOMER_TOKEN = "(SELECT a.environment FROM keyvault_account a WHERE a.id = {row}.account_id)"  # noqa: S105  a query, no secret
+_DIGESTED = (
+    ("keyvault_key", _ENVIRONMENT_OF_KEY, f"{{row}}.state NOT IN {_DEAD}"),
+    ("keyvault_servicetoken", "'service'", _GOOD_AT_RETIREMENT),
+    ("keyvault_customertoken", _ENVIRONMENT_OF_CUSTOMER_TOKEN, _GOOD_AT_RETIREMENT),
+)
+"""Tables of digests, each with the pepper set of a row and whether the row may still prove something."""
+
+
+def _peppers() -> Iterator[Refusal]:
+    """A digest only ever moves to a newer pepper, and a pepper goes only when nothing that lives leans on it."""
+    for table, pepper_set, _ in _DIGESTED:
+        short = table.split("_", 1)[1]
+        yield Refusal(
+            f"{short}_digest_stays",
+            table,
+            "UPDATE",
+            "(NEW.digest <> OLD.digest OR NEW.pepper_version <> OLD.pepper_version) "
+            "AND (NEW.digest = OLD.digest OR NEW.pepper_version <= OLD.pepper_version)",
+            f"a digest of {short} is only replaced by one of a newer pepper",
+        )
+        for when, moved in (("INSERT", ""), ("UPDATE", "NEW.pepper_version <> OLD.pepper_version AND ")):
+            yield Refusal(
+                f"{short}_pepper_{when.lower()}",
+                table,
+                when,
+                f"{moved}EXISTS (SELECT 1 FROM keyvault_pepperversion p "  # noqa: S608  our own names only
+                "WHERE p.number = NEW.pepper_version "
+                f"AND p.retired_at IS NOT NULL AND p.pepper_set = {pepper_set.format(row='NEW')})",
+                f"no {short} is hashed with a retired pepper",
+            )
+    for table, pepper_set, living in _DIGESTED:
+        short = table.split("_", 1)[1]
+        yield Refusal(
+            f"pepperversion_of_{short}",
+            "keyvault_pepperversion",
+            "UPDATE",
+            f"NEW.retired_at IS NOT NULL AND OLD.retired_at IS NULL "  # noqa: S608  our own names only
+            f"AND EXISTS (SELECT 1 FROM {table} d WHERE d.pepper_version = NEW.number "
+            f"AND {living.format(row='d')} AND {pepper_set.format(row='d')} = NEW.pepper_set)",
+            f"a pepper that a living {short} is hashed with is not retired",
+        )
+    yield Refusal(
+        "pepperversion_newest",
+        "keyvault_pepperversion",
+        "UPDATE",
+        "NEW.retired_at IS NOT NULL AND OLD.retired_at IS NULL "
+        "AND NOT EXISTS (SELECT 1 FROM keyvault_pepperversion p WHERE p.pepper_set = NEW.pepper_set "
+        "AND p.number > NEW.number AND p.retired_at IS NULL AND p.hashes_from_at <= NEW.retired_at)",
+        "a pepper is retired once a newer one makes the digests",
+    )
+    yield Refusal(
+        "pepperversion_stays",
+        "keyvault_pepperversion",
+        "UPDATE",
+        "NEW.id <> OLD.id OR NEW.pepper_set <> OLD.pepper_set OR NEW.number <> OLD.number "
+        "OR NEW.check_value <> OLD.check_value OR NEW.created_at <> OLD.created_at "
+        "OR (coalesce(CAST(NEW.hashes_from_at AS TEXT), '') <> coalesce(CAST(OLD.hashes_from_at AS TEXT), '') "
+        "AND (OLD.number = 1 OR OLD.hashes_from_at IS NOT NULL OR OLD.retired_at IS NOT NULL))",
+        "a pepper version stays what it is",
+    )
+    yield Refusal(
+        "pepperversion_no_revival",
+        "keyvault_pepperversion",
+        "UPDATE",
+        "(OLD.retired_at IS NOT NULL AND (NEW.retired_at IS NULL OR NEW.retired_at <> OLD.retired_at)) "
+        "OR (OLD.destroyed_at IS NOT NULL AND (NEW.destroyed_at IS NULL OR NEW.destroyed_at <> OLD.destroyed_at)) "
+        "OR (NEW.destroyed_at IS NOT NULL AND NEW.retired_at IS NULL)",
+        "a retired pepper stays retired, and only such a one is destroyed",
     )
 
 

@@ -80,12 +80,14 @@ class UsageReporter(models.Model):
     """A process that verifies. All its uses up to `flushed_through_at` are in the tables above.
 
     A reporter that stopped in good order flushed first; one that was lost may have taken uses with it, and
-    `lost_at` is when that was noticed.
+    `lost_at` is when that was noticed. `peppers`: of each set that it serves the newest version that it has loaded,
+    with all before it, and 0 for none; None: it is of a release that does not say.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
     started_at = models.DateTimeField()
     flushed_through_at = models.DateTimeField()
+    peppers = models.JSONField(null=True, blank=True)
     stopped_at = at()
     lost_at = at()
 
