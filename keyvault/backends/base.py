@@ -5,8 +5,9 @@ call happens inside a database transaction, and every write may be repeated afte
 back, and decide by the `labels` who won.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
@@ -15,11 +16,15 @@ from keyvault.domain.plaintext import Plaintext
 
 
 class Mount(StrEnum):
-    """Separate stores with nothing shared: one for each environment's keys, one for the peppers."""
+    """Separate stores with nothing shared: one for each environment's keys, one for the peppers.
+
+    `audit` is the local keystore's alone: the keys that sign the audit log. In a Vault they never leave Transit.
+    """
 
     SANDBOX = "sandbox"
     PRODUCTION = "production"
     PEPPERS = "peppers"
+    AUDIT = "audit"
 
 
 class VersionState(StrEnum):
@@ -46,6 +51,20 @@ class StoredVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A secret read into a response that one person may open once (response wrapping).
+
+    `creation_path` goes to the receiver by another way than the token: who looks the token up before opening it finds
+    that path and no other. `accessor` names the token and opens nothing.
+    """
+
+    token: Plaintext
+    accessor: str
+    creation_path: str
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """`ready` to read and write; `detail` says in plain words why not."""
 
@@ -53,30 +72,38 @@ class Health:
     detail: str
 
 
-class BackendUnavailableError(DependencyUnavailableError):
+class BackendError(KeyvaultError):
+    """What every fault of a backend is. `status`: the HTTP status of its answer, where it gave one."""
+
+    def __init__(self, detail: str, *, internal: str = "", status: int | None = None, **more: int) -> None:
+        super().__init__(detail, internal=internal, **more)
+        self.status = status
+
+
+class BackendUnavailableError(BackendError, DependencyUnavailableError):
     """No answer, or none that says what happened: try again, after reading back if it was a write."""
 
 
-class BackendDeniedError(KeyvaultError):
-    """The backend refuses us: a policy or a token is wrong, and trying again will not help."""
+class BackendDeniedError(BackendError):
+    """The backend refuses us: a policy or a login is wrong, and trying again will not help."""
 
     code = ErrorCode.DEPENDENCY_UNAVAILABLE
 
 
-class BackendConflictError(KeyvaultError):
+class BackendConflictError(BackendError):
     """Check-and-set failed: somebody else wrote. Read, and adopt or stop; never overwrite."""
 
     code = ErrorCode.STATE_CONFLICT
 
 
-class BackendMissingError(KeyvaultError):
+class BackendMissingError(BackendError):
     """Nothing readable there: never written, soft-deleted, or destroyed."""
 
     code = ErrorCode.NOT_FOUND
 
 
-class BackendInvalidError(KeyvaultError):
-    """What is stored cannot be trusted (moved, altered, made with another master key)."""
+class BackendInvalidError(BackendError):
+    """What is stored cannot be trusted (moved, altered, made with another master key), or cannot be understood."""
 
 
 class SecretBackend(Protocol):
@@ -111,5 +138,25 @@ class SecretBackend(Protocol):
     def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
         """Every version of a path, oldest first; empty where nothing was ever written."""
 
+    def forget(self, mount: Mount, path: str) -> None:
+        """Erases every version of a path for ever, and that there ever was one. Repeatable."""
+
+    def list_paths(self, mount: Mount) -> Iterator[str]:
+        """Every path of a mount under which there is or was a version, in no order; others may write meanwhile."""
+
     def health(self) -> Health:
         """Never raises."""
+
+
+class WrappingBackend(Protocol):
+    """What a backend can do besides that hands a secret over inside a wrapping token."""
+
+    def wrap(self, mount: Mount, path: str, version: int, *, seconds: int) -> Wrapped:
+        """Reads a version into a response that is opened once, within that time. Raises BackendMissingError."""
+
+    def is_unopened(self, mount: Mount, accessor: str) -> bool:
+        """Whether the wrapping token is still there: neither opened nor expired nor revoked."""
+
+    def revoke_wrapping(self, mount: Mount, accessor: str) -> bool:
+        """Nobody opens it any more. Whether it was unopened until then: False where it was opened, expired or revoked
+        before."""

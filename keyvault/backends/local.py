@@ -168,6 +168,17 @@ class LocalKeystore:
             ).fetchall()
         return [StoredVersion(version, VersionState(state)) for version, state in rows]
 
+    def forget(self, mount: Mount, path: str) -> None:
+        for stored in self.versions(mount, path):
+            self.destroy(mount, path, stored.version)
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM records WHERE mount = ? AND path = ?", (mount, path))
+
+    def list_paths(self, mount: Mount) -> Iterator[str]:
+        with self._connection() as connection:
+            rows = connection.execute("SELECT DISTINCT path FROM records WHERE mount = ?", (mount,)).fetchall()
+        yield from (str(row[0]) for row in rows)
+
     def health(self) -> Health:
         try:
             with self._connection() as connection:

@@ -40,6 +40,28 @@ def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
     return _read_private(path)
 
 
+def write_private_file(path: Path, text: str) -> None:
+    """A whole file in the place of whatever was there, or nothing; readable by its owner only, and kept through a
+    power cut."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def remove_private_file(path: Path) -> None:
+    """Gone, after a power cut too."""
+    path.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
 def _read_private(path: Path) -> str:
     try:
         if path.stat().st_mode & 0o077:

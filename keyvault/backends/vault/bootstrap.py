@@ -1,0 +1,341 @@
+"""Sets a Vault or an OpenBao up for us, and mends what drifted: mounts, policies, signing keys, roles, logins.
+
+Repeatable: what is right already is neither written again nor mentioned. It needs a client with an administrator's
+token and is the only module that ever has one. What somebody else put under one of our names is refused, not changed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import hvac
+
+import keyvault
+from keyvault.backends.base import BackendInvalidError, BackendMissingError
+from keyvault.backends.private_files import ensure_private_directory, write_private_file
+from keyvault.backends.vault.capabilities import list_hosts
+from keyvault.backends.vault.layout import ENGINE_OF, MERCHANT_POLICY, SIGNING_KEY, Engine, Layout, Role, scopes_of
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import StateConflictError
+
+T = TypeVar("T")
+
+POLICY_FILES: Final = Path(keyvault.__file__).resolve().parent.parent / "deploy" / "vault"
+
+KEPT_VERSIONS: Final[Mapping[Engine, int]] = {Engine.KEYS: 10, Engine.PEPPERS: 100}
+"""The server erases the oldest version beyond that. No pepper must ever go that way: its keys would go with it."""
+
+TOKEN_SECONDS: Final = 3600
+"""The period of a login's token: renewed in time it lives for ever, left alone it ends."""
+
+SECRET_ID_DAYS: Final = 90
+UPGRADE_SECONDS: Final = 30.0
+
+APPROLE: Final = "approle"
+KUBERNETES: Final = "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What an installation may choose. `networks`: where logins may come from; None: as it is. `namespace`: logins by
+    Kubernetes in the place of AppRole, for the service accounts `<prefix>-web`, `-worker` and `-setup` there."""
+
+    networks: tuple[str, ...] | None = None
+    secret_id_days: int = SECRET_ID_DAYS
+    namespace: str | None = None
+
+
+def bootstrap(
+    admin: hvac.Client,
+    layout: Layout,
+    environments: Iterable[str],
+    say: Callable[[str], None],
+    wishes: Wishes | None = None,
+    *,
+    is_dry_run: bool = False,
+) -> None:
+    """Everything of these environments, and of scope `service`; tells `say` each change, before a dry run's too.
+
+    Raises StateConflictError, having changed nothing, where a name of ours is somebody else's; and what
+    `backends.base` knows.
+    """
+    scopes = list_scopes(environments)
+    desk = _Desk(admin, layout, say, Wishes() if wishes is None else wishes, is_dry_run)
+    desk.refuse_strangers(scopes)
+    for scope in scopes:
+        for engine in KEPT_VERSIONS:
+            if scope in scopes_of(engine):
+                desk.ensure_secrets(engine, scope)
+        desk.ensure_signing(scope)
+    for scope in scopes:
+        if scope in scopes_of(Engine.KEYS):
+            desk.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))
+    desk.ensure_method()
+    for role, scope in list_logins(scopes):
+        desk.ensure_policy(layout.login(role, scope), policy_text(layout, role, scope))
+        desk.ensure_role(role, scope)
+
+
+def list_scopes(environments: Iterable[str]) -> list[str]:
+    return sorted({*environments, PepperSet.SERVICE.value})
+
+
+def list_logins(scopes: Iterable[str]) -> list[tuple[Role, str]]:
+    """Every role and scope that there is a login for."""
+    wanted = set(scopes)
+    return [(role, scope) for role in Role for scope in scopes_of(ENGINE_OF[role]) if scope in wanted]
+
+
+def secrets_options(engine: Engine) -> dict[str, Any]:
+    """Of a KV mount. No version is deleted by its age: that counts from its making, and would take one in use."""
+    return {"cas_required": True, "max_versions": KEPT_VERSIONS[engine], "delete_version_after": "0s"}
+
+
+def policy_text(layout: Layout, name: str, scope: str) -> str:
+    """The files of deploy/vault with the names filled in: a role's is what every login may, and its own."""
+    files = ["merchant.hcl"] if name == MERCHANT_POLICY else ["login.hcl", f"{name}.hcl"]
+    text = "\n".join((POLICY_FILES / file).read_text(encoding="utf-8") for file in files)
+    return text.replace("PREFIX", layout.prefix).replace("ROLE", name).replace("SCOPE", scope)
+
+
+def make_logins(
+    admin: hvac.Client,
+    layout: Layout,
+    names: Iterable[str],
+    folder: Path,
+    *,
+    wrap_seconds: int | None,
+    renew: bool = False,
+) -> list[str]:
+    """Writes `<name>.role_id` and `<name>.wrapped_secret_id` (None: `<name>.secret_id`), mode 0600; returns the names
+    that were written.
+
+    A login that the folder has already is left alone, unless `renew`: then every secret id of that role is destroyed,
+    on every host, and another one made. Whoever is logged in stays so.
+    """
+    ensure_private_directory(folder)
+    written = []
+    for name in names:
+        if not name.startswith(f"{layout.prefix}-"):
+            raise ValueError(f"{name} is no name of this installation")
+        kept, wrapped, role_id = (folder / f"{name}.{kind}" for kind in ("secret_id", "wrapped_secret_id", "role_id"))
+        if not renew and role_id.exists() and (kept.exists() or wrapped.exists()):
+            continue
+        if renew:
+            _destroy_secret_ids(admin, name)
+        found = admin.auth.approle.read_role_id(name, mount_point=APPROLE)["data"]["role_id"]
+        wrap_ttl = None if wrap_seconds is None else f"{wrap_seconds}s"
+        made = admin.auth.approle.generate_secret_id(name, mount_point=APPROLE, wrap_ttl=wrap_ttl)
+        write_private_file(role_id, found)
+        for stale in (kept, wrapped):
+            stale.unlink(missing_ok=True)
+        if wrap_seconds is None:
+            write_private_file(kept, made["data"]["secret_id"])
+        else:
+            write_private_file(wrapped, made["wrap_info"]["token"])
+        written.append(name)
+    return written
+
+
+def _destroy_secret_ids(admin: hvac.Client, name: str) -> None:
+    try:
+        accessors = admin.auth.approle.list_secret_id_accessors(name, mount_point=APPROLE)["data"]["keys"]
+    except BackendMissingError:
+        return
+    for accessor in accessors:
+        admin.auth.approle.destroy_secret_id_accessor(name, accessor, mount_point=APPROLE)
+
+
+def read_path(client: hvac.Client, path: str) -> Any:
+    """The answer's data. hvac's own methods for it have no types."""
+    return cast("Any", client.read(path))["data"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """One run: compares, tells, and then changes."""
+
+    admin: hvac.Client
+    layout: Layout
+    say: Callable[[str], None]
+    wishes: Wishes
+    is_dry_run: bool
+
+    def refuse_strangers(self, scopes: list[str]) -> None:
+        """Before anything is changed."""
+        mounts, methods = self._mounts(), self._methods()
+        for scope in scopes:
+            for engine in Engine:
+                name = self.layout.mount(engine, scope)
+                if scope not in scopes_of(engine) or name not in mounts:
+                    continue
+                wanted = "transit" if engine is Engine.ANCHOR else "kv version 2"
+                if (found := _type_of(mounts[name])) != wanted:
+                    raise _stranger(f"The mount {name} is of type {found}, not {wanted}.")
+        method = APPROLE if self.wishes.namespace is None else KUBERNETES
+        if method in methods and methods[method]["type"] != method:
+            raise _stranger(f"The auth method at {method} is of type {methods[method]['type']}.")
+        if method == KUBERNETES and method not in methods:
+            raise StateConflictError(
+                "The auth method kubernetes is not there: enable it, tell it of your cluster, and run this again."
+            )
+
+    # --- mounts ---------------------------------------------------------------------------------------------
+
+    def ensure_secrets(self, engine: Engine, scope: str) -> None:
+        """A KV mount of version 2."""
+        name, wanted = self.layout.mount(engine, scope), secrets_options(engine)
+        if self._ensure_mount(name, "kv", {"version": "2"}):
+            found = self._when_upgraded(lambda: self.admin.secrets.kv.v2.read_configuration(mount_point=name)["data"])
+        else:
+            found = {"delete_version_after": "0s"}  # As a new one has it.
+        if differing := _differing(found, wanted):
+            self._change(
+                f"mount {name}: {_told(differing)}",
+                lambda: self.admin.secrets.kv.v2.configure(mount_point=name, **wanted),
+            )
+
+    def ensure_signing(self, scope: str) -> None:
+        """A transit mount with an Ed25519 key that can be neither read nor deleted."""
+        name = self.layout.mount(Engine.ANCHOR, scope)
+        path = f"{name}/keys/{SIGNING_KEY}"
+        key = self._read(path) if self._ensure_mount(name, "transit", None) else {}
+        if not key:
+            self._change(
+                f"signing key {name}/{SIGNING_KEY}: made",
+                lambda: self.admin.write_data(
+                    path, data={"type": "ed25519", "exportable": False, "allow_plaintext_backup": False}
+                ),
+            )
+            return
+        if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
+            raise _stranger(f"The key {name}/{SIGNING_KEY} is of another type, or can be taken out of the server.")
+        if key["deletion_allowed"]:
+            self._change(
+                f"signing key {name}/{SIGNING_KEY}: deletion_allowed false",
+                lambda: self.admin.write_data(f"{path}/config", data={"deletion_allowed": False}),
+            )
+
+    def _ensure_mount(self, name: str, kind: str, options: dict[str, str] | None) -> bool:
+        """Whether it is there now; a dry run leaves it out."""
+        mount = self._mounts().get(name)
+        if mount is None:
+            self._change(
+                f"mount {name}: made, {kind}",
+                lambda: self.admin.sys.enable_secrets_engine(kind, path=name, options=options),
+            )
+            return not self.is_dry_run
+        if shown := [key for key in mount["config"] if key.startswith("audit_non_hmac_") and mount["config"][key]]:
+            # What is in there would stand in the server's audit log as it is.
+            self._change(
+                f"mount {name}: {', '.join(shown)} emptied",
+                lambda: self.admin.write_data(f"sys/mounts/{name}/tune", data={key: [] for key in shown}),
+            )
+        return True
+
+    def _when_upgraded(self, ask: Callable[[], T]) -> T:
+        """A new KV mount of version 2 answers 400 for a moment."""
+        deadline = time.monotonic() + UPGRADE_SECONDS
+        while True:
+            try:
+                return ask()
+            except BackendInvalidError as error:
+                if "pgrading" not in error.internal or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    # --- policies and roles ---------------------------------------------------------------------------------
+
+    def ensure_policy(self, name: str, text: str) -> None:
+        found = self._read(f"sys/policies/acl/{name}").get("policy")
+        if found != text:
+            self._change(
+                f"policy {name}: {'made' if found is None else 'changed'}",
+                lambda: self.admin.sys.create_or_update_acl_policy(name, text, pretty_print=False),
+            )
+
+    def ensure_method(self) -> None:
+        if self.wishes.namespace is None and APPROLE not in self._methods():
+            self._change(f"auth method {APPROLE}: made", lambda: self.admin.sys.enable_auth_method(APPROLE))
+
+    def ensure_role(self, role: Role, scope: str) -> None:
+        """The login's role, under the same name: one policy, and no other."""
+        name = self.layout.login(role, scope)
+        token = {
+            "token_policies": [name],
+            "token_no_default_policy": True,
+            "token_period": TOKEN_SECONDS,
+            "token_type": "service",
+        }
+        if self.wishes.namespace is not None:
+            bound = {
+                "bound_service_account_names": [f"{self.layout.prefix}-{host}" for host in list_hosts(role)],
+                "bound_service_account_namespaces": [self.wishes.namespace],
+            }
+            self._ensure_role(KUBERNETES, name, {**token, **bound})
+            return
+        secret_id: dict[str, Any] = {
+            "bind_secret_id": True,
+            "secret_id_ttl": self.wishes.secret_id_days * 86_400,
+            "secret_id_num_uses": 0,
+        }
+        if self.wishes.networks is not None:
+            networks = [str(ip_network(network)) for network in self.wishes.networks]
+            secret_id |= {"secret_id_bound_cidrs": networks, "token_bound_cidrs": networks}
+        self._ensure_role(APPROLE, name, {**token, **secret_id})
+
+    def _ensure_role(self, method: str, name: str, wanted: dict[str, Any]) -> None:
+        path = f"auth/{method}/role/{name}"
+        found = self._read(path) if method in self._methods() else {}
+        if differing := _differing(found, wanted):
+            self._change(
+                f"role {method}/{name}: {_told(differing) if found else 'made'}",
+                lambda: self.admin.write_data(path, data=wanted),
+            )
+
+    # --- the server -----------------------------------------------------------------------------------------
+
+    def _mounts(self) -> dict[str, Any]:
+        return {name.rstrip("/"): about for name, about in self._read("sys/mounts").items()}
+
+    def _methods(self) -> dict[str, Any]:
+        return {name.rstrip("/"): about for name, about in self._read("sys/auth").items()}
+
+    def _read(self, path: str) -> Any:
+        """Empty where there is nothing."""
+        try:
+            return read_path(self.admin, path)
+        except BackendMissingError:
+            return {}
+
+    def _change(self, told: str, act: Callable[[], Any]) -> None:
+        if not self.is_dry_run:
+            act()
+        self.say(told)
+
+
+def _type_of(mount: Mapping[str, Any]) -> str:
+    version = (mount.get("options") or {}).get("version")
+    return f"{mount['type']} version {version or 1}" if mount["type"] == "kv" else str(mount["type"])
+
+
+def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in wanted.items() if _plain(name, found.get(name)) != value}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """As we would have written it: the server drops the length of a network of one address."""
+    if name.endswith("_cidrs"):
+        return [str(ip_network(network)) for network in value or []]
+    return value
+
+
+def _told(wishes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in wishes.items())
+
+
+def _stranger(what: str) -> StateConflictError:
+    return StateConflictError(f"{what} Somebody else made it: move it away, or choose another KEYVAULT_VAULT_PREFIX.")

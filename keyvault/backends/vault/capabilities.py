@@ -1,0 +1,111 @@
+"""Which hosts have which roles, what each role may do on the server, and how what a token may do differs from it.
+
+The policies in deploy/vault say the same to the server; a test holds the two together. It is asked for paths that stand
+for all of their kind, in every scope, so that a policy that allows too much is found, too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from keyvault.backends.vault.layout import (
+    ENGINE_OF,
+    PEPPER_PATH,
+    SCOPES,
+    SIGNING_KEY,
+    Engine,
+    Layout,
+    Role,
+    scopes_of,
+)
+
+ROLES_OF_HOST: Final[Mapping[str, frozenset[Role]]] = {
+    "web": frozenset({Role.LOOKUP, Role.ISSUER, Role.READER, Role.COURIER}),
+    "worker": frozenset(Role) - {Role.KEEPER},
+    "setup": frozenset({Role.LOOKUP, Role.KEEPER}),
+    "all": frozenset(Role),
+}
+"""`web` serves requests, `worker` has Celery's worker and beat, `setup` runs setup and the pepper commands."""
+
+_OWN: Final[Mapping[Role, Mapping[str, str]]] = {
+    Role.ISSUER: {"data": "create update"},
+    Role.READER: {"data": "read", "metadata": "read", "config": "read"},
+    Role.RETIRER: {"delete": "update", "undelete": "update"},
+    Role.DESTROYER: {"destroy": "update"},
+    Role.OFFBOARDER: {"metadata": "delete"},
+    Role.COURIER: {"data": "read"},
+    Role.RECONCILER: {"metadata": "list"},
+    Role.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
+    Role.KEEPER: {"data": "create update", "destroy": "update"},
+    Role.ANCHOR: {"sign": "update"},
+}
+"""By kind of path of the role's own mount; `wanted_capabilities` knows the two exceptions."""
+
+_ACCESSORS: Final = ("auth/token/lookup-accessor", "auth/token/revoke-accessor")
+
+_KV_KINDS: Final = ("data", "metadata", "delete", "undelete", "destroy")
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """`missing` and `excess`: capabilities at `path`, in alphabetical order; one of the two may be empty."""
+
+    path: str
+    missing: tuple[str, ...]
+    excess: tuple[str, ...]
+
+
+def list_hosts(role: Role) -> list[str]:
+    """The kinds of host that need it."""
+    return [host for host, roles in ROLES_OF_HOST.items() if role in roles and host != "all"]
+
+
+def wanted_capabilities(layout: Layout, role: Role, scope: str) -> dict[str, frozenset[str]]:
+    """Every path that is asked for, in all scopes, and what the role may do there: mostly nothing."""
+    nothing: frozenset[str] = frozenset()
+    wanted = dict.fromkeys(_server_paths(layout, role, scope), nothing)
+    for engine in Engine:
+        for other in scopes_of(engine):
+            for kind, path in _mount_paths(layout, engine, other):
+                is_own = engine is ENGINE_OF[role] and other == scope
+                wanted[path] = frozenset(_OWN[role].get(kind, "").split()) if is_own else nothing
+    if role is Role.LOOKUP:
+        wanted[f"{layout.mount(Engine.ANCHOR, scope)}/keys/{SIGNING_KEY}"] = frozenset({"read"})
+    if role is Role.COURIER:
+        wanted |= dict.fromkeys(_ACCESSORS, frozenset({"update"}))
+    return wanted
+
+
+def list_deviations(wanted: Mapping[str, frozenset[str]], found: Mapping[str, Sequence[str]]) -> list[Deviation]:
+    """`found`: the server's answer; `deny` is nothing, `root` is everything."""
+    deviations = []
+    for path, should in wanted.items():
+        may = frozenset(found.get(path, ())) - {"deny"}
+        missing = frozenset() if "root" in may else should - may
+        if missing or may - should:
+            deviations.append(Deviation(path, tuple(sorted(missing)), tuple(sorted(may - should))))
+    return deviations
+
+
+def _mount_paths(layout: Layout, engine: Engine, scope: str) -> Iterator[tuple[str, str]]:
+    """Kind and path."""
+    mount = layout.mount(engine, scope)
+    if engine is Engine.ANCHOR:
+        yield "sign", f"{mount}/sign/{SIGNING_KEY}"
+        yield "keys", f"{mount}/keys/{SIGNING_KEY}"
+        yield "change", f"{mount}/keys/{SIGNING_KEY}/config"
+        yield "take out", f"{mount}/export/signing-key/{SIGNING_KEY}"
+        return
+    place = PEPPER_PATH if engine is Engine.PEPPERS else "0/probe"
+    for kind in _KV_KINDS:
+        yield kind, f"{mount}/{kind}/{place}"
+    yield "config", f"{mount}/config"
+
+
+def _server_paths(layout: Layout, role: Role, scope: str) -> Iterator[str]:
+    """Where nobody of ours has any business."""
+    name = layout.login(role, scope)
+    yield from _ACCESSORS
+    yield from ("auth/token/create", f"auth/approle/role/{name}", f"auth/approle/role/{name}/secret-id")
+    yield from ("sys/audit", f"sys/policies/acl/{name}", "sys/seal")
+    yield from (f"sys/mounts/{layout.mount(engine, other)}" for engine in Engine for other in SCOPES)

@@ -1,0 +1,222 @@
+"""One role's client of a Vault: logged in when first needed, its token kept fresh, its calls counted.
+
+`VaultClient.call(lambda client: client.secrets.kv.v2.read_secret_version(...))` is the only way in. A refusal (403) is
+answered with one fresh login and one more try, since a token may have been revoked; a second one is told to the
+caller, and so is each for a while after that. Nothing else is ever repeated here: whoever wrote knows how to settle an
+ambiguous answer, by reading back.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hvac
+import requests
+
+from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError
+from keyvault.backends.vault import meters
+from keyvault.backends.vault.breaker import Breaker
+from keyvault.backends.vault.logins import Login, Token
+from keyvault.backends.vault.replies import CONNECT_SECONDS, READ_SECONDS, PlainAdapter, understanding
+from keyvault.domain.plaintext import Plaintext
+
+T = TypeVar("T")
+
+RENEW_AFTER = 2 / 3
+"""Of a lease; up to a tenth of it earlier, so that processes that were started together do not renew together."""
+
+REFUSED_SECONDS = 30.0
+"""After a fresh login was refused too, nobody logs in anew because of a refusal: that would only make tokens."""
+
+RENEW_AGAIN_SECONDS = 5.0
+"""After a renewal that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the server is. `ca_file` None: the CAs of this machine."""
+
+    address: str
+    ca_file: Path | None = None
+    timeout: tuple[float, float] = (CONNECT_SECONDS, READ_SECONDS)
+
+
+def open_client(
+    server: Server, token: Plaintext | None = None, seen: Callable[[str], None] | None = None
+) -> hvac.Client:
+    """An hvac client that takes nothing from the environment: no token, no proxy, no .netrc, no namespace.
+
+    It follows no redirect, which would send the token and the body after it.
+    """
+    session = requests.Session()
+    session.trust_env = False
+    session.verify = True if server.ca_file is None else str(server.ca_file)
+
+    def adapter(**options: Any) -> PlainAdapter:
+        made = PlainAdapter(**options)
+        if seen is not None:
+            made.seen = seen
+        return made
+
+    # A dictionary, since hvac's types know no pair of timeouts and no function for an adapter.
+    options: dict[str, Any] = {
+        "url": server.address,
+        # "": kept as it is, where None would be looked for in VAULT_TOKEN and in the home directory.
+        "token": "" if token is None else token.reveal(),
+        "verify": session.verify,
+        # None would be looked for in VAULT_CLIENT_CERT.
+        "cert": (),
+        "timeout": server.timeout,
+        "session": session,
+        "allow_redirects": False,
+        "adapter": adapter,
+    }
+    return hvac.Client(**options)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The token that this process has. `renew_at`, `ends_at` in the client's clock; None: never."""
+
+    token: Token
+    renew_at: float | None
+    ends_at: float | None
+
+
+@dataclass(slots=True)
+class VaultClient:
+    """The logged-in client of one role in one scope. Safe among threads; a forked process makes its own."""
+
+    server: Server
+    login: Login
+    name: str
+    breaker: Breaker
+    clock: Callable[[], float] = time.monotonic
+    _held: _Held | None = None
+    _refused_until: float | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _local: threading.local = field(default_factory=threading.local)
+
+    def call(self, ask: Callable[[hvac.Client], T]) -> T:
+        """What `ask` returns. Raises what `backends.base` knows, and nothing of hvac's or of requests'."""
+        token = self._fresh_token()
+        try:
+            return self._ask(ask, token)
+        except BackendDeniedError as error:
+            if error.status not in {401, 403} or self._was_refused_just_now():
+                raise
+        # Revoked, or expired by the server's clock; or a policy is wrong, and then the second try says so.
+        fresh = self._log_in(instead_of=token)
+        try:
+            return self._ask(ask, fresh)
+        except BackendDeniedError:
+            self._refused_until = self.clock() + REFUSED_SECONDS
+            raise
+
+    def lease_left(self) -> float | None:
+        """Seconds; None: no token, or one without an end."""
+        held = self._held
+        return None if held is None or held.ends_at is None else max(0.0, held.ends_at - self.clock())
+
+    def _was_refused_just_now(self) -> bool:
+        return self._refused_until is not None and self.clock() < self._refused_until
+
+    # --- the token ------------------------------------------------------------------------------------------
+
+    def _fresh_token(self) -> Plaintext:
+        with self._lock:
+            held, now = self._held, self.clock()
+            if held is None or (held.ends_at is not None and held.ends_at <= now):
+                return self._log_in()
+            if held.renew_at is None or held.renew_at > now:
+                return held.token.text
+            # One renews; the others go on meanwhile with what there is, and it may be tried again after that.
+            held.renew_at = now + RENEW_AGAIN_SECONDS
+        return self._renew(held)
+
+    def _log_in(self, instead_of: Plaintext | None = None) -> Plaintext:
+        """One at a time; who waited for the others takes what they got."""
+        with self._lock:
+            held = self._held
+            if instead_of is not None and held is not None and held.token.text.reveal() != instead_of.reveal():
+                return held.token.text
+            self._held = None
+            token = self._ask(self.login.log_in, None)
+            self._hold(token)
+        if instead_of is not None and held is not None and held.token.lease_seconds:
+            self._end(held.token.text)
+        return token.text
+
+    def _renew(self, held: _Held) -> Plaintext:
+        try:
+            answer = self._ask(lambda client: client.auth.token.renew_self(), held.token.text)
+            with understanding("renewal"):
+                auth = answer["auth"]
+                renewed = Token(held.token.text, int(auth["lease_duration"]), bool(auth["renewable"]))
+        except BackendUnavailableError:
+            # What we have is good for a while yet, and the call itself will tell.
+            return held.token.text
+        except BackendError:
+            return self._log_in(instead_of=held.token.text)
+        if renewed.lease_seconds < held.token.lease_seconds * RENEW_AFTER:
+            # Its greatest lifetime is near: it no longer grows.
+            return self._log_in(instead_of=held.token.text)
+        with self._lock:
+            if self._held is held:
+                self._hold(renewed)
+        return renewed.text
+
+    def _end(self, token: Plaintext) -> None:
+        """A token of ours that was replaced, and may live on for its whole period; a dead one says so."""
+        with suppress(BackendError):
+            self._ask(lambda client: client.auth.token.revoke_self(), token)
+
+    def _hold(self, token: Token) -> None:
+        now, lease = self.clock(), token.lease_seconds
+        renew_at = ends_at = None
+        if lease > 0:
+            ends_at = now + lease
+            jitter = secrets.randbelow(100) / 1000
+            renew_at = now + lease * (RENEW_AFTER - jitter) if token.is_renewable else None
+        self._held = _Held(token, renew_at, ends_at)
+        meters.note_lease(self.name, None if ends_at is None else lease)
+
+    # --- one call -------------------------------------------------------------------------------------------
+
+    def _ask(self, ask: Callable[[hvac.Client], T], token: Plaintext | None) -> T:
+        left = self.breaker.seconds_left()
+        if left > 0:
+            meters.note_call(self.name, "not_asked")
+            raise BackendUnavailableError(
+                "The secrets manager does not answer.",
+                internal=f"{self.name}: not asked for {left:.1f} s more, after failures in a row",
+                retry_after_seconds=max(1, round(left)),
+            )
+        client = self._client()
+        client.token = "" if token is None else token.reveal()
+        try:
+            answer = ask(client)
+        except BackendUnavailableError:
+            self.breaker.failed()
+            raise
+        except BackendError as error:
+            if error.status is not None:
+                # A login that this host lacks is no answer of the server's.
+                self.breaker.succeeded()
+            raise
+        finally:
+            client.token = ""
+        self.breaker.succeeded()
+        return answer
+
+    def _client(self) -> hvac.Client:
+        """This thread's own: a session's connections are shared with nobody."""
+        if not hasattr(self._local, "client"):
+            self._local.client = open_client(self.server, seen=lambda outcome: meters.note_call(self.name, outcome))
+        client: hvac.Client = self._local.client
+        return client

@@ -1,0 +1,300 @@
+"""What is wrong between this host and its Vault, in plain words, and how to mend it.
+
+It looks with the logins that the host has, as the service does, and changes nothing on the server. On a host it does
+what a login does: a wrapped secret id is opened and kept.
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, cast
+
+import hvac
+
+from keyvault.backends.base import (
+    BackendDeniedError,
+    BackendError,
+    BackendMissingError,
+)
+from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
+from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
+from keyvault.backends.vault.client import Server, open_client
+from keyvault.backends.vault.cures import (
+    BOOTSTRAP,
+    RESTORE,
+    Finding,
+    hand_over,
+    mend,
+    read_refused,
+    read_unreachable,
+    read_unready,
+)
+from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Engine, Layout, Role
+from keyvault.backends.vault.logins import Login
+from keyvault.domain.digests import Peppers, PepperSet
+
+CLOCK_SECONDS: Final = 30
+ENDING_DAYS: Final = 14
+
+
+@dataclass(slots=True)
+class Examination:
+    """One host and one server. `folder` None: no files are needed (Kubernetes). `check_values`: of each pepper set
+    that this host loads, by version, from the database; empty: not compared."""
+
+    server: Server
+    layout: Layout
+    login: Callable[[str], Login]
+    folder: Path | None
+    needed: list[tuple[Role, str]]
+    check_values: Mapping[str, Mapping[int, bytes]]
+    now: datetime
+    findings: list[Finding] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Fills `findings` and `checked`. Never raises for what is the server's or the host's fault."""
+        self.checked.append("server")
+        if not self._check_server():
+            return
+        names = {self.layout.login(role, scope): (role, scope) for role, scope in self.needed}
+        usable = set(names) if self.folder is None else self._check_folder(self.folder, names)
+        for name, (role, scope) in names.items():
+            if name in usable:
+                self.checked.append(name)
+                with self._reported(name), self._logged_in(name) as client:
+                    self._check_login(client, name, role, scope)
+
+    # --- the server -----------------------------------------------------------------------------------------
+
+    def _check_server(self) -> bool:
+        """Whether it makes sense to go on."""
+        where = self.server.address
+        if self.server.ca_file is not None and not self.server.ca_file.is_file():
+            self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Put it there; see VAULT_CACERT.")
+            return False
+        client = open_client(self.server)
+        try:
+            answer = client.sys.read_health_status(method="GET")
+        except BackendError as error:
+            self._find(where, *read_unreachable(error))
+            return False
+        finally:
+            client.adapter.close()
+        if not isinstance(answer, dict) or "sealed" not in answer:
+            self._find(where, *read_unready(getattr(answer, "status_code", 200)))
+            return False
+        ahead = int(answer["server_time_utc"]) - self.now.timestamp()
+        if abs(ahead) > CLOCK_SECONDS:
+            way = "ahead of" if ahead > 0 else "behind"
+            self._find(
+                where,
+                f"The server's clock is {abs(ahead):.0f} s {way} this host's.",
+                "Let both keep time by NTP: tokens, wrapped keys and secret ids end by the server's clock.",
+            )
+        return True
+
+    # --- the files of this host -----------------------------------------------------------------------------
+
+    def _check_folder(self, folder: Path, names: Mapping[str, tuple[Role, str]]) -> set[str]:
+        """The names that this host can log in as."""
+        if not folder.is_dir():
+            self._find(str(folder), "The folder of the logins is not there.", hand_over())
+            return set()
+        if (owner := folder.stat().st_uid) != os.geteuid():
+            self._find(
+                str(folder),
+                f"The folder of the logins belongs to user {owner}, and this is user {os.geteuid()}.",
+                "Run this as the user that the service runs as.",
+            )
+            return set()
+        for path in (folder, *sorted(folder.iterdir())):
+            if (mode := path.stat().st_mode & 0o777) & 0o077:
+                self._find(str(path), f"Others may open it (mode {mode:o}).", f"chmod go= {path}")
+        found = _names_in(folder)
+        if found and not any(name.startswith(f"{self.layout.prefix}-") for name in found):
+            self._find(
+                str(folder),
+                f"None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is {self.layout.prefix!r}, and "
+                f"they are called as {min(found)}.",
+                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_LOGINS to the folder of this "
+                "service's own; touch no file before that.",
+            )
+            return set()
+        for name in sorted(found - names.keys()):
+            self._find(
+                name,
+                "This host has a login that it does not need.",
+                f"Delete {folder / name}.* here, and have its secret id destroyed: {BOOTSTRAP} --renew-logins.",
+            )
+        for name, (role, _) in names.items():
+            if name not in _names_in(folder):
+                self._find(
+                    name,
+                    f"This host has no such login; needed by hosts of kind {', '.join(list_hosts(role))} (--host).",
+                    hand_over(f"--role {role}"),
+                )
+        return names.keys() & _names_in(folder)
+
+    # --- one login ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _logged_in(self, name: str) -> Iterator[hvac.Client]:
+        client, login = open_client(self.server), self.login(name)
+        try:
+            token = login.log_in(client)
+            client.token = token.text.reveal()
+            try:
+                yield client
+            finally:
+                if token.is_renewable:  # Our own, and not an agent's.
+                    client.auth.token.revoke_self()
+        finally:
+            client.adapter.close()
+
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BackendError as error:
+            self._find(name, *read_refused(name, error))
+
+    def _check_login(self, client: hvac.Client, name: str, role: Role, scope: str) -> None:
+        about = client.auth.token.lookup_self()["data"]
+        others = sorted({*about["policies"], *(about.get("identity_policies") or ())} - {name})
+        if others or name not in about["policies"]:
+            self._find(
+                name, f"Its token has the policies {', '.join(about['policies'])}, not just its own.", mend("the role")
+            )
+        self._check_capabilities(client, name, role, scope)
+        if self.folder is not None and (secret_id := self.folder / f"{name}.secret_id").exists():
+            self._check_secret_id(client, name, role, secret_id)
+        if role is Role.READER:
+            self._check_secrets(client, Engine.KEYS, scope)
+        elif role is Role.LOOKUP:
+            self._check_secrets(client, Engine.PEPPERS, scope)
+            self._check_peppers(client, scope)
+            self._check_signing(client, scope)
+
+    def _check_capabilities(self, client: hvac.Client, name: str, role: Role, scope: str) -> None:
+        wanted = wanted_capabilities(self.layout, role, scope)
+        found = _write(client, "sys/capabilities-self", {"paths": list(wanted)})
+        for each in list_deviations(wanted, found):
+            if each.missing:
+                self._find(name, f"It may not {', '.join(each.missing)} at {each.path}.", mend("the policy"))
+            if each.excess:
+                self._find(
+                    name,
+                    f"It may {', '.join(each.excess)} at {each.path}, which is not its business.",
+                    mend("the policy") + " If it stays so, an entity or a group gives it more: look there.",
+                )
+
+    def _check_secret_id(self, client: hvac.Client, name: str, role: Role, file: Path) -> None:
+        asked = {"secret_id": file.read_text(encoding="ascii").strip()}
+        found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", asked)
+        ends_at = datetime.fromisoformat(found["expiration_time"])
+        left = ends_at - self.now
+        if ends_at.year > 1 and left < timedelta(days=ENDING_DAYS):
+            self._find(name, f"Its secret id ends in {left.days} days.", hand_over(f"--role {role}"))
+
+    # --- mounts ---------------------------------------------------------------------------------------------
+
+    def _check_secrets(self, client: hvac.Client, engine: Engine, scope: str) -> None:
+        mount = self.layout.mount(engine, scope)
+        try:
+            found = client.secrets.kv.v2.read_configuration(mount_point=mount)["data"]
+        except (BackendMissingError, BackendDeniedError) as error:
+            self._report_mount(mount, error)
+            return
+        for name, value in secrets_options(engine).items():
+            if found.get(name) != value:
+                self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", mend("the mount"))
+
+    def _check_signing(self, client: hvac.Client, scope: str) -> None:
+        mount = self.layout.mount(Engine.ANCHOR, scope)
+        try:
+            key = read_path(client, f"{mount}/keys/{SIGNING_KEY}")
+        except BackendMissingError:
+            self._find(mount, f"The signing key {SIGNING_KEY} is missing.", mend("it"))
+            return
+        except BackendDeniedError as error:
+            self._report_mount(mount, error)
+            return
+        if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
+            self._find(
+                mount,
+                f"The signing key {SIGNING_KEY} is of another type than ed25519, or can be taken out of the server.",
+                "Its signatures prove nothing. Move the mount away, and run " + BOOTSTRAP + ".",
+            )
+        elif key["deletion_allowed"]:
+            self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", mend("it"))
+
+    def _report_mount(self, mount: str, error: BackendError) -> None:
+        if error.status == 404:
+            self._find(mount, "The mount is missing, or of another type.", mend("it"))
+        # A refusal (403) was found by its path already.
+
+    def _check_peppers(self, client: hvac.Client, scope: str) -> None:
+        if scope not in self.check_values:
+            return
+        mount = self.layout.mount(Engine.PEPPERS, scope)
+        if not self.check_values[scope]:
+            self._find(mount, f"The database knows no {scope} pepper.", "manage.py setup")
+            return
+        self.checked.append(f"pepper {scope}")
+        for number, check_value in self.check_values[scope].items():
+            try:
+                found = client.secrets.kv.v2.read_secret_version(
+                    PEPPER_PATH, version=number, mount_point=mount, raise_on_deleted_version=True
+                )
+                pepper = base64.b64decode(found["data"]["data"]["secret"], validate=True)
+            except BackendMissingError:
+                self._find(mount, f"Pepper version {number} is missing.", RESTORE)
+                continue
+            except BackendDeniedError:
+                continue  # Found by its path already.
+            except (KeyError, TypeError, binascii.Error):
+                pepper = b""
+            if Peppers(PepperSet(scope), {number: pepper}).check_value(number) != check_value:
+                self._find(
+                    mount,
+                    f"Pepper version {number} is not the one that the database's keys were hashed with.",
+                    RESTORE,
+                )
+        self._check_pepper_path(client, mount)
+
+    def _check_pepper_path(self, client: hvac.Client, mount: str) -> None:
+        """A path may have options of its own, which win over the mount's."""
+        try:
+            found = client.secrets.kv.v2.read_secret_metadata(PEPPER_PATH, mount_point=mount)["data"]
+        except (BackendMissingError, BackendDeniedError):
+            return
+        fewer = 0 < found["max_versions"] < KEPT_VERSIONS[Engine.PEPPERS]
+        if fewer or found["delete_version_after"] != "0s":
+            self._find(
+                f"{mount}/{PEPPER_PATH}",
+                "The path has a max_versions or delete_version_after of its own: a pepper in use would be erased.",
+                f"bao kv metadata put -max-versions=0 -delete-version-after=0s -mount={mount} {PEPPER_PATH}",
+            )
+
+    def _find(self, subject: str, problem: str, cure: str) -> None:
+        self.findings.append(Finding(subject, problem, cure))
+
+
+def _write(client: hvac.Client, path: str, data: dict[str, Any]) -> Any:
+    return cast("Any", client.write_data(path, data=data))["data"]
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Logins that are complete."""
+    stems: dict[str, set[str]] = {}
+    for path in folder.iterdir():
+        name, _, kind = path.name.rpartition(".")
+        stems.setdefault(name, set()).add(kind)
+    whole = ({"role_id", "secret_id"}, {"role_id", "wrapped_secret_id"}, {"token"})
+    return {name for name, kinds in stems.items() if any(files <= kinds for files in whole)}

@@ -1,0 +1,271 @@
+"""The `SecretBackend` on KV version 2: check-and-set writes, and each kind of call under a role of its own.
+
+What a merchant reads at its path is one flat object: `secret`, `schema`, and the labels (key id, credential id,
+environment, and the id of the rotation or the request that it was issued for). KV's own metadata is per path, so what
+says whose a version is stands in the version.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from urllib.parse import quote
+
+import hvac
+
+from keyvault.backends.base import (
+    BackendError,
+    BackendInvalidError,
+    BackendMissingError,
+    Health,
+    Mount,
+    StoredSecret,
+    StoredVersion,
+    VersionState,
+    Wrapped,
+)
+from keyvault.backends.vault import meters
+from keyvault.backends.vault.breaker import Breaker
+from keyvault.backends.vault.client import Server, VaultClient, open_client
+from keyvault.backends.vault.layout import Layout, Role
+from keyvault.backends.vault.logins import Login
+from keyvault.backends.vault.replies import understanding
+from keyvault.domain.plaintext import Plaintext
+
+SCHEMA: Final = "1"
+
+_SECRET: Final = "secret"  # noqa: S105  the name of a field
+_OURS: Final = frozenset({_SECRET, "schema"})
+
+
+@dataclass(slots=True)
+class VaultBackend:
+    """`SecretBackend` and `WrappingBackend`. `login` says how this process logs in as a name of the layout."""
+
+    server: Server
+    login: Callable[[str], Login]
+    layout: Layout = field(default_factory=Layout)
+    _clients: dict[tuple[Role, str], VaultClient] = field(default_factory=dict)
+    _breakers: dict[str, Breaker] = field(default_factory=dict)
+    _pid: int = field(default_factory=os.getpid)
+
+    def client(self, role: Role, scope: str) -> VaultClient:
+        """The one client of this process for that role in that scope; the scope's clients share a breaker."""
+        if self._pid != os.getpid():
+            # Forked: the parent's connections are the parent's, and a thread that is not here may have held a lock.
+            self._clients, self._breakers, self._pid = {}, {}, os.getpid()
+        name = self.layout.login(role, scope)
+        breaker = self._breakers.setdefault(scope, Breaker())
+        made = VaultClient(self.server, self.login(name), name, breaker)
+        return self._clients.setdefault((role, scope), made)
+
+    # --- SecretBackend --------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        mount: Mount,
+        path: str,
+        secret: Plaintext,
+        labels: Mapping[str, str],
+        *,
+        expected_version: int,
+    ) -> int:
+        if _OURS & labels.keys():
+            raise ValueError("no label is called as a field of the payload")
+        role = Role.KEEPER if mount is Mount.PEPPERS else Role.ISSUER
+        scope, engine, place = self._place(mount, path)
+
+        def write(client: hvac.Client) -> Any:
+            body = {**labels, "schema": SCHEMA, _SECRET: secret.reveal()}
+            return client.secrets.kv.v2.create_or_update_secret(
+                place, secret=body, cas=expected_version, mount_point=engine
+            )
+
+        answer = self.client(role, scope).call(write)
+        with understanding("write"):
+            return int(answer["data"]["version"])
+
+    def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
+        role = Role.LOOKUP if mount is Mount.PEPPERS else Role.READER
+        scope, engine, place = self._place(mount, path)
+        _require_number(version, engine, place)
+        answer = self.client(role, scope).call(
+            lambda client: client.secrets.kv.v2.read_secret_version(
+                place, version=version, mount_point=engine, raise_on_deleted_version=True
+            )
+        )
+        with understanding("read"):
+            return _stored(answer["data"])
+
+    def soft_delete(self, mount: Mount, path: str, version: int) -> None:
+        scope, engine, place = self._place(mount, path)
+        with _none_is_fine():
+            self.client(Role.RETIRER, scope).call(
+                lambda client: client.secrets.kv.v2.delete_secret_versions(place, [version], mount_point=engine)
+            )
+
+    def undelete(self, mount: Mount, path: str, version: int) -> None:
+        scope, engine, place = self._place(mount, path)
+        with _none_is_fine():
+            self.client(Role.RETIRER, scope).call(
+                lambda client: client.secrets.kv.v2.undelete_secret_versions(place, [version], mount_point=engine)
+            )
+        if StoredVersion(version, VersionState.LIVE) not in self.versions(mount, path):
+            raise BackendMissingError("The version was destroyed.", internal=f"{engine}/{place}@{version}")
+
+    def destroy(self, mount: Mount, path: str, version: int) -> None:
+        role = Role.KEEPER if mount is Mount.PEPPERS else Role.DESTROYER
+        scope, engine, place = self._place(mount, path)
+        with _none_is_fine():
+            self.client(role, scope).call(
+                lambda client: client.secrets.kv.v2.destroy_secret_versions(place, [version], mount_point=engine)
+            )
+
+    def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
+        role = Role.LOOKUP if mount is Mount.PEPPERS else Role.READER
+        scope, engine, place = self._place(mount, path)
+        try:
+            answer = self.client(role, scope).call(
+                lambda client: client.secrets.kv.v2.read_secret_metadata(place, mount_point=engine)
+            )
+        except BackendMissingError:
+            return []
+        with understanding("versions"):
+            known = sorted((int(number), _state(about)) for number, about in answer["data"]["versions"].items())
+        return [StoredVersion(number, state) for number, state in known]
+
+    def forget(self, mount: Mount, path: str) -> None:
+        scope, engine, place = self._place(mount, path)
+        with _none_is_fine():
+            self.client(Role.OFFBOARDER, scope).call(
+                lambda client: client.secrets.kv.v2.delete_metadata_and_all_versions(place, mount_point=engine)
+            )
+
+    def list_paths(self, mount: Mount) -> Iterator[str]:
+        scope, engine, _ = self.layout.place(mount, mount.value)
+        client = self.client(Role.RECONCILER, scope)
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for name in _names(client, engine, folder):
+                if name.endswith("/"):
+                    folders.append(folder + name)
+                else:
+                    yield folder + name
+
+    def health(self) -> Health:
+        found = read_health(self.server)
+        meters.note_ready(found.ready)
+        return found
+
+    # --- WrappingBackend ------------------------------------------------------------------------------------
+
+    def wrap(self, mount: Mount, path: str, version: int, *, seconds: int) -> Wrapped:
+        scope, engine, place = self._place(mount, path)
+        # The server wraps the answer "there is none" as it wraps a secret.
+        if StoredVersion(version, VersionState.LIVE) not in self.versions(mount, path):
+            raise BackendMissingError("No readable secret is stored there.", internal=f"{engine}/{place}@{version}")
+        # The *read* is wrapped: wrapping a write wraps only what the write answers, and `sys/wrapping/wrap` has a
+        # creation path that anybody's token could have. hvac's own read takes no wrapping time.
+        answer = self.client(Role.COURIER, scope).call(
+            lambda client: client.adapter.get(
+                f"/v1/{engine}/data/{quote(place)}", params={"version": version}, wrap_ttl=f"{seconds}s"
+            )
+        )
+        with understanding("wrapping"):
+            info = answer["wrap_info"]
+            return Wrapped(
+                Plaintext(info["token"]),
+                info["accessor"],
+                info["creation_path"],
+                datetime.now(UTC) + timedelta(seconds=int(info["ttl"])),
+            )
+
+    def is_unopened(self, mount: Mount, accessor: str) -> bool:
+        scope, _, _ = self.layout.place(mount, mount.value)
+        try:
+            answer = self.client(Role.COURIER, scope).call(lambda client: client.auth.token.lookup_accessor(accessor))
+        except BackendMissingError:
+            return False
+        with understanding("wrapping token"):
+            # A token that was opened is there for a moment yet, with -1 uses left.
+            return int(answer["data"]["num_uses"]) > 0
+
+    def revoke_wrapping(self, mount: Mount, accessor: str) -> bool:
+        scope, _, _ = self.layout.place(mount, mount.value)
+        try:
+            answer = self.client(Role.COURIER, scope).call(lambda client: client.auth.token.revoke_accessor(accessor))
+        except BackendMissingError:
+            return False
+        # 204 when it was revoked; 200 and a warning, "No token found with this accessor", when there was none.
+        return not isinstance(answer, dict)
+
+    def _place(self, mount: Mount, path: str) -> tuple[str, str, str]:
+        """Scope, mount and path. Raises BackendInvalidError for a path that would lead somewhere else."""
+        if not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise BackendInvalidError("That is no path of a secret.", internal="an empty or a dotted segment")
+        return self.layout.place(mount, path)
+
+
+def read_health(server: Server) -> Health:
+    """What the server says of itself, without a login. Never raises."""
+    client = open_client(server)
+    try:
+        # GET: hvac's HEAD drops every parameter.
+        answer = client.sys.read_health_status(method="GET")
+    except BackendError as error:
+        return Health(False, error.internal or error.detail)
+    finally:
+        client.adapter.close()
+    words = {
+        200: "the secrets manager answers",
+        429: "the secrets manager's node is a standby",
+        472: "the secrets manager's node is a recovery standby",
+        473: "the secrets manager's node is a performance standby",
+        501: "the secrets manager was not initialised",
+        503: "the secrets manager is sealed",
+    }
+    status = 200 if isinstance(answer, dict) else int(answer.status_code)
+    return Health(status == 200, words.get(status, f"the secrets manager's health check answers {status}"))
+
+
+class _none_is_fine:  # noqa: N801  read as a statement
+    """A version or a path that is not there needs no deleting."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, BackendMissingError)
+
+
+def _require_number(version: int | None, engine: str, place: str) -> None:
+    """The server takes every number below 1 for the newest version."""
+    if version is not None and version < 1:
+        raise BackendMissingError("No readable secret is stored there.", internal=f"{engine}/{place}@{version}")
+
+
+def _stored(found: Any) -> StoredSecret:
+    """A payload that is not as we write it was written by somebody else: it has no labels, and so is nobody's."""
+    number, body = int(found["metadata"]["version"]), found["data"] or {}
+    text = body.get(_SECRET)
+    if body.get("schema") != SCHEMA or not isinstance(text, str):
+        return StoredSecret(number, Plaintext(""), {})
+    labels = {name: value for name, value in body.items() if name not in _OURS and isinstance(value, str)}
+    return StoredSecret(number, Plaintext(text), labels)
+
+
+def _state(about: Mapping[str, Any]) -> VersionState:
+    if about["destroyed"]:
+        return VersionState.DESTROYED
+    return VersionState.DELETED if about["deletion_time"] else VersionState.LIVE
+
+
+def _names(client: VaultClient, engine: str, folder: str) -> list[str]:
+    try:
+        answer = client.call(lambda hvac_client: hvac_client.secrets.kv.v2.list_secrets(folder, mount_point=engine))
+    except BackendMissingError:
+        return []
+    with understanding("list"):
+        return list(answer["data"]["keys"])

@@ -1,0 +1,164 @@
+"""How a process proves to Vault who it is: one login for each role and scope, and nothing picked up by the way.
+
+Neither `VAULT_TOKEN` nor a file in somebody's home directory is ever read. A process without a login of a role cannot
+do what that role does, which is the point: a host that only verifies has the `lookup` logins and no other.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import hvac
+
+from keyvault.backends.base import BackendDeniedError, BackendInvalidError, BackendMissingError
+from keyvault.backends.private_files import remove_private_file, write_private_file
+from keyvault.backends.vault.replies import understanding
+from keyvault.domain.plaintext import Plaintext
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`lease_seconds` 0: it does not end, or its end is somebody else's business (an agent's)."""
+
+    text: Plaintext
+    lease_seconds: int
+    is_renewable: bool
+
+
+class Login(Protocol):
+    """One way of proving who we are."""
+
+    def log_in(self, client: hvac.Client) -> Token:
+        """Raises BackendDeniedError, BackendUnavailableError. `client` has no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppRoleLogin:
+    """`<name>.role_id`, and `<name>.secret_id` or at first `<name>.wrapped_secret_id`, in a private folder.
+
+    A wrapped secret id is opened once, by whoever comes first, and kept beside it: a wrapping token that does not open,
+    or that was made by something else than this role's own secret-id endpoint, has been in somebody else's hands.
+    """
+
+    folder: Path
+    name: str
+    mount: str = "approle"
+
+    def log_in(self, client: hvac.Client) -> Token:
+        role_id = _read(self.folder / f"{self.name}.role_id", self.name)
+        answer = client.auth.approle.login(
+            role_id.reveal(), self._secret_id(client).reveal(), use_token=False, mount_point=self.mount
+        )
+        return _token(answer)
+
+    def _secret_id(self, client: hvac.Client) -> Plaintext:
+        kept, wrapped = (self.folder / f"{self.name}.{kind}" for kind in ("secret_id", "wrapped_secret_id"))
+        if not wrapped.exists():
+            return _read(kept, self.name)
+        try:
+            # Before it is opened: in a folder where nothing can be kept, the secret id would be lost.
+            with _alone(self.folder / f"{self.name}.lock"):
+                if wrapped.exists():
+                    if not _is_kept_already(kept, wrapped):
+                        secret_id = self._unwrap(client, _read(wrapped, self.name))
+                        write_private_file(kept, secret_id.reveal())
+                    remove_private_file(wrapped)
+        except OSError as error:
+            raise _no_login(self.name, f"{self.folder} cannot be written ({type(error).__name__})") from None
+        return _read(kept, self.name)
+
+    def _unwrap(self, client: hvac.Client, token: Plaintext) -> Plaintext:
+        expected = f"auth/{self.mount}/role/{self.name}/secret-id"
+        try:
+            found = client.adapter.post("/v1/sys/wrapping/lookup", json={"token": token.reveal()})
+            with understanding("lookup"):
+                made_by = found["data"]["creation_path"]
+            if made_by == expected:
+                opened = client.adapter.post("/v1/sys/wrapping/unwrap", headers={"X-Vault-Token": token.reveal()})
+        except (BackendInvalidError, BackendDeniedError, BackendMissingError) as error:
+            raise _taken(self.name, "it was opened already, or has expired", error.status) from None
+        if made_by != expected:
+            raise _taken(self.name, f"it was made by {made_by!r}, not by {expected!r}")
+        with understanding("unwrapping"):
+            return Plaintext(opened["data"]["secret_id"])
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesLogin:
+    """With the service account's own token, read anew each time: Kubernetes replaces it."""
+
+    name: str
+    jwt_file: Path
+    mount: str = "kubernetes"
+
+    def log_in(self, client: hvac.Client) -> Token:
+        jwt = _read(self.jwt_file, self.name)
+        return _token(
+            client.auth.kubernetes.login(role=self.name, jwt=jwt.reveal(), use_token=False, mount_point=self.mount)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFileLogin:
+    """`<name>.token`, which an agent keeps fresh; it is read again whenever the one that we have is refused."""
+
+    folder: Path
+    name: str
+
+    def log_in(self, client: hvac.Client) -> Token:
+        return Token(_read(self.folder / f"{self.name}.token", self.name), lease_seconds=0, is_renewable=False)
+
+
+def _read(path: Path, name: str) -> Plaintext:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_login(name, f"{path} cannot be read ({type(error).__name__})") from None
+    if not text:
+        raise _no_login(name, f"{path} is empty")
+    return Plaintext(text)
+
+
+def _is_kept_already(kept: Path, wrapped: Path) -> bool:
+    """Whether what is kept came after the wrapping token: a process died before it could take that away."""
+    return kept.exists() and kept.stat().st_mtime_ns >= wrapped.stat().st_mtime_ns
+
+
+def _no_login(name: str, why: str) -> BackendDeniedError:
+    return BackendDeniedError(
+        "This process has no login for that at the secrets manager.", internal=f"no login {name}: {why}"
+    )
+
+
+def _token(answer: Any) -> Token:
+    with understanding("login"):
+        auth = answer["auth"]
+        return Token(Plaintext(auth["client_token"]), int(auth["lease_duration"]), bool(auth["renewable"]))
+
+
+class TakenLoginError(BackendDeniedError):
+    """A wrapped secret id was opened by somebody else, or is not what it should be."""
+
+
+def _taken(name: str, why: str, status: int | None = None) -> TakenLoginError:
+    return TakenLoginError(
+        "A login that was delivered wrapped may be in somebody else's hands.",
+        internal=f"{name}: the wrapped secret id is not good ({why}). Have it destroyed and another one made: "
+        "manage.py vault_bootstrap --renew-logins",
+        status=status,
+    )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process of this host at a time. The lock ends with the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
