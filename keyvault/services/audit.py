@@ -102,6 +102,11 @@ def _verify_stored(name: str) -> tuple[int, Break | None]:
     return head.sequence, broken
 
 
+def read_entries(chain: str, *, after: int, last: int) -> Iterator[ChainedEntry]:
+    """Those with a number above `after` and not above `last`, in order, in bounded memory."""
+    return _stored(AuditEntry.objects.filter(chain_id=chain, sequence__gt=after, sequence__lte=last))
+
+
 def _expected_chains() -> list[str]:
     """What must be there: the platform's chain as soon as there is anything at all, and each account's."""
     accounts = [
@@ -116,18 +121,18 @@ def _expected_chains() -> list[str]:
 
 def _stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
     for entry in entries.order_by("sequence").iterator(chunk_size=500):
-        body = _as_bytes(entry.body)
+        body = stored_bytes(entry.body)
         yield ChainedEntry(
             chain=entry.chain_id,
             sequence=entry.sequence,
             body=body,
-            previous=_as_bytes(entry.previous),
-            hash=_as_bytes(entry.hash),
+            previous=stored_bytes(entry.previous),
+            hash=stored_bytes(entry.hash),
             columns_agree=_columns_agree(entry, body),
         )
 
 
-def _as_bytes(stored: bytes | memoryview | str) -> bytes:
+def stored_bytes(stored: bytes | memoryview | str) -> bytes:
     """SQLite keeps whatever type somebody wrote past us; it must not stop the check."""
     return stored.encode() if isinstance(stored, str) else bytes(stored)
 

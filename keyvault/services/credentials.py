@@ -1,4 +1,5 @@
-"""What a credential may be used from: networks, and what an Origin header beside its private keys leads to."""
+"""What a credential may be used from: networks, and what an Origin header beside its private keys leads to; and where
+its merchant reads it."""
 
 from collections.abc import Sequence
 
@@ -6,11 +7,13 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.networks import MOST_NETWORKS, parse_network
 from keyvault.models import Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.recording import recorded
+from keyvault.services.secret_backends import find_place
 
 _LONGEST = 64
 
@@ -56,3 +59,10 @@ def _canonical(text: str) -> str | None:
         return None
     mapped = getattr(network.network_address, "ipv4_mapped", None)
     return str(network) if mapped is None and "%" not in str(network) else None
+
+
+def find_reading_place(credential: Credential) -> dict[str, str]:
+    """The mount and the path where the merchant's backend reads the credential's key; nothing where it does not."""
+    if credential.delivery != Delivery.SECRET_BACKEND:
+        return {}
+    return find_place(credential.environment, credential.backend_path)

@@ -33,7 +33,7 @@ from keyvault.domain.recipients import find_recipient_fault
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.authorization import authorize
 from keyvault.services.break_glass import note_break_glass
-from keyvault.services.collection import record_collection, require_collectable
+from keyvault.services.collection import record_collection, require_collectable, require_unwrapped
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
 from keyvault.services.leases import Lease, hold
@@ -41,7 +41,7 @@ from keyvault.services.material import find_stored, newest_version, read_string,
 from keyvault.services.merchants import require_staying
 from keyvault.services.notifications import announce
 from keyvault.services.operators import operator_row
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import freshen_peppers
 from keyvault.services.recording import recorded
 
 
@@ -186,7 +186,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
-    load_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
+    freshen_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:
@@ -250,6 +250,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
     if request.requested_via is not None:
         raise StateConflictError("A service asked for the key, and collects it over REST.")
     require_served(Environment(request.account.environment))
+    require_unwrapped(request)
     text = read_string(require_collectable(request, grant.at))
     with record_collection(grant, request):
         if request.account.environment == Environment.PRODUCTION:
@@ -413,7 +414,11 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
         and plan.delivery is Delivery.SHOW_ONCE
         and plan.environment is Environment.PRODUCTION
     ):
-        yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
+        yield Fault("/delivery", "in production a service is given a key sealed, wrapped, or in the secret backend")
+    if plan.delivery is Delivery.WRAPPED and not settings.IS_VAULT:
+        yield Fault("/delivery", "only a Vault hands a key over wrapped; this service has a keystore of its own")
+    elif plan.delivery is Delivery.WRAPPED and plan.kind is KeyKind.PUBLIC:
+        yield Fault("/delivery", "a public key is no secret, and is not wrapped")
 
 
 def _about(request: IssuanceRequest) -> dict[str, JsonValue]:

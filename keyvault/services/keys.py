@@ -75,8 +75,12 @@ def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
         key.compare_and_swap(backend_version=backend_version, material=material)
 
 
-def suspend_key(grant: Grant, key: Key) -> Record:
-    """Refused from now on, reversibly."""
+def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
+    """Refused from now on, reversibly. `hides_copy`: in quarantine, where the backend's copy is soft-deleted too.
+
+    Not where it is what merchants read as the newest one: they would find nothing there, and not know why.
+    """
+    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_overtaken(key)
     return _move(
         grant,
         frozenset({P.KEYS_SUSPEND, P.ROTATIONS_ADVANCE}),
@@ -84,6 +88,7 @@ def suspend_key(grant: Grant, key: Key) -> Record:
         KeyState.SUSPENDED,
         "key.suspended",
         suspended_at=grant.at,
+        material=Material.DELETE_DUE if is_hidden else Material(key.material),
     )
 
 
@@ -94,7 +99,10 @@ def resume_key(grant: Grant, key: Key) -> Record:
     if key.expires_at is not None and grant.at >= key.expires_at:
         raise StateConflictError("The key has expired; resuming would not make it good again.")
     permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
-    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed")
+    # A deletion that is merely due may be under way: that one is brought back like one that was done.
+    is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
+    material = Material.RESTORE_DUE if is_hidden else Material(key.material)
+    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
 
 
 def revoke_key(
@@ -299,7 +307,14 @@ def _about(key: Key) -> dict[str, JsonValue]:
 
 
 def _to_destroy(key: Key) -> Material:
-    return Material.DESTROY_DUE if key.material == Material.HELD else Material(key.material)
+    is_gone = key.material in {Material.NONE, Material.DESTROYED}
+    return Material(key.material) if is_gone else Material.DESTROY_DUE
+
+
+def _is_overtaken(key: Key) -> bool:
+    """Whether the credential's newest version is another key's, as far as our rows know."""
+    others = Key.objects.filter(credential_id=key.credential_id).exclude(pk=key.pk)
+    return others.filter(backend_version__gt=key.backend_version).exists()
 
 
 def _move(

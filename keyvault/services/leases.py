@@ -58,6 +58,12 @@ def hold(lease: Lease) -> None:
         raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
 
 
+def renew(lease: Lease, now: datetime) -> None:
+    """For work of many small steps: as long again from now. Raises StateConflictError when it is lost."""
+    if WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(until=now + LEASE) != 1:
+        raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
+
+
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
     """Gives the work back in good order, to be looked at again at `due_at` (None: at once)."""
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
@@ -80,8 +86,8 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
 
     `seconds`: what the server itself asked for, honoured up to a minute, so that its return is noticed.
     """
-    wanted = min(max(_PAUSE_SECONDS, seconds), _LONGEST_BACKOFF_SECONDS - 10)
-    _give_back(lease, now + timedelta(seconds=wanted * _jitter()), error, attempts=0)
+    wanted = max(_PAUSE_SECONDS, seconds) * _jitter()
+    _give_back(lease, now + timedelta(seconds=min(wanted, _LONGEST_BACKOFF_SECONDS - 2)), error, attempts=0)
 
 
 def _give_back(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:

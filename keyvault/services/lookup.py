@@ -13,7 +13,8 @@ from keyvault.domain.keystring import StringKind, parse_keystring
 from keyvault.domain.networks import parse_network
 from keyvault.models import CustomerToken, Key, MerchantStatus, ServiceToken
 from keyvault.models.keys import OriginHeader
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import load_peppers, take_pepper
+from keyvault.services.rehashing import pending_rehashes
 
 BASE_URLS = {Environment(name): url for name, url in settings.BASE_URLS.items()}
 
@@ -83,16 +84,22 @@ def find_customer_record(token_id: str) -> CustomerRecord | None:
 
 
 def prove_service_token(text: str | None, now: datetime) -> Service | None:
-    """The service that holds this token, or None for every reason there may be: the caller learns no more."""
+    """The service that holds this token, or None for every reason there may be: the caller learns no more.
+
+    Raises VerifierStaleError while this process has not loaded the pepper that the token is hashed with.
+    """
     keystring = parse_keystring(text, settings.KEY_BRAND) if text else None
     if keystring is None or keystring.kind is not StringKind.SERVICE_TOKEN:
         return None
+    peppers = load_peppers(PepperSet.SERVICE)  # before the row is read, see `services.verification`
     row = ServiceToken.objects.filter(token_id=keystring.key_id).first()
-    peppers = load_peppers(PepperSet.SERVICE)
+    if row is not None:
+        peppers = take_pepper(peppers, row.pepper_version)
     digest, version = (DECOY_DIGEST, DECOY_VERSION) if row is None else (bytes(row.digest), row.pepper_version)
     proved = peppers.matches(keystring.text, digest, version)
     if row is None or not proved or row.revoked_at is not None or now >= row.expires_at:
         return None
+    pending_rehashes.note_proof(ServiceToken, row.token_id, keystring.text, (digest, version), peppers)
     return Service(
         token_id=row.token_id,
         name=row.name,

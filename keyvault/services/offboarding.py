@@ -12,31 +12,36 @@ from datetime import datetime
 from typing import Any
 
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import VersionState
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.issuance import IssuanceState
-from keyvault.domain.keys import KeyState
+from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import (
     Account,
+    Credential,
     CustomerToken,
     IssuanceRequest,
     Key,
+    Material,
     Merchant,
     MerchantStatus,
     ServiceToken,
     WebhookEndpoint,
 )
 from keyvault.services.authorization import authorize
+from keyvault.services.connections import list_connections, remove_connection
 from keyvault.services.issuance import end_issuance
 from keyvault.services.keys import revoke_key
 from keyvault.services.recording import recorded
+from keyvault.services.secret_backends import MOUNT, secret_backend
 from keyvault.services.webhook_endpoints import host_of
 
 _BATCH = 200
@@ -56,6 +61,7 @@ class Holdings:
     customer_tokens: int = 0
     issuance_requests: int = 0
     webhook_endpoints: int = 0
+    connections: int = 0
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self))
@@ -135,11 +141,57 @@ def count_belongings(merchant: Merchant, now: datetime) -> Belongings:
                 customer_tokens=_customer_tokens(account, now).count(),
                 issuance_requests=_requests(account).count(),
                 webhook_endpoints=_endpoints(account).count(),
+                connections=list_connections(account).count(),
             )
             for account in _accounts(merchant)
         },
         service_tokens=_service_tokens(merchant, now).count(),
     )
+
+
+# --- what the secret backend remembers of it ----------------------------------------------------------------
+
+
+def list_to_forget(environment: Environment) -> list[Credential]:
+    """Of merchants that have left: whose keys are all dead, their copies destroyed, and the path still remembered."""
+    left = Credential.objects.select_related("account__merchant").filter(
+        account__environment=environment, account__merchant__status=MerchantStatus.OFFBOARDED, forgotten_at__isnull=True
+    )
+    return list(left.exclude(Exists(_unfinished(OuterRef("pk")))).order_by("created_at")[:500])
+
+
+def may_be_forgotten(credential: Credential) -> bool:
+    """The same of one, remembered or not: what came late is forgotten again."""
+    has_left = credential.account.merchant.status == MerchantStatus.OFFBOARDED
+    return has_left and not _unfinished(credential.pk).exists()
+
+
+def forget_path(grant: Grant, credential: Credential) -> bool:
+    """Erases that the backend ever held anything for the credential. False, and nothing done: something is there
+    still, which is not ours or which nobody knows; the reconciler tells of it. Killed between: done again.
+    """
+    place = MOUNT[credential.environment], credential.backend_path
+    if any(version.state is not VersionState.DESTROYED for version in secret_backend().versions(*place)):
+        return False
+    secret_backend().forget(*place)
+    permissions = frozenset({P.ISSUANCE_EXECUTE, P.BACKEND_RECONCILE})
+    with recorded(
+        grant, permissions, "credential.forgotten", account=credential.account, credential_id=credential.credential_id
+    ):
+        credential.compare_and_swap(forgotten_at=grant.at)
+    return True
+
+
+def path_subject(credential: Credential) -> str:
+    """What the lease on forgetting it is called."""
+    return f"forget:{credential.credential_id}"
+
+
+def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
+    """Keys of it that live, or may have a copy."""
+    gone = Q(state__in=DEAD_STATES, material__in=[Material.NONE, Material.DESTROYED])
+    rows: QuerySet[Key] = Key.objects.filter(~gone, credential_id=credential_id)
+    return rows
 
 
 # --- what there is ------------------------------------------------------------------------------------------
@@ -197,6 +249,7 @@ def _end_account(grant: Grant, account: Account) -> Holdings:
         customer_tokens=_revoke_customer_tokens(own, account),
         issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _WHY)),
         webhook_endpoints=_end_each(_endpoints(account), lambda endpoint: _disable(own, endpoint)),
+        connections=_end_each(list_connections(account), lambda connection: remove_connection(own, connection)),
     )
 
 

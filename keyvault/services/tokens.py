@@ -16,7 +16,7 @@ from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.operators import operator_row
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import freshen_peppers, load_peppers
 from keyvault.services.recording import recorded
 
 LONGEST_DAYS = 366
@@ -143,6 +143,7 @@ def _mint(
 ) -> tuple[ServiceToken, Plaintext]:
     """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
     minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
+    freshen_peppers(PepperSet.SERVICE)
     digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
     creator = grant.principal if isinstance(grant.principal, Operator) else None
     token = ServiceToken(

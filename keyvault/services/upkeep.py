@@ -1,30 +1,61 @@
 """What falls due by itself, found in the database and done one by one; each may be killed and run again."""
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from typing import TypeVar
+
+from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
+from keyvault.backends.base import BackendDeniedError
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.models import Account, IssuanceRequest
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
 from keyvault.services import (
     collection,
+    connections,
+    handovers,
     idempotency,
     issuance,
     keys,
     leases,
     material,
+    offboarding,
+    pepper_propagation,
     refusals,
     usage,
     webhook_deliveries,
+    webhook_endpoints,
+    wrapping,
 )
 from keyvault.services.authorization import authorize
+from keyvault.services.leases import Lease
+from keyvault.services.notifications import announce
+from keyvault.services.peppers import load_peppers
+from keyvault.services.recording import recorded
+from keyvault.services.secret_backends import secret_backend
 
 _log = logging.getLogger(__name__)
+
+_AT_ONCE = 100
+
+_FAILURES = 3
+"""Calls in a row that the backend does not answer: then it is away, and the rest waits."""
+
+_UPKEEP_SECONDS = 20.0
+"""A step of the upkeep begins calls to the backend for so long."""
+
+_STRANGER_AGAIN = timedelta(hours=1)
+"""The reconciler tells of it; a person sees to it."""
+
+_Row = TypeVar("_Row", Key, Credential, ProviderConnection)
 
 
 def issue_due() -> int:
@@ -50,11 +81,27 @@ def issue_one(request: IssuanceRequest) -> bool:
         _log.warning("issuance paused", extra={"request_id": request.request_id, "why": error.internal})
         return False
     except KeyvaultError as error:
+        if isinstance(error, BackendDeniedError) and lease.attempts == 1:
+            _tell_of_refusal(request, now, error)
         leases.postpone(lease, now, error.internal or error.detail)
         _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
         return False
     leases.release(lease)
     return True
+
+
+def _tell_of_refusal(request: IssuanceRequest, now: datetime, error: BackendDeniedError) -> None:
+    """An alarm, once for each request: what was approved is not issued until somebody has mended our access."""
+    grant = _grant(request.account, now)
+    with recorded(
+        grant,
+        Permission.ISSUANCE_EXECUTE,
+        "issuance.refused",
+        account=request.account,
+        request_id=request.request_id,
+        why=error.detail,
+    ):
+        announce(grant, NoticeKind.BACKEND_DENIED, request.account, request.request_id, why=error.detail)
 
 
 def expire_due() -> None:
@@ -78,6 +125,14 @@ def burn_due() -> None:
         _warn_of_used(request.request_id, request.key_id or "")
 
 
+def suspect_due() -> None:
+    """Sees to the wrapping tokens that have ended: their keys were used, or nobody who should has them."""
+    now = datetime.now(UTC)
+    for handover in wrapping.list_to_settle("req_", now):
+        with _one_by_one():
+            handovers.settle_handover(handover, now)
+
+
 def forget_due() -> None:
     """What is kept for a while only: sealed secrets, answers to retries, refusals that can be explained, old use."""
     now = datetime.now(UTC)
@@ -90,11 +145,162 @@ def forget_due() -> None:
 
 def destroy_due() -> None:
     """Destroys the secret backend's copies of keys that are dead, were to be shown only once, or given to nobody."""
-    now = datetime.now(UTC)
-    _burn_withdrawn(now)
-    for key in material.list_to_destroy():
+    _burn_withdrawn(datetime.now(UTC))
+    due = material.list_to_destroy()
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        if own := [key for key in due if key.credential.environment is environment]:
+            with _alone(environment) as goes_on:
+                _destroy(own, goes_on)
+
+
+def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
+    """Until the backend refuses us, or does not answer some times in a row: each further call would be for nothing."""
+    unanswered = 0
+    for key in due:
+        if unanswered >= _FAILURES or not goes_on():
+            return
+        now, account = datetime.now(UTC), key.credential.account
         with _one_by_one():
-            material.destroy_string(_grant(key.credential.account, now), key)
+            try:
+                material.destroy_string(_grant(account, now), key)
+                unanswered = 0
+            except DependencyUnavailableError:
+                unanswered += 1
+                raise
+            except BackendDeniedError as error:
+                unanswered = _FAILURES
+                material.tell_of_refusal(_grant(account, now), account, "destroying copies", error)
+                raise
+
+
+def renew_peppers() -> None:
+    """Takes new pepper versions into use once every process has them, and moves what is sealed to the newest."""
+    load_peppers.refresh_if_due()
+    now = datetime.now(UTC)
+    for version in pepper_propagation.list_staged():
+        with _one_by_one():
+            if pepper_propagation.is_everywhere(version, now):
+                grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
+                pepper_propagation.begin_hashing(grant, version)
+    for endpoint in webhook_endpoints.list_to_reseal():
+        with _one_by_one():
+            grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
+            webhook_endpoints.reseal_secrets(grant, endpoint)
+
+
+def watch_backend() -> None:
+    """Asks the secret backend how it is, for /metrics and the log; nothing waits for the answer."""
+    health = secret_backend().health()
+    if not health.ready:
+        _log.warning("the secret backend is not ready", extra={"why": health.detail})
+
+
+def settle_due() -> None:
+    """Hides the backend's copies of keys in quarantine, and brings back those of keys that left it.
+
+    A backend that is away holds up no more than its own environment, and no rotation.
+    """
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        rows = {material.copy_subject(key): key for key in material.list_unsettled(environment)}
+        _take_turns(environment, rows, _settle)
+
+
+def leave_due() -> None:
+    """Makes the backend forget the paths of credentials whose merchants have left, once nothing is left there."""
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        rows = {offboarding.path_subject(row): row for row in offboarding.list_to_forget(environment)}
+        _take_turns(environment, rows, _leave)
+
+
+def settle_connections_due() -> None:
+    """Brings the providers' credentials in the backend together with their rows, and erases those of removed ones."""
+    now = datetime.now(UTC)
+    rows = [*connections.list_unsettled(now), *connections.list_to_forget(now)]
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        own = {f"connection:{row.pk}": row for row in rows if row.account.environment == environment}
+        _take_turns(environment, own, _settle_connection)
+
+
+@contextmanager
+def _alone(environment: Environment) -> Iterator[Callable[[], bool]]:
+    """One worker at a time asks an environment's backend for the upkeep, for so long: a slow one must not keep every
+    thread from issuing and rotating. What it gives says whether to go on; what is left over is the next one's.
+    """
+    lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), now_or_never=True)
+    ends_at = time.monotonic() + _UPKEEP_SECONDS
+    if lease is None:
+        yield lambda: False
+        return
+    held = lease
+
+    def goes_on() -> bool:
+        if time.monotonic() >= ends_at:
+            return False
+        leases.renew(held, datetime.now(UTC))
+        return True
+
+    try:
+        with _one_by_one():
+            yield goes_on
+    finally:
+        leases.release(held)
+
+
+def _take_turns(
+    environment: Environment, rows: Mapping[str, _Row], step: Callable[[_Row, Lease, datetime], datetime | None]
+) -> None:
+    """Those whose time has come, each under its lease, until the backend does not answer or refuses us."""
+    if not rows:
+        return
+    with _alone(environment) as goes_on:
+        for subject in leases.list_due(rows, datetime.now(UTC))[:_AT_ONCE]:
+            if not goes_on() or not _is_answered(subject, rows[subject], step):
+                return
+
+
+def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
+    """One step under its lease. False: the next row would only find the same."""
+    now = datetime.now(UTC)
+    lease = leases.claim(subject, now)
+    if lease is None:
+        return True
+    try:
+        due_at = step(row, lease, now)
+    except DependencyUnavailableError as error:
+        leases.pause(lease, now, error.internal or error.detail, seconds=error.retry_after_seconds)
+        _log.warning("put off: the secret backend is away", extra={"subject": subject, "why": error.internal})
+        return False
+    except KeyvaultError as error:
+        leases.postpone(lease, now, error.internal or error.detail)
+        _log.warning("put off", extra={"subject": subject, "why": error.internal or error.detail})
+        if isinstance(error, BackendDeniedError):
+            account = row.credential.account if isinstance(row, Key) else row.account
+            material.tell_of_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
+            return False
+    else:
+        leases.release(lease, due_at=due_at)
+    return True
+
+
+def _settle_connection(row: ProviderConnection, lease: Lease, now: datetime) -> None:
+    grant = authorize(WORKER, Permission.BACKEND_RECONCILE, row.account, now=now)
+    if row.removed_at is None:
+        connections.settle_connection(grant, row)
+    else:
+        connections.forget_connection(grant, row)
+
+
+def _settle(row: Key, lease: Lease, now: datetime) -> None:
+    # Read again under the lease: what was listed may have been settled, or turned round, meanwhile.
+    key = keys.get_key(row.key_id)
+    if key is not None:
+        material.settle_string(_grant(key.credential.account, now), key, lease)
+
+
+def _leave(row: Credential, lease: Lease, now: datetime) -> datetime | None:
+    """When to look again, where something stands there that is not ours to erase."""
+    is_forgotten = offboarding.forget_path(_grant(row.account, now), row)
+    return None if is_forgotten else now + _STRANGER_AGAIN
 
 
 @lru_cache(maxsize=1000)

@@ -27,6 +27,8 @@ from keyvault.domain.free_text import clean_text
 from keyvault.models import UsageReporter, UseBucket
 from keyvault.models.usage import EXPOSURES, Outcome
 from keyvault.services.idempotency import shred_used
+from keyvault.services.peppers import load_peppers
+from keyvault.services.rehashing import pending_rehashes
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +135,12 @@ class UsageLog:
         Finalize(None, self.stop, exitpriority=0)
 
     def _introduce(self, now: datetime) -> None:
-        UsageReporter.objects.create(reporter_id=self.reporter_id, started_at=now, flushed_through_at=now)
+        UsageReporter.objects.create(
+            reporter_id=self.reporter_id,
+            started_at=now,
+            flushed_through_at=now,
+            peppers=load_peppers.newest_versions(),
+        )
 
     @property
     def is_reporting(self) -> bool:
@@ -169,7 +176,10 @@ class UsageLog:
             with transaction.atomic():
                 _write(counts)
                 is_known = UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
-                    flushed_through_at=through, stopped_at=through if farewell else None, lost_at=None
+                    flushed_through_at=through,
+                    peppers=load_peppers.newest_versions(),
+                    stopped_at=through if farewell else None,
+                    lost_at=None,
                 )
                 if self.is_reporting and not is_known:
                     # A host that slept for so long that its reporter was forgotten.
@@ -188,6 +198,7 @@ class UsageLog:
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()
+                self._look_after_peppers()
                 close_old_connections()
         finally:
             connections.close_all()  # this thread's own
@@ -197,6 +208,14 @@ class UsageLog:
             self.flush()
         except Exception:  # noqa: BLE001  whatever it was, the next try may do better
             _log.exception("usage could not be written; it is kept for the next try")
+
+    def _look_after_peppers(self) -> None:
+        """What else of this process is done off the request path, and needs the database only."""
+        try:
+            pending_rehashes.write(self.now())
+            load_peppers.look()
+        except Exception:  # noqa: BLE001  whatever it was, the next try may do better
+            _log.exception("digests could not be renewed; the next proof of each key tries again")
 
 
 def _merged(one: _Count, other: _Count) -> _Count:
@@ -263,7 +282,7 @@ def note_lost(now: datetime) -> None:
     One that is alive takes the mark away with its next report: it has kept its counts.
     """
     cannot_vouch = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
-    lost = _live().filter(cannot_vouch)
+    lost = live_reporters().filter(cannot_vouch)
     # Asked first: a write takes SQLite's one lock, and mostly there is nothing to write.
     if lost.exists() and (count := lost.update(lost_at=now)):
         _log.warning("reporters of usage are lost, or their clocks are off", extra={"count": count})
@@ -271,13 +290,14 @@ def note_lost(now: datetime) -> None:
 
 def observe(now: datetime | None = None) -> Observation:
     """Reads only. Nothing is observed that lies after `now`, whatever a reporter's clock says."""
-    through = _live().aggregate(through=Min("flushed_through_at"))["through"]
+    through = live_reporters().aggregate(through=Min("flushed_through_at"))["through"]
     if through is not None and now is not None:
         through = min(through, now)
     return Observation(through, UsageReporter.objects.aggregate(at=Max("lost_at"))["at"])
 
 
-def _live() -> QuerySet[UsageReporter]:
+def live_reporters() -> QuerySet[UsageReporter]:
+    """Those that neither said farewell nor were found lost."""
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
 
 

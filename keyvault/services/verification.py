@@ -33,14 +33,16 @@ from keyvault.access.verification import (
 )
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import DependencyUnavailableError, ErrorCode, NotFoundError
-from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
+from keyvault.domain.errors import DependencyUnavailableError, ErrorCode, NotFoundError, VerifierStaleError
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import STRING_SCOPE
+from keyvault.models import Key
 from keyvault.models.usage import Outcome
 from keyvault.services.catalog import endpoint_limit, limit_of
 from keyvault.services.limits import account_buckets, failed_proofs, limiter
 from keyvault.services.lookup import BASE_URLS, find_customer_record, find_key_record
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import load_peppers, take_pepper
+from keyvault.services.rehashing import pending_rehashes
 from keyvault.services.usage import UsageLog
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,9 @@ def judge_presented(presented: Presented, now: datetime) -> Judgement:
     """Every rule in the order of the contract's table of verdicts; the first that fails answers.
 
     Raises NotFoundError for an environment that this process does not serve.
-    A database that does not answer leaves nothing to vouch for: `verifier_stale`, never a yes.
+    A database that does not answer leaves nothing to vouch for: `verifier_stale`, never a yes. So does a pepper that
+    this process has not loaded yet. A dead key of a pepper version that was retired can no longer be proved: it is
+    `credential_invalid` from then on, not `key_revoked`.
     """
     if presented.environment not in settings.ENVIRONMENTS:
         raise NotFoundError(f"This process does not serve {presented.environment}.")
@@ -101,6 +105,9 @@ def judge_presented(presented: Presented, now: datetime) -> Judgement:
         return before_proof(
             Denial(ErrorCode.VERIFIER_STALE, "The key cannot be looked up right now.", retry_after_seconds=1)
         )
+    except VerifierStaleError as error:
+        _log.warning("a key cannot be judged", extra={"why": error.internal})
+        return before_proof(Denial(error.code, error.detail, error.internal, retry_after_seconds=1))
 
 
 def _judge(presented: Presented, now: datetime) -> Judgement:
@@ -118,11 +125,18 @@ def _judge(presented: Presented, now: datetime) -> Judgement:
     )
     if isinstance(keystring, Denial):
         return _refused_before_proof(keystring, presented)
+    # Taken before the record is read: what it was hashed with is in these, or came since; retired it cannot be.
+    peppers = load_peppers(PEPPER_SET[presented.environment])
     with failed_proofs().look_up(presented.client_address):
         record = find_key_record(keystring.key_id)
-    judged = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
+    if record is not None:
+        peppers = take_pepper(peppers, record.pepper_version)
+    judged = judge_key(keystring, record, peppers, now)
     if record is None or not _is_proved(judged, presented.scope):
         return _refused_before_proof(INVALID, presented)
+    if record.state not in DEAD_STATES and not presented.is_dry:
+        proved = (record.digest, record.pepper_version)
+        pending_rehashes.note_proof(Key, record.key_id, keystring.text, proved, peppers)
     return _judge_proved(presented, record, judged, now, partial(_judge_bearer, presented, now=now))
 
 
@@ -200,8 +214,11 @@ def _judge_bearer(presented: Presented, holder: KeyHolder, *, now: datetime) -> 
     keystring = read_customer_token(presented.bearer, environment=presented.environment, brand=settings.KEY_BRAND)
     if isinstance(keystring, CustomerFault):
         return keystring
+    peppers = load_peppers(PEPPER_SET[presented.environment])
     record = find_customer_record(keystring.key_id)
-    return judge_customer_token(keystring, record, holder, load_peppers(PEPPER_SET[presented.environment]), now)
+    if record is not None:
+        peppers = take_pepper(peppers, record.pepper_version)
+    return judge_customer_token(keystring, record, holder, peppers, now)
 
 
 def _spent(judgement: Judgement, presented: Presented) -> Judgement:
@@ -258,11 +275,14 @@ def _prove_exposed(presented: Presented, now: datetime) -> str | None:
     keystring = read_exposed(presented.url, settings.KEY_BRAND)
     if keystring is None or keystring.scope is not STRING_SCOPE[presented.environment]:
         return None
+    peppers = load_peppers(PEPPER_SET[presented.environment])
     try:
         record = find_key_record(keystring.key_id)
-    except (OperationalError, InterfaceError):
+        if record is not None:
+            peppers = take_pepper(peppers, record.pepper_version)
+    except (OperationalError, InterfaceError, VerifierStaleError):
         return None  # The answer is the same either way.
-    judged = judge_key(keystring, record, load_peppers(PEPPER_SET[presented.environment]), now)
+    judged = judge_key(keystring, record, peppers, now)
     return keystring.key_id if _is_proved(judged, presented.scope) else None
 
 

@@ -22,11 +22,11 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.keystring import SHAPED
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.sealing import seal, unseal
+from keyvault.domain.sealing import seal, sealed_with, unseal
 from keyvault.models import Account, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint
 from keyvault.services.merchants import require_staying
 from keyvault.services.notifications import announce_to
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import freshen_peppers, load_peppers
 from keyvault.services.recording import recorded
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import mint_secret
@@ -47,6 +47,7 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
     already, or has too many beside.
     """
     destination = _read_url(url)
+    freshen_peppers(PEPPER_SET[Environment(account.environment)])
     secret = mint_secret(secrets.token_bytes)
     endpoint = WebhookEndpoint(
         account=account,
@@ -80,6 +81,7 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
         raise RequestInvalidError(
             "The overlap does not fit.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
         )
+    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)
     until = grant.at + timedelta(hours=overlap_hours)
     details = {**_about(endpoint), "overlap_hours": overlap_hours}
@@ -129,6 +131,35 @@ def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
 
+def list_to_reseal() -> list[WebhookEndpoint]:
+    """Those whose secrets are sealed under an older pepper than new ones are; of the environments served here."""
+    found = []
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        peppers = load_peppers(PEPPER_SET[environment])
+        if len(peppers.versions) > 1:
+            rows = WebhookEndpoint.objects.filter(account__environment=environment).select_related("account__merchant")
+            found += [row for row in rows if sealed_versions(row) - {peppers.current_version}]
+    return found
+
+
+def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
+    """The same secrets, sealed under the newest pepper, so that the older one can be retired."""
+    peppers, context = _peppers(endpoint.account), _context(endpoint.account, endpoint.url)
+    sealed = {
+        name: seal(peppers, unseal(peppers, bytes(old), context), context, secrets.token_bytes)
+        for name in ("secret", "previous_secret")
+        if (old := getattr(endpoint, name))
+    }
+    details = {**_about(endpoint), "pepper_version": peppers.current_version}
+    with recorded(grant, Permission.KEYS_REHASH, "webhook_endpoint.resealed", account=endpoint.account, **details):
+        endpoint.compare_and_swap(**sealed)
+
+
+def sealed_versions(endpoint: WebhookEndpoint) -> set[int]:
+    """The pepper versions that it takes to open its secrets."""
+    return {sealed_with(bytes(sealed)) for sealed in (endpoint.secret, endpoint.previous_secret) if sealed}
+
+
 def list_endpoints(account: Account) -> Iterable[WebhookEndpoint]:
     return WebhookEndpoint.objects.filter(account=account).order_by("created_at", "pk")
 
@@ -148,6 +179,7 @@ def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]:
     """What a message is signed with, the newest first. Raises NotFoundError where another process is to send it."""
+    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     sealed = [endpoint.secret]
     if endpoint.previous_secret is not None and endpoint.previous_until is not None and endpoint.previous_until > now:
         sealed.append(endpoint.previous_secret)
