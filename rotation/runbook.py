@@ -143,11 +143,24 @@ STALLS = (
     Entry(
         "A step kept failing",
         ("a step kept failing",),
-        "The same step failed a dozen times in a row, and not because the backend was away: most often the backend "
-        "refuses us (403: the policy of our token), or a limit of it was met. Both keys stay as they are.",
+        "The same step failed a dozen times in a row, and not because the backend was away. Both keys stay as they "
+        "are.",
         (
             "Read the error: it stands above, and with each try in the ledger below.",
             "Mend what it names, in the secret backend or in our access to it.",
+            "Resume the rotation. A step that was done in part is found and finished, never done twice.",
+            "Where it cannot be mended, end it.",
+        ),
+        (R.RESUME, R.ABORT, R.ROLL_BACK),
+    ),
+    Entry(
+        "The secret backend refuses us",
+        ("the secret backend refuses us",),
+        "The worker logged in anew and tried once more, and was refused again: a policy is too narrow, a role is gone, "
+        "or this host lacks a login. Both keys stay as they are, and every other rotation there will meet the same.",
+        (
+            "Run manage.py vault_doctor on the worker's host: it names the path or the login, and how to mend it.",
+            "Mend it; manage.py vault_bootstrap writes policies and roles anew, and changes nothing that is right.",
             "Resume the rotation. A step that was done in part is found and finished, never done twice.",
             "Where it cannot be mended, end it.",
         ),

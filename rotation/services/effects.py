@@ -20,13 +20,13 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
-from keyvault.models import Credential, IssuanceRequest, Key, Material
+from keyvault.models import Credential, IssuanceRequest, Key
 from keyvault.services import leases
 from keyvault.services.keys import activate_key, burn_key, get_key, note_stored, stage_key
 from keyvault.services.leases import Lease
-from keyvault.services.material import destroy_string, forget_string, read_string
+from keyvault.services.material import destroy_string, forget_string, is_in_backend, recover_string
 from keyvault.services.notifications import announce
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers import freshen_peppers
 from keyvault.services.recording import recorded
 from rotation.deployers import DEPLOYERS, SecretBackend
 from rotation.events import RotationState
@@ -82,7 +82,7 @@ class Effects:
             stored = self.backend.find_newest(rotation.credential)
             if stored is not None:
                 self._note_found(grant, rotation, stored)
-        load_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
+        freshen_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=account, **about(rotation)):
             leases.hold(self.lease)
@@ -131,7 +131,7 @@ class Effects:
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.delivered", account=account, **about(rotation)):
             leases.hold(self.lease)
-            if version is not None:
+            if version is not None and version != key.backend_version:
                 note_stored(grant, key, version)
             rotation.compare_and_swap(delivered_at=grant.at, handover=handover or rotation.handover)
             seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
@@ -149,7 +149,7 @@ class Effects:
         # Delivered before, and the predecessor written over it: a roll-back whose predecessor then ended.
         older = key.backend_version
         try:
-            version = self.backend.deploy(key, read_string(key), purpose=rotation.rotation_id, after=None)
+            version = self.backend.deploy(key, recover_string(key), purpose=rotation.rotation_id, after=None)
         except BackendMissingError:
             return older  # Collected and destroyed long ago: the merchant has it.
         forget_string(key)
@@ -194,10 +194,10 @@ class Effects:
             self._note_found(grant, rotation, newest)
         # A worker that was stopped in the middle of its write may still wake: a version of ours is then before it.
         is_needed = not is_predecessor or has_unsettled_delivery(rotation)
-        if is_needed and predecessor.material != Material.HELD:
+        if is_needed and not is_in_backend(predecessor):
             return "the predecessor was never in the backend, or is dead"
         if is_needed:
-            text = read_string(predecessor)
+            text = recover_string(predecessor)
             version = self.backend.deploy_again(predecessor, text, purpose=rotation.rotation_id, after=version)
         if version != predecessor.backend_version:
             # The older copy goes before its number is forgotten.
@@ -230,7 +230,7 @@ class Effects:
                 **about(rotation),
                 predecessor_key_id=rotation.predecessor_id,
                 replacement_key_id=rotation.replacement_id,
-                is_in_backend=rotation.predecessor.material == Material.HELD,
+                is_in_backend=is_in_backend(rotation.predecessor),
             )
 
     def _note(self, grant: Grant, rotation: Rotation, key: Key, version: int) -> None:

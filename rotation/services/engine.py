@@ -16,6 +16,7 @@ from django.db.models.functions import Concat
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
+from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.models import UseBucket, WorkLease
@@ -117,8 +118,8 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     """Moves the rotation on as far as it goes now, and says what it waits for.
 
     None: another worker holds it, or its environment is not served here. A failure is noted
-    and tried again later; a step that keeps failing, or meets a foreign writer, stalls the rotation, with both
-    keys as they are.
+    and tried again later; a step that keeps failing, meets a foreign writer, or is refused by the secret backend stalls
+    the rotation, with both keys as they are.
     """
     if not _served().filter(pk=rotation_id).exists():
         return None
@@ -191,18 +192,28 @@ def _is_soon_accepted(rotation: Rotation, clock: Callable[[], datetime]) -> bool
 
 
 def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
-    """A foreign writer, or a step that keeps failing, stalls the rotation by name, for a person to look at."""
+    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), or a
+    step that keeps failing stalls the rotation by name, for a person to look at."""
     why = error.internal or error.detail
     _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
-    is_foreign = isinstance(error, ForeignWriterError)
-    if is_foreign or lease.attempts >= MOST_ATTEMPTS:
+    reason = _for_a_person(error)
+    if reason is None and lease.attempts >= MOST_ATTEMPTS:
+        reason = f"a step kept failing: {error.detail}"
+    if reason is not None:
         try:
-            _stall(rotation_id, lease, clock(), error.detail if is_foreign else f"a step kept failing: {error.detail}")
+            _stall(rotation_id, lease, clock(), reason)
         except KeyvaultError as second:
             why = second.internal or second.detail
         else:
             return
     leases.postpone(lease, clock(), why)
+
+
+def _for_a_person(error: KeyvaultError) -> str | None:
+    """What no second try mends."""
+    if isinstance(error, BackendDeniedError):
+        return f"the secret backend refuses us: {error.detail}"
+    return error.detail if isinstance(error, ForeignWriterError) else None
 
 
 def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> None:

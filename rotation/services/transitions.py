@@ -114,7 +114,7 @@ def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> C
     is_waived = step.event is not None or facts.kind is KeyKind.PUBLIC
     seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quiet_seconds, facts.predecessor.last_used_at)
     note_evidence(rotation, EvidenceKind.WAIVED if is_waived else EvidenceKind.SILENT, seen, grant.at)
-    suspend_key(grant, rotation.predecessor)
+    suspend_key(grant, rotation.predecessor, hides_copy=True)
     times = {"waived_at": grant.at if is_waived else None, "silent_at": None if is_waived else grant.at}
     return {"quarantined_at": grant.at, "alarmed_at": None, **times}
 
@@ -136,7 +136,7 @@ def _quarantine_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> C
     seen = silence_seen(rotation.replacement_id, facts, facts.plan.quiet_seconds, last_at)
     note_evidence(rotation, EvidenceKind.SILENT, seen, grant.at)
     if rotation.replacement is not None:
-        suspend_key(grant, rotation.replacement)
+        suspend_key(grant, rotation.replacement, hides_copy=True)
     return {"quarantined_at": grant.at, "alarmed_at": None}
 
 

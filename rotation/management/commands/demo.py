@@ -6,12 +6,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
 
+from keyvault.domain.errors import KeyvaultError
 from keyvault.management.service import CHECKOUT, ServiceError, find_free_port, local_url
 from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_leashed, stopping_on_signals
+from rotation.management.demo.own_vault import own_vault
 from rotation.management.demo.report import Report
 from rotation.management.demo.stage import StoryError
 from rotation.management.demo.story import tell
@@ -22,7 +27,8 @@ TIDY_SECONDS = STOP_SECONDS + 5
 class Command(BaseCommand):
     help = (
         "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts. In a data folder "
-        "and on a port of its own, both gone afterwards; exit 0 only when everything held."
+        "and on a port of its own, both gone afterwards; exit 0 only when everything held. KEYVAULT_BACKEND=vault: "
+        "on an OpenBao or Vault that it starts itself, from PATH."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -47,7 +53,9 @@ def _perform() -> int:
         "KEYVAULT_SANDBOX_APPROVALS": "1",
     }
     try:
-        with stopping_on_signals():
+        with stopping_on_signals(), ExitStack() as stack:
+            if settings.IS_VAULT:
+                environ |= stack.enter_context(own_vault(Path(folder)))
             command = [sys.executable, str(CHECKOUT / "manage.py"), "demo", "--inside", str(port)]
             telling = start_leashed(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
             try:
@@ -55,6 +63,11 @@ def _perform() -> int:
             except StopRequestedError as stop:
                 _end(telling, stop.number)
                 return 128 + stop.number
+    except StopRequestedError as stop:
+        return 128 + stop.number
+    except (ServiceError, KeyvaultError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if status < 0:

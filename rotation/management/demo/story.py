@@ -61,7 +61,8 @@ def tell(report: Report, port: int) -> None:
         except (StoryError, CommandError, KeyvaultError) as error:
             raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
     report.chapter("What is left")
-    report.step("server, worker and beat have stopped; the data folder is searched, and goes away after that")
+    too = ", the Vault's audit log in it," if settings.IS_VAULT else ""
+    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, and goes away after that")
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
@@ -76,7 +77,11 @@ def tell(report: Report, port: int) -> None:
 def _set_up(report: Report) -> None:
     with report.waiting("setting up the database and the keystore …"):
         made = call("setup")
-        report.step(f"{made['database']} database and keystore in {settings.DATA_DIR}")
+        report.step(
+            f"{made['database']} database and {'logs' if settings.IS_VAULT else 'keystore'} in {settings.DATA_DIR}"
+        )
+        if settings.IS_VAULT:
+            report.step(f"secrets in the Vault at {settings.VAULT_ADDRESS}; a login for each role, opened once")
         seeded = call("seed_demo")
     merchants = ", ".join(merchant["merchant_id"] for merchant in seeded["merchants"])
     operators = ", ".join(operator["username"] for operator in seeded["operators"])
