@@ -1,10 +1,11 @@
 """Celery tasks, thin: which rows are due is in the database, a message only says "look"."""
 
 import logging
+from datetime import UTC, datetime
 
 from celery import shared_task
 
-from keyvault.services import upkeep, webhook_deliveries
+from keyvault.services import checkpoints, reconciliation, upkeep, webhook_deliveries
 
 _log = logging.getLogger(__name__)
 
@@ -19,11 +20,18 @@ def deliver_webhooks() -> None:
     webhook_deliveries.deliver_due()
 
 
+@shared_task(name="keyvault.tasks.sign_checkpoints", expires=60)
+def sign_checkpoints() -> None:
+    checkpoints.sign_due(datetime.now(UTC))
+
+
 @shared_task(name="keyvault.tasks.upkeep", expires=30)
 def run_upkeep() -> None:
     """What ends keys comes first; no step's fault keeps another from its turn. Raises the first fault at the end."""
     faults = []
-    for step in (upkeep.expire_due, upkeep.burn_due, upkeep.destroy_due, upkeep.forget_due):
+    ends = (upkeep.expire_due, upkeep.burn_due, upkeep.suspect_due)
+    copies = (upkeep.destroy_due, upkeep.settle_due, upkeep.settle_connections_due, upkeep.leave_due)
+    for step in (*ends, *copies, upkeep.renew_peppers, upkeep.forget_due):
         try:
             step()
         except Exception as fault:  # noqa: BLE001  whatever it is, it is told here and raised below
@@ -31,3 +39,13 @@ def run_upkeep() -> None:
             faults.append(fault)
     if faults:
         raise faults[0]
+
+
+@shared_task(name="keyvault.tasks.watch_backend", expires=30)
+def watch_backend() -> None:
+    upkeep.watch_backend()
+
+
+@shared_task(name="keyvault.tasks.reconcile_backend", expires=300)
+def reconcile_backend() -> None:
+    reconciliation.reconcile_due()

@@ -14,6 +14,7 @@ from django.forms import BoundField
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.admin.cells import Facts
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account
@@ -36,11 +37,16 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made."""
+    """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made.
+
+    `beside`: what goes with the secret; `then`: the acts on the row that whoever has it does next.
+    """
 
     message: str
     secret: Plaintext | None = None
     row: Model | None = None
+    beside: Facts | None = None
+    then: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

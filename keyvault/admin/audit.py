@@ -1,4 +1,7 @@
-"""The audit chains in the console: read, filtered, searched. Nothing here is ever written."""
+"""The audit chains in the console: read, filtered, searched, with the newest signed checkpoint of each scope.
+
+Nothing here is ever written.
+"""
 
 import json
 from typing import Any
@@ -9,16 +12,30 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Model, QuerySet, Value
 from django.db.models.expressions import Func
 from django.db.models.sql.compiler import SQLCompiler
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Link, link, moment, mono, short_moment
+from keyvault.admin.cells import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.audit import account_chain
-from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride
+from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
+from keyvault.services.checkpoints import Standing, list_standings
 
 PAGES = {
     "key_id": "keyvault_key",
@@ -80,6 +97,7 @@ class WhenFilter(admin.DateFieldListFilter):
 class AuditEntryAdmin(NounAdmin):
     view_permissions = (P.AUDIT_READ,)
     section, singular, plural = "Oversight", "Audit entry", "Audit entries"
+    change_list_template = "console/audit_list.html"
 
     list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")
     list_display_links = ("when",)
@@ -87,6 +105,10 @@ class AuditEntryAdmin(NounAdmin):
     search_fields = ("event",)  # what is searched stands in get_search_results; this shows the box
     search_help_text = "By any id or name in an entry: key id, credential id, request id, operator."
     ordering = ("-at", "-id")
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        context = {"title": self.plural, "plural": self.plural, "checkpoints": _checkpoints()}
+        return self.changelist_view(request, extra_context=context)
 
     @admin.display(description="#", ordering="sequence")
     def sequence_number(self, entry: AuditEntry) -> int:
@@ -149,7 +171,7 @@ class AuditEntryAdmin(NounAdmin):
                     ],
                 ),
             ],
-            notes=["manage.py audit_verify walks every chain and names the first entry that does not hold."],
+            notes=["manage.py audit_verify walks every chain and checkpoint and names the first that does not hold."],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
@@ -158,9 +180,43 @@ class AuditEntryAdmin(NounAdmin):
             return None
         if isinstance(row, Account):
             query = {"chain": _chain_of(row)}
+        elif isinstance(row, PepperVersion):
+            query = {"q": "pepper."}
         else:
             query = {"q": row.endpoint if isinstance(row, LimitOverride) else str(row.pk)}
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
+
+
+def _checkpoints() -> Table:
+    columns = ("scope", "newest", "signed (UTC)", "signer", "entries after it", "against the log")
+    rows = [
+        (
+            badge(standing.scope),
+            "none yet" if standing.newest is None else standing.newest.number,
+            NOTHING if standing.newest is None else moment(standing.newest.at),
+            NOTHING if standing.newest is None else _signer(standing),
+            standing.unsigned,
+            _holds(standing),
+        )
+        for standing in list_standings()
+    ]
+    return Table("Signed checkpoints", columns, rows)
+
+
+def _signer(standing: Standing) -> SafeString:
+    signed = standing.newest
+    return format_html("{} version {}", mono(signed.signer), signed.key_version) if signed else mono(NOTHING)
+
+
+def _holds(standing: Standing) -> SafeString:
+    """Of the newest checkpoint alone: its signature, and the entries that it names."""
+    if standing.newest is None:
+        return badge("pending")
+    if standing.fault is not None:
+        return format_html("{} {}", badge("broken"), standing.fault)
+    if standing.unchecked is not None:
+        return format_html("{} the signer does not say its public key", badge("not_checked"))
+    return badge("holds")
 
 
 def _chain_of(account: Account) -> str:

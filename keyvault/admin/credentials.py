@@ -15,6 +15,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, Cleaned, Done, SeenForm
 from keyvault.admin.cells import NOTHING, Detail, Extras, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.connections import place_rows
 from keyvault.admin.keys import key_link, use_of
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -22,7 +23,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.networks import MOST_NETWORKS
 from keyvault.models import Account, Credential
 from keyvault.models.keys import OriginHeader
-from keyvault.services.credentials import restrict_credential
+from keyvault.services.credentials import find_reading_place, restrict_credential
 
 ORIGIN_HEADER = {
     OriginHeader.REFUSE: "refused: it may come from a browser",
@@ -152,6 +153,7 @@ def _facts(credential: Credential) -> Facts:
             ("Kind", f"{credential.kind} API key"),
             ("Label", credential.label),
             ("Delivery", credential.get_delivery_display()),
+            *place_rows(find_reading_place(credential)),
             *_restrictions(credential),
             ("Created", moment(credential.created_at)),
         ],

@@ -316,10 +316,5 @@ class AccountAdmin(NounAdmin):
                         ("Customer tokens live at most", seconds(row.customer_token_seconds)),
                     ],
                 ),
-                Table(
-                    "Provider connections",
-                    ["provider", "mode", "created (UTC)"],
-                    [[item.provider, item.mode, short_moment(item.created_at)] for item in row.connections.all()],
-                ),
             ],
         )

@@ -248,6 +248,8 @@ class NounAdmin(Guarded, _ModelAdmin):
                 summary=None if row is None else self.summary(row),
                 crumbs=self._crumbs(),
                 back=back,
+                beside=done.beside,
+                then=[self._link(row, act.name, act.label) for act in self.acts if row and act.name in done.then],
             )
         messages.success(request, done.message)
         return HttpResponseRedirect(url)

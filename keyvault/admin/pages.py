@@ -62,6 +62,8 @@ def secret_page(
     summary: Facts | None,
     crumbs: Sequence[Link],
     back: Link,
+    beside: Facts | None = None,
+    then: Sequence[Link] = (),
 ) -> HttpResponse:
     """The one page that shows a secret: in the answer's body only, so that no reload and no cache has it again."""
     context = {
@@ -72,6 +74,8 @@ def secret_page(
         "summary": summary,
         "crumbs": crumbs,
         "back": back,
+        "beside": beside,
+        "then": then,
     }
     response = page(site, request, "secret", context)
     response["Referrer-Policy"] = "no-referrer"

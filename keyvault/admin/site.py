@@ -18,6 +18,7 @@ from keyvault.access.verification import find_exposed
 from keyvault.admin.audit import AuditEntryAdmin
 from keyvault.admin.break_glass import BreakGlassAdmin
 from keyvault.admin.catalog import CatalogEndpointAdmin
+from keyvault.admin.connections import ProviderConnectionAdmin
 from keyvault.admin.credentials import CredentialAdmin
 from keyvault.admin.enforcement import operator_of
 from keyvault.admin.inbox import NoticeAdmin
@@ -27,6 +28,7 @@ from keyvault.admin.limits import LimitOverrideAdmin
 from keyvault.admin.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.noun import NounAdmin
 from keyvault.admin.pages import page, problem_page
+from keyvault.admin.peppers import PepperVersionAdmin
 from keyvault.admin.refusals import RefusalAdmin
 from keyvault.admin.tokens import ServiceTokenAdmin
 from keyvault.admin.webhooks import WebhookEndpointAdmin
@@ -43,6 +45,8 @@ from keyvault.models import (
     Merchant,
     Notice,
     Operator,
+    PepperVersion,
+    ProviderConnection,
     Refusal,
     ServiceToken,
     WebhookEndpoint,
@@ -54,6 +58,7 @@ NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (Key, KeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
+    (ProviderConnection, ProviderConnectionAdmin),
     (WebhookEndpoint, WebhookEndpointAdmin),
     (CatalogEndpoint, CatalogEndpointAdmin),
     (LimitOverride, LimitOverrideAdmin),
@@ -61,6 +66,7 @@ NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (Notice, NoticeAdmin),
     (AuditEntry, AuditEntryAdmin),
     (BreakGlass, BreakGlassAdmin),
+    (PepperVersion, PepperVersionAdmin),
     (Refusal, RefusalAdmin),
 )
 """Keyvault's own; rotation registers its noun itself."""

@@ -6,14 +6,22 @@ from keyvault.api import converters  # noqa: F401  registers the ids used below
 from keyvault.api.views.docs import DocsView, OpenAPIView
 from keyvault.api.views.forward_auth import ForwardAuthView
 from keyvault.api.views.health import HealthView, ReadinessView
-from keyvault.api.views.issuance import CollectionView, IssuanceRequestsView, IssuanceRequestView
+from keyvault.api.views.issuance import (
+    CollectionView,
+    ConfirmationView,
+    IssuanceRequestsView,
+    IssuanceRequestView,
+    SuspicionView,
+)
 from keyvault.api.views.keys import CredentialsView, KeyView, RevokeView
+from keyvault.api.views.metrics import MetricsView
 from keyvault.api.views.verification import VerifyBatchView, VerifyView
 from keyvault.wire.gateways import Dialect
 
 urlpatterns = [
     path("healthz", HealthView.as_view()),
     path("readyz", ReadinessView.as_view()),
+    path("metrics", MetricsView.as_view()),
     path("v1/openapi.json", OpenAPIView.as_view(), name="openapi"),
     path("v1/docs", DocsView.as_view()),
     path("v1/keys/verify", VerifyView.as_view()),
@@ -28,4 +36,6 @@ urlpatterns = [
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
     path("v1/issuance-requests/<request_id:request_id>", IssuanceRequestView.as_view()),
     path("v1/issuance-requests/<request_id:request_id>/collect", CollectionView.as_view()),
+    path("v1/issuance-requests/<request_id:request_id>/confirm", ConfirmationView.as_view()),
+    path("v1/issuance-requests/<request_id:request_id>/suspect", SuspicionView.as_view()),
 ]

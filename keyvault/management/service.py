@@ -20,6 +20,7 @@ from pathlib import Path
 from django.conf import settings
 
 import keyvault
+from keyvault.backends.private_files import ensure_private_directory
 from keyvault.management.supervisor import Program, Supervisor
 
 ADDRESS = "127.0.0.1"
@@ -90,8 +91,16 @@ def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
         **environ,
         "KEYVAULT_ORIGIN": origin_for(port, environ),
+        "PROMETHEUS_MULTIPROC_DIR": str(_empty_folder(settings.DATA_DIR / "metrics")),
     }
     return Supervisor(_programs(port), told, CHECKOUT, settings.DATA_DIR / "logs")
+
+
+def _empty_folder(path: Path) -> Path:
+    """Of the counters of an earlier run, which were those of processes that have ended."""
+    for file in ensure_private_directory(path).glob("*.db"):
+        file.unlink()
+    return path
 
 
 def wait_until_ready(service: Supervisor, port: int) -> None:

@@ -69,6 +69,12 @@ def _origin(text: str) -> str:
     return text.rstrip("/")
 
 
+def _prefix(text: str) -> str:
+    if re.fullmatch(r"[a-z](?:[a-z0-9-]{0,30}[a-z0-9])?", text) is None:
+        raise ValueError("1 to 32 of a-z, 0-9 and inner hyphens, beginning with a letter")
+    return text
+
+
 def _secret_key(text: str) -> str:
     """A short one is guessed, and whoever has guessed it signs sessions of their own."""
     if text and len(text) < 50:
@@ -134,8 +140,42 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_BACKEND",
         "local",
-        "Where readable secrets are kept: `local`, the encrypted keystore in the data folder.",
-        _choice("local"),
+        "Where readable secrets are kept: `local`, the encrypted keystore in the data folder, or `vault`, a HashiCorp "
+        "Vault or an OpenBao.",
+        _choice("local", "vault"),
+    ),
+    Setting(
+        "VAULT_ADDR",
+        "",
+        "Address of the Vault: its active node, or a balancer in front of it; redirects are not followed. Plain http "
+        "on this machine only. `VAULT_TOKEN` is never read.",
+        _origin,
+    ),
+    Setting(
+        "VAULT_CACERT", "", "File of the CA that the Vault's certificate is checked with. Unset: this machine's CAs."
+    ),
+    Setting(
+        "KEYVAULT_VAULT_PREFIX",
+        "keyvault",
+        "First word of every mount, policy and role of ours in the Vault, so that several services can share one.",
+        _prefix,
+    ),
+    Setting(
+        "KEYVAULT_VAULT_AUTH",
+        "approle",
+        "How a process logs in there: `approle`, `kubernetes`, or `token_file` (kept fresh by an agent).",
+        _choice("approle", "kubernetes", "token_file"),
+    ),
+    Setting(
+        "KEYVAULT_VAULT_LOGINS",
+        "vault",
+        "Folder of the logins that this host has, a file or two for each: `<role>.role_id` with `<role>.secret_id` or "
+        "`<role>.wrapped_secret_id`, or `<role>.token`. Relative to the data folder.",
+    ),
+    Setting(
+        "KEYVAULT_VAULT_JWT_FILE",
+        "/var/run/secrets/kubernetes.io/serviceaccount/token",
+        "The service account's token that `kubernetes` logs in with.",
     ),
     Setting(
         "KEYVAULT_MASTER_KEY",
@@ -259,7 +299,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return values
 
 
-_TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz"})
+_TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
 
 
 def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:

@@ -31,8 +31,14 @@ ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
 }
 LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
 WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _chosen["KEYVAULT_WEBHOOK_NETWORKS"]
-SECRET_BACKEND: str = _chosen["KEYVAULT_BACKEND"]
+IS_VAULT: bool = _chosen["KEYVAULT_BACKEND"] == "vault"
 MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
+VAULT_ADDRESS: str = _chosen["VAULT_ADDR"]
+VAULT_CA_FILE = Path(_chosen["VAULT_CACERT"]) if _chosen["VAULT_CACERT"] else None
+VAULT_PREFIX: str = _chosen["KEYVAULT_VAULT_PREFIX"]
+VAULT_AUTH: str = _chosen["KEYVAULT_VAULT_AUTH"]
+VAULT_LOGINS = DATA_DIR / _chosen["KEYVAULT_VAULT_LOGINS"]
+VAULT_JWT_FILE = Path(_chosen["KEYVAULT_VAULT_JWT_FILE"])
 BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 
 # --- Django -----------------------------------------------------------------------------------------------
@@ -203,6 +209,11 @@ CELERY_BEAT_SCHEDULE = {
     "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
+    "suspect-handovers": {"task": "rotation.tasks.suspect_handovers", "schedule": 5.0},
+    "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
+    "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
+    # It asks whether the night has come.
+    "reconcile-backend": {"task": "keyvault.tasks.reconcile_backend", "schedule": 600.0},
 }
 
 # --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------

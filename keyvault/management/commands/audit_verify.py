@@ -1,24 +1,102 @@
-"""Walks the audit chains and names the first entry that does not hold."""
+"""Walks the audit chains and their signed checkpoints, and names the first that does not hold."""
 
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.domain.audit_records import gather_kept, parse_public_keys
+from keyvault.domain.checkpoints import Kept, PublicKeys
 from keyvault.management.answers import AnsweringCommand
 from keyvault.services.audit import verify_audit
+from keyvault.services.checkpoints import ScopeReport, gather_public_keys, verify_checkpoints
 
 
 class Command(AnsweringCommand):
-    help = "Checks every audit chain; exit 1 when one is broken or missing."
+    help = (
+        "Checks every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have waited "
+        "for more than an hour to be signed."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--public-key", type=Path, help="public keys from a file (manage.py audit_public_key)")
+        parser.add_argument("--checkpoints", type=Path, help="checkpoints kept from earlier exports, to compare with")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        keys, unchecked = gather_public_keys(_read_keys(options["public_key"]))
+        kept = _read_kept(options["checkpoints"], keys, unchecked)
+        scopes = verify_checkpoints(keys, kept, unchecked, self.now)
         report = verify_audit()
-        self.intact = report.first_broken is None
-        broken = None if report.first_broken is None else asdict(report.first_broken)
-        return {"entries": report.entries, "intact": broken is None, "first_broken": broken}
+        found = [report.first_broken, *(scope.broken for scope in scopes)]
+        broken = next((each for each in found if each is not None), None)
+        overdue = next((scope.overdue for scope in scopes if scope.overdue is not None), None)
+        self.is_fine = broken is None and overdue is None
+        return {
+            "entries": report.entries,
+            "intact": broken is None,
+            "first_broken": None if broken is None else asdict(broken),
+            "unsigned": overdue,
+            "checkpoints": {scope.scope: self._scope(scope) for scope in scopes},
+        }
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        text = super().words({**answer, "checkpoints": None}).rpartition("\n")[0]
+        return "\n".join(
+            [text, *(f"checkpoints of {scope}: {_words(told)}" for scope, told in answer["checkpoints"].items())]
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         super().handle(*args, **options)
-        if not self.intact:
+        if not self.is_fine:
             sys.exit(1)
+
+    def _scope(self, report: ScopeReport) -> dict[str, Any]:
+        newest = report.newest
+        at = None if newest is None else newest.at
+        return {
+            "count": report.checkpoints,
+            "newest": None if newest is None else newest.number,
+            "newest_at": at,
+            "newest_age_seconds": None if at is None else int((self.now - at).total_seconds()),
+            "signer": None if newest is None else newest.signer,
+            "key_version": None if newest is None else newest.key_version,
+            "unsigned_entries": report.unsigned,
+            "signatures": "checked" if report.unchecked is None else f"not checked: {report.unchecked}",
+            "broken": None if report.broken is None else asdict(report.broken),
+        }
+
+
+def _read_keys(path: Path | None) -> PublicKeys:
+    """Raises CommandError."""
+    try:
+        return {} if path is None else parse_public_keys(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _read_kept(path: Path | None, keys: PublicKeys, unchecked: Mapping[str, str]) -> Kept:
+    """Raises CommandError."""
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as lines:
+            return gather_kept(lines, keys, unchecked)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _words(told: Mapping[str, Any]) -> str:
+    if told["newest"] is None:
+        text = f"none, {told['unsigned_entries']} entries unsigned"
+    else:
+        text = (
+            f"{told['count']}, the newest is {told['newest']} of {told['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
+            f"({told['newest_age_seconds']} s old, {told['signer']} version {told['key_version']}), "
+            f"{told['unsigned_entries']} entries after it; signatures {told['signatures']}"
+        )
+    return (
+        text if told["broken"] is None else f"{text}; BROKEN at {told['broken']['sequence']}: {told['broken']['why']}"
+    )

@@ -10,8 +10,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.answers import AnsweringCommand, wrapped_as_json
 from keyvault.services import issuance
+from keyvault.services.handovers import hand_over_wrapped
 from keyvault.services.merchants import find_account
 from keyvault.services.upkeep import issue_one
 
@@ -56,14 +57,18 @@ class Command(AnsweringCommand):
             raise DependencyUnavailableError(
                 f"The key is not issued yet; the worker goes on with {request.request_id}."
             )
-        answer = {
+        answer: dict[str, Any] = {
             "request_id": issued.request_id,
             "credential_id": issued.key.credential_id,
             "key_id": issued.key.key_id,
         }
         if options["reveal"]:
             grant = self.grant(requester, Permission.ISSUANCE_COLLECT, account)
-            answer["key"] = issuance.collect_key(grant, issued).reveal()
+            if issued.delivery == Delivery.WRAPPED:
+                answer["wrapped"] = wrapped_as_json(hand_over_wrapped(grant, issued))
+                self.tell_of_wrapping(f"--request {issued.request_id}")
+            else:
+                answer["key"] = issuance.collect_key(grant, issued).reveal()
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:

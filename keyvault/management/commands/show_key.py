@@ -1,4 +1,4 @@
-"""What is known of a key; never its material."""
+"""What is known of a key, and with a Vault where the merchant reads it; never its material."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import NotFoundError
 from keyvault.management.answers import AnsweringCommand
+from keyvault.services.credentials import find_reading_place
 from keyvault.services.keys import describe_key, get_key
 
 
@@ -20,4 +21,4 @@ class Command(AnsweringCommand):
         key = get_key(options["key_id"])
         if key is None:
             raise NotFoundError(f"There is no key {options['key_id']}.")
-        return describe_key(key)
+        return {**describe_key(key), **find_reading_place(key.credential)}

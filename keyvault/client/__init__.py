@@ -1,0 +1,1 @@
+"""What runs on somebody else's machine: no Django, no database, no network."""

@@ -1,0 +1,161 @@
+"""Checking an exported audit log in one pass: entries, heads and checkpoints, each as it comes by.
+
+What has to be remembered is one hash for each chain, however long the log.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from keyvault.domain.audit import GENESIS, Break, ChainedEntry, find_fault
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportStart, Record
+from keyvault.domain.checkpoints import CheckpointWalk, Head, Kept, PublicKeys, SignedCheckpoint, scope_of
+from keyvault.domain.digests import PepperSet
+
+
+class ExportError(ValueError):
+    """The file is no whole export: nothing can be said of the log."""
+
+
+@dataclass(slots=True)
+class ScopeCheck:
+    """One scope on its way. After its first break nothing more is looked at."""
+
+    walk: CheckpointWalk
+    entries: int = 0
+    positions: dict[str, Head] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    broken: Break | None = None
+
+    @property
+    def unsigned(self) -> int:
+        """Entries after the newest checkpoint."""
+        signed = {} if self.walk.newest is None else self.walk.newest.heads
+        return sum(
+            head.sequence - (signed[chain].sequence if chain in signed else 0) for chain, head in self.positions.items()
+        )
+
+    def take_entry(self, entry: ChainedEntry) -> None:
+        before = self.positions.get(entry.chain, Head(0, GENESIS))
+        sequence = before.sequence + 1
+        why = find_fault(entry, chain=entry.chain, sequence=sequence, previous=before.hash)
+        if why is None and entry.chain in self.ended:
+            why = "it stands behind the head of the chain"
+        if why is not None:
+            self.broken = Break(entry.chain, sequence, why)
+            return
+        self.entries += 1
+        self.positions[entry.chain] = Head(sequence, entry.hash)
+
+    def take_checkpoint(self, signed: SignedCheckpoint, *, is_partial: bool) -> None:
+        begins_later = is_partial and self.walk.newest is None and not self.positions
+        self.walk.may_begin_later = begins_later
+        why = self.walk.take(signed, self._find_hash)
+        if why is not None:
+            self.broken = Break(f"checkpoints:{self.walk.scope}", signed.number, why)
+        elif begins_later and self.walk.newest is not None:
+            self.positions = dict(self.walk.newest.heads)
+
+    def take_head(self, stated: ChainHead) -> None:
+        found = self.positions.get(stated.chain, Head(0, GENESIS))
+        if found != stated.head:
+            why = f"the chain ends at {found.sequence}, its head says {stated.head.sequence} or has another hash"
+            self.broken = Break(stated.chain, found.sequence, why)
+        self.ended.add(stated.chain)
+
+    def finish(self) -> None:
+        headless = sorted(self.positions.keys() - self.ended)
+        at_end = self.walk.find_end_fault()
+        checkpoints = f"checkpoints:{self.walk.scope}"
+        if headless:
+            self.broken = Break(headless[0], self.positions[headless[0]].sequence, "the chain has no head")
+        elif at_end is not None:
+            self.broken = Break(checkpoints, *at_end)
+        elif self.walk.newest is None and self.positions:
+            self.broken = Break(checkpoints, 1, "there is none: nothing of this scope is signed")
+
+    def _find_hash(self, chain: str, sequence: int) -> bytes | None:
+        head = self.positions.get(chain)
+        return head.hash if head is not None and head.sequence == sequence else None
+
+
+@dataclass(slots=True)
+class ExportCheck:
+    """Takes the records of one export in their order. `since`, `exported_at`: what the export says of itself."""
+
+    keys: PublicKeys
+    kept: Kept
+    scopes: dict[str, ScopeCheck] = field(default_factory=dict)
+    start: ExportStart | None = None
+    is_ended: bool = False
+    _entries: int = 0
+    _checkpoints: int = 0
+
+    @property
+    def first_broken(self) -> Break | None:
+        return next((scope.broken for scope in self.scopes.values() if scope.broken is not None), None)
+
+    @property
+    def exported_at(self) -> datetime | None:
+        return None if self.start is None else self.start.at
+
+    def take(self, record: Record) -> None:
+        """Raises ExportError on what no export holds at that place."""
+        if isinstance(record, ExportStart):
+            self._begin(record)
+            return
+        if self.start is None:
+            raise ExportError("the file does not begin as an export does")
+        if self.is_ended:
+            raise ExportError("something follows the end of the export")
+        if isinstance(record, ExportEnd):
+            self._end(record)
+            return
+        self._entries += isinstance(record, ChainedEntry)
+        self._checkpoints += isinstance(record, SignedCheckpoint)
+        scope = self._scope_of(record)
+        if scope.broken is not None:
+            return
+        match record:
+            case ChainedEntry():
+                scope.take_entry(record)
+            case SignedCheckpoint():
+                scope.take_checkpoint(record, is_partial=self.start.since is not None)
+            case ChainHead():
+                scope.take_head(record)
+
+    def finish(self) -> None:
+        """After the last line. Raises ExportError when the file was cut off."""
+        if not self.is_ended:
+            raise ExportError("the file ends before the export does: it was cut off")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the export says of itself that it leaves something out."""
+        return self.start is None or self.start.since is not None or not self.scopes.keys() >= set(PepperSet)
+
+    def count_uncompared(self) -> int:
+        """Checkpoints that the auditor kept and that this export, by its scopes or its beginning, does not reach."""
+        firsts = {name: scope.walk.first.number for name, scope in self.scopes.items() if scope.walk.first is not None}
+        return sum(scope not in self.scopes or number < firsts.get(scope, 0) for scope, number in self.kept)
+
+    def _begin(self, record: ExportStart) -> None:
+        if self.start is not None:
+            raise ExportError("a second export begins in the middle of the first")
+        if not record.scopes:
+            raise ExportError("the export names no scope")
+        self.start = record
+        self.scopes = {scope: ScopeCheck(CheckpointWalk(scope, self.keys, self.kept)) for scope in record.scopes}
+
+    def _end(self, record: ExportEnd) -> None:
+        self.is_ended = True
+        for scope in self.scopes.values():
+            if scope.broken is None:
+                scope.finish()
+        if self.first_broken is None and record != ExportEnd(self._entries, self._checkpoints):
+            raise ExportError("lines of the export are missing: its last line counts more or fewer than there are")
+
+    def _scope_of(self, record: ChainedEntry | SignedCheckpoint | ChainHead) -> ScopeCheck:
+        name = record.scope if isinstance(record, SignedCheckpoint) else scope_of(record.chain)
+        if name not in self.scopes:
+            raise ExportError("a record is of no scope that the export names")
+        return self.scopes[name]

@@ -1,0 +1,32 @@
+"""The public keys with which an auditor checks the checkpoints of the audit log."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandError
+
+from keyvault.domain.audit_records import public_keys_text
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.checkpoints import read_public_keys
+
+
+class Command(AnsweringCommand):
+    help = "Prints the public keys that check the audit log's checkpoints, as a file for the auditor."
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        keys, silent = read_public_keys()
+        if not keys:
+            why = "; ".join(f"{scope}: {reason}" for scope, reason in silent.items())
+            raise CommandError(
+                f"no signer tells its public key now: {why}"
+                if silent
+                else "there is no public key yet; the worker makes one when it first signs"
+            )
+        for scope, reason in silent.items():
+            self.stderr.write(f"the public key of {scope} is not among them: {reason}")
+        answer: dict[str, Any] = json.loads(public_keys_text(keys))
+        return answer
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        return json.dumps(answer, indent=1)

@@ -1,0 +1,88 @@
+"""How the peppers are, version by version; exit 1 when one is missing, wrong or in another one's place."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.pepper_status import (
+    DORMANT_DAYS,
+    DormantKey,
+    list_dormant_keys,
+    list_pepper_states,
+    list_rowless,
+)
+
+
+class Command(AnsweringCommand):
+    help = "Shows every pepper version: who leans on it, whether it is loaded and stored, and what is wrong with it."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--dormant-days", type=int, default=DORMANT_DAYS, help="not used for so many days (default %(default)s)"
+        )
+        parser.add_argument("--list", action="store_true", help="name the dormant keys")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        authorize(HOST, Permission.PEPPERS_READ, now=self.now)
+        states = list_pepper_states(self.now, options["dormant_days"])
+        rowless = list_rowless()
+        self.is_faulty = any(state.fault for state in states) or any(each.fault for each in rowless)
+        answer: dict[str, Any] = {
+            "ok": not self.is_faulty,
+            "versions": [asdict(state) for state in states],
+            "rowless": [asdict(each) for each in rowless],
+        }
+        if options["list"]:
+            answer["dormant"] = [
+                asdict(key)
+                for state in states
+                for key in list_dormant_keys(state.pepper_set, state.number, self.now, options["dormant_days"])
+            ]
+        return answer
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        lines = []
+        for state in answer["versions"]:
+            lines.append(f"{state['pepper_set']} {state['number']}  {_stage(state)}")
+            lines.append(
+                f"  created {state['created_at']:%Y-%m-%d}; living {state['living']} (dormant {state['dormant']}), "
+                f"dead {state['dead']}; backend: {_STORED[state['stored']]}"
+            )
+            if state["leaning"]:
+                lines.append(f"  leaning on it: {state['leaning']}")
+            if state["lagging"]:
+                lines.append(f"  makes no digests yet; not loaded by: {', '.join(state['lagging'])}")
+            if state["fault"]:
+                lines.append(f"  WRONG: {state['fault']}")
+        for each in answer["rowless"]:
+            lines.append(f"{each['pepper_set']} {each['number']}  in the secret backend, unknown to the database")
+            lines.append(f"  WRONG: {each['fault']}" if each["fault"] else "  rotate_pepper goes on with it")
+        lines += [
+            f"rotate or revoke, or wait for its use: {DormantKey(**key).words()}" for key in answer.get("dormant", ())
+        ]
+        return "\n".join(lines)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        super().handle(*args, **options)
+        if self.is_faulty:
+            sys.exit(1)
+
+
+_STORED = {True: "has it", False: "has it not", None: "does not answer"}
+
+
+def _stage(state: Mapping[str, Any]) -> str:
+    if state["destroyed_at"]:
+        return f"retired {state['retired_at']:%Y-%m-%d}, destroyed"
+    if state["retired_at"]:
+        return f"retired {state['retired_at']:%Y-%m-%d}, may be destroyed from {state['destroyable_from']:%Y-%m-%d}"
+    if not state["is_loaded"]:
+        return "NOT LOADED"
+    return "loaded, makes the digests" if state["is_hashing"] else "loaded, proves only"

@@ -1,0 +1,59 @@
+"""Compares what the secret backend holds with the rows, as it is done every night."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.access.principals import WORKER, Channel
+from keyvault.domain.environments import Environment
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.reconciliation import reconcile
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Compares every version in the secret backend with the rows: destroys what dead keys of ours left there, puts "
+        "right what was left half done, and tells of what is missing and of what nobody can attribute, which is never "
+        "touched."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--environment", choices=settings.ENVIRONMENTS, help="only this one")
+        parser.add_argument("--dry-run", action="store_true", help="only tells what it would do")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        host = replace(WORKER, channel=Channel.COMMAND_LINE)
+        chosen = [options["environment"]] if options["environment"] else settings.ENVIRONMENTS
+        reports = [
+            reconcile(environment, is_dry_run=options["dry_run"], principal=host)
+            for environment in map(Environment, chosen)
+        ]
+        self.unfinished: list[str] = [report.environment for report in reports if not report.is_complete]
+        return {report.environment: report.as_json() for report in reports}
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        lines = []
+        for environment, report in answer.items():
+            counts = [f"{name.replace('_', ' ')} {value}" for name, value in report.items() if name in _COUNTS]
+            lines += [f"{environment}: {', '.join(counts)}", *(_finding(each) for each in report["findings"])]
+        return "\n".join(lines)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        self.unfinished = []
+        super().handle(*args, **options)
+        if self.unfinished:
+            raise CommandError(
+                f"not finished, run it again: {', '.join(self.unfinished)}: the backend was away, or refused us"
+            )
+
+
+_COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    version = "" if finding["backend_version"] is None else f"@{finding['backend_version']}"
+    more = [str(finding[name]) for name in ("key_id", "why") if finding.get(name)]
+    return f"  {finding['what']}: {finding['path']}{version} {', '.join(more)}".rstrip()

@@ -1,0 +1,33 @@
+"""Makes a new pepper version, which every key moves to when it is next used."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.digests import PepperSet
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.pepper_propagation import PROPAGATION
+from keyvault.services.pepper_versions import rotate_pepper
+
+
+class Command(AnsweringCommand):
+    help = "Makes a new pepper in the secret backend. Killed anywhere, it is run again. Needs the keeper's login."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--set", dest="pepper_set", choices=[each.value for each in PepperSet], required=True)
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        grant = authorize(HOST, Permission.PEPPERS_WRITE, now=self.now)
+        row = rotate_pepper(grant, PepperSet(options["pepper_set"]))
+        return {"set": row.pepper_set, "version": row.number, "hashes_from_at": row.hashes_from_at}
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        return (
+            f"{answer['set']} pepper {answer['version']} is made. Every process loads it by itself; when all have, in "
+            f"{PROPAGATION.seconds} seconds at the earliest, the worker takes it into use: new digests are made with "
+            "it, and a key moves to it when it is used. See pepper_status."
+        )

@@ -1,0 +1,63 @@
+"""Stores a provider's credentials as a connection of a merchant's account."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.domain.connections import MOST_BYTES
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.connections import describe_connection, set_connection
+from keyvault.services.merchants import find_account
+
+_MOST_READ = 2 * MOST_BYTES
+"""With the blanks around it. What is longer is refused for its size, read to the end or not."""
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Stores a payment provider's credentials in the secret backend, in place of those that the account had: test "
+        "mode in sandbox, live in production. They are never shown again."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("--merchant", required=True)
+        parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
+        parser.add_argument("--provider", required=True, help="a-z, 0-9 and inner hyphens, such as stripe")
+        parser.add_argument(
+            "--secret-file",
+            required=True,
+            metavar="PATH",
+            help="the credentials: one secret text, or a flat JSON object of texts; - for standard input",
+        )
+        parser.add_argument("--by", required=True, metavar="OPERATOR")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        account = find_account(options["merchant"], options["environment"])
+        grant = self.grant(self.operator(options["by"]), Permission.CONNECTIONS_WRITE, account)
+        credentials = _read(options["secret_file"])
+        return describe_connection(set_connection(grant, account, options["provider"], credentials))
+
+
+def _read(name: str) -> Plaintext:
+    """The file's text, or that of standard input. Raises RequestInvalidError where there is none."""
+    try:
+        if name == "-":
+            content = sys.stdin.buffer.read(_MOST_READ)
+        else:
+            with Path(name).open("rb") as file:
+                content = file.read(_MOST_READ)
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror}"
+    else:
+        try:
+            return Plaintext(content.decode())
+        except UnicodeDecodeError:
+            fault = "no text in UTF-8"
+    raise RequestInvalidError("There are no credentials to store.", [Fault("/secret_file", fault)])

@@ -1,0 +1,137 @@
+"""Sets the Vault up for this service, mends what drifted, and makes the logins of its hosts."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hvac
+from django.conf import settings
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.backends.vault.bootstrap import (
+    SECRET_ID_DAYS,
+    Wishes,
+    bootstrap,
+    list_logins,
+    list_scopes,
+    make_logins,
+)
+from keyvault.backends.vault.capabilities import ROLES_OF_HOST
+from keyvault.backends.vault.client import open_client
+from keyvault.backends.vault.layout import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.networks import parse_network
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.secret_backends import vault_layout, vault_server
+
+WRAP_SECONDS = 86_400
+_LONGEST_TOKEN = 4096
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Mounts, policies, signing keys and roles of the named environments, and of scope `service`, in the Vault at "
+        "VAULT_ADDR. Repeatable: it changes what is not as it should be, and says what. The administrator's token "
+        "comes from --token-file alone."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--environment",
+            action="append",
+            required=True,
+            choices=[env.value for env in Environment],
+            help="repeatable",
+        )
+        parser.add_argument("--token-file", required=True, metavar="PATH", help="- for standard input")
+        parser.add_argument("--cidr", action="append", metavar="NETWORK", help="logins from there only; repeatable")
+        parser.add_argument(
+            "--secret-id-days", type=int, default=SECRET_ID_DAYS, metavar="N", help=f"until one ends ({SECRET_ID_DAYS})"
+        )
+        parser.add_argument(
+            "--kubernetes-namespace",
+            metavar="NAME",
+            help="logins by Kubernetes, not by AppRole, for the service accounts <prefix>-web, -worker and -setup",
+        )
+        parser.add_argument("--dry-run", action="store_true", help="says what it would change, and changes nothing")
+        parser.add_argument("--logins-folder", type=Path, metavar="DIR", help="makes the logins that are not there yet")
+        parser.add_argument("--host", choices=sorted(ROLES_OF_HOST), help="the logins of such a host only")
+        parser.add_argument(
+            "--role", action="append", choices=[role.value for role in Role], help="these logins only; repeatable"
+        )
+        how = parser.add_mutually_exclusive_group()
+        how.add_argument(
+            "--wrap-seconds", type=int, metavar="N", help=f"until a wrapped secret id is lost ({WRAP_SECONDS})"
+        )
+        how.add_argument("--plain", action="store_true", help="secret ids as they are, for the host that runs this")
+        parser.add_argument(
+            "--renew-logins", action="store_true", help="destroys their secret ids, on all hosts, and makes others"
+        )
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        folder = options["logins_folder"]
+        if folder is None and (options["host"] or options["role"] or options["plain"] or options["renew_logins"]):
+            raise CommandError("--host, --role, --plain and --renew-logins go with --logins-folder", returncode=2)
+        if folder is not None and (options["dry_run"] or options["kubernetes_namespace"]):
+            raise CommandError("--logins-folder: not with --dry-run or --kubernetes-namespace", returncode=2)
+        if not settings.VAULT_ADDRESS:
+            raise CommandError("VAULT_ADDR: wants the address of the Vault", returncode=2)
+        wishes, changes = _read_wishes(options), list[str]()
+        admin = open_client(vault_server(), _read_token(options["token_file"]))
+
+        def say(change: str) -> None:
+            changes.append(change)
+            if not options["json"]:
+                self.stdout.write(change)  # At once: a run that fails later has changed it all the same.
+
+        bootstrap(admin, vault_layout(), options["environment"], say, wishes, is_dry_run=options["dry_run"])
+        answer: dict[str, Any] = {"dry_run": options["dry_run"], "changes": changes}
+        if folder is not None:
+            try:
+                answer["logins"] = _make_logins(admin, folder, options)
+            except OSError as error:
+                raise CommandError(f"--logins-folder: {folder} cannot be written ({error.strerror})") from None
+        return answer
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        count = len(answer["changes"])
+        told = f"{count} change{'' if count == 1 else 's'}{' to be made' if answer['dry_run'] else ''}."
+        for name in answer.get("logins", ()):
+            told += f"\nlogin {name}: made"
+        return told
+
+
+def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -> list[str]:
+    roles = {Role(role) for role in options["role"] or Role} & ROLES_OF_HOST[options["host"] or "all"]
+    layout, scopes = vault_layout(), list_scopes(options["environment"])
+    names = [layout.login(role, scope) for role, scope in list_logins(scopes) if role in roles]
+    wrap_seconds = None if options["plain"] else options["wrap_seconds"] or WRAP_SECONDS
+    return make_logins(admin, layout, names, folder, wrap_seconds=wrap_seconds, renew=options["renew_logins"])
+
+
+def _read_wishes(options: Mapping[str, Any]) -> Wishes:
+    for name, most in (("secret_id_days", 3_650), ("wrap_seconds", 30 * 86_400)):
+        if options[name] is not None and not 1 <= options[name] <= most:
+            raise RequestInvalidError("That cannot be meant.", [Fault(f"/{name}", f"wants 1 to {most}")])
+    networks = options["cidr"]
+    try:
+        parsed = None if networks is None else tuple(str(parse_network(network)) for network in networks)
+    except ValueError as error:
+        raise RequestInvalidError("There is no such network.", [Fault("/cidr", str(error))]) from None
+    return Wishes(parsed, options["secret_id_days"], options["kubernetes_namespace"])
+
+
+def _read_token(name: str) -> Plaintext:
+    """Raises RequestInvalidError where there is none."""
+    try:
+        text = sys.stdin.read(_LONGEST_TOKEN) if name == "-" else Path(name).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestInvalidError(
+            "There is no token to work with.", [Fault("/token_file", f"cannot be read: {type(error).__name__}")]
+        ) from None
+    if not text.strip():
+        raise RequestInvalidError("There is no token to work with.", [Fault("/token_file", "is empty")])
+    return Plaintext(text.strip())

@@ -1,0 +1,84 @@
+"""Says what is wrong between this host and its Vault, and what to do about it."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import CommandError, CommandParser
+from django.db import OperationalError, ProgrammingError
+
+from keyvault.backends.vault.bootstrap import list_logins, list_scopes
+from keyvault.backends.vault.capabilities import ROLES_OF_HOST
+from keyvault.backends.vault.cures import Finding
+from keyvault.backends.vault.doctor import Examination
+from keyvault.management.answers import AnsweringCommand
+from keyvault.models import PepperVersion
+from keyvault.services.peppers import list_served_sets
+from keyvault.services.secret_backends import choose_login, vault_layout, vault_server
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Looks at the Vault with the logins of this host, as the service does, and says in plain words what is wrong "
+        "and how to mend it; exit 1 when something is."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--host", choices=sorted(ROLES_OF_HOST), default="all", help="what this host is for: which logins it needs"
+        )
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if not settings.VAULT_ADDRESS:
+            raise CommandError("VAULT_ADDR: wants the address of the Vault", returncode=2)
+        roles = ROLES_OF_HOST[options["host"]]
+        needed = [each for each in list_logins(list_scopes(settings.ENVIRONMENTS)) if each[0] in roles]
+        examination = Examination(
+            server=vault_server(),
+            layout=vault_layout(),
+            login=choose_login,
+            folder=None if settings.VAULT_AUTH == "kubernetes" else settings.VAULT_LOGINS,
+            needed=needed,
+            check_values={},
+            now=self.now,
+        )
+        if settings.IS_VAULT:
+            try:
+                examination.check_values = _find_check_values()
+            except (OperationalError, ProgrammingError) as error:
+                problem = f"It does not answer, or is not set up ({error})."
+                examination.findings.append(Finding("database", problem, "Is it up? Else: manage.py setup."))
+        examination.run()
+        self.healthy = not examination.findings
+        return {
+            "healthy": self.healthy,
+            "in_use": settings.IS_VAULT,
+            "checked": examination.checked,
+            "findings": [asdict(finding) for finding in examination.findings],
+        }
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        found = "".join(f"{each['subject']}: {each['problem']}\n  {each['cure']}\n" for each in answer["findings"])
+        unused = (
+            ""
+            if answer["in_use"]
+            else "\nNothing here uses it: KEYVAULT_BACKEND is local, and keys are kept on this host."
+        )
+        verdict = "all is well" if self.healthy else "see above"
+        return f"{found}Looked at {', '.join(answer['checked'])}: {verdict}.{unused}"
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        super().handle(*args, **options)
+        if not self.healthy:
+            sys.exit(1)
+
+
+def _find_check_values() -> dict[str, dict[int, bytes]]:
+    """Of each set that this process loads; before the switch the database's peppers are in the local keystore."""
+    rows = PepperVersion.objects.filter(destroyed_at=None)
+    return {
+        pepper_set.value: {row.number: bytes(row.check_value) for row in rows.filter(pepper_set=pepper_set)}
+        for pepper_set in list_served_sets()
+    }
