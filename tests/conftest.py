@@ -1,16 +1,17 @@
 """Fixtures of the whole suite, and which tests run on which database.
 
 Importing this file sets Django up in a place of its own (`environment.py`), before any other conftest or test
-is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` only there, `redis` is put on
-every test that asks for a Redis.
+is imported. Markers: `database` runs on SQLite and on PostgreSQL, `postgres` only there, `redis` and
+`openbao` are put on every test that asks for such a server.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 
 import django
 import hypothesis
@@ -21,8 +22,12 @@ from pytest_django import DjangoDbBlocker
 from redis import Redis
 
 from . import environment
+from .servers.openbao import RunningVault, VaultOnDisk, openbao_on_disk, openbao_server
 from .servers.redis import redis_server
 from .servers.throwaway import MissingServerError
+
+if TYPE_CHECKING:
+    from .backends.vault.installation import InstalledVault
 
 if settings.configured:
     raise pytest.UsageError(
@@ -31,6 +36,11 @@ if settings.configured:
     )
 PLACE = environment.lay()
 django.setup()
+
+T = TypeVar("T")
+
+VAULTS = frozenset({"vault", "vault_on_disk"})
+"""The fixtures that start one: whoever asks for it, or for what stands on it, is marked."""
 
 MADE_AFTER_EVERY_FLUSH = ("contenttypes.ContentType", "auth.Permission")
 
@@ -44,12 +54,14 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of this run's database; mark those that need Redis (before `-m` is read)."""
+    """Keep the tests of this run's database; mark those that need a Redis or a Vault (before `-m` is read)."""
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
         if "redis_server_url" in getattr(item, "fixturenames", ()):
             item.add_marker("redis")
+        if not VAULTS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("openbao")
         (kept if _belongs_here(item) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -88,6 +100,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def data_dir() -> Path:
     """`KEYVAULT_DATA_DIR` of this worker, which its tests share: those that count files take `tmp_path`."""
     return PLACE.data_dir
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_installation() -> Iterator[None]:
+    """The tests share a keystore, and so every test's database is of the same installation."""
+    with mock.patch("keyvault.services.installation.mint_installation_id", return_value="installation-of-the-tests"):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -168,16 +187,7 @@ def _restore(rows: dict[type[Model], str]) -> None:
 def redis_server_url() -> Iterator[str]:
     """This worker's own Redis, never emptied: for fixtures that outlive a test, such as a Celery worker."""
     with ExitStack() as stack:
-        url, reason = None, ""
-        try:
-            url = stack.enter_context(redis_server())
-        except MissingServerError as missing:
-            reason = missing.reason
-        if url is None and "redis" in environment.required_servers():
-            pytest.fail(f"{environment.REQUIRE} names redis, but there is {reason}", pytrace=False)
-        if url is None:
-            pytest.skip(reason)
-        yield url
+        yield _entered(stack, redis_server(), "redis")
 
 
 @pytest.fixture
@@ -186,6 +196,54 @@ def redis_url(redis_server_url: str) -> str:
     with Redis.from_url(redis_server_url) as client:
         client.flushall()
     return redis_server_url
+
+
+def _entered(stack: ExitStack, server: AbstractContextManager[T], name: str) -> T:
+    """The running server. The test is skipped without one, or fails where KEYVAULT_REQUIRE names it."""
+    try:
+        return stack.enter_context(server)
+    except MissingServerError as missing:
+        reason = missing.reason
+    if name in environment.required_servers():
+        pytest.fail(f"{environment.REQUIRE} names {name}, but there is {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+# ------------------------------------------------------------------------------------------------------ Vault
+
+
+@pytest.fixture(scope="session")
+def vault() -> Iterator[RunningVault]:
+    """This worker's own OpenBao or Vault in dev mode, or the one that KEYVAULT_TEST_VAULT_ADDR names."""
+    with ExitStack() as stack:
+        yield _entered(stack, openbao_server(), "openbao")
+
+
+@pytest.fixture
+def vault_on_disk() -> Iterator[VaultOnDisk]:
+    """The test's own, which it may seal, kill and start again."""
+    with ExitStack() as stack:
+        yield _entered(stack, openbao_on_disk(), "openbao")
+
+
+@pytest.fixture
+def installed_vault(vault: RunningVault, tmp_path: Path) -> "Iterator[InstalledVault]":
+    """All mounts, policies, roles and logins of ours on the dev server, under a prefix of the test's own."""
+    from .backends.vault.installation import installed
+
+    folder = tmp_path / "vault-logins"
+    folder.mkdir(mode=0o700)
+    with installed(vault, folder) as made:
+        yield made
+
+
+@pytest.fixture
+def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[InstalledVault]":
+    """The service of this process on that Vault, with the peppers of the test's database in it."""
+    from .backends.vault.installation import serving_from
+
+    with serving_from(installed_vault):
+        yield installed_vault
 
 
 # ----------------------------------------------------------------------------------------------------- limits

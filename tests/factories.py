@@ -54,8 +54,12 @@ def now() -> datetime:
 
 
 def have_peppers() -> None:
-    """The peppers' rows, and the peppers in this process's memory. Every builder that needs them calls it."""
-    ensure_peppers(now())
+    """The peppers' rows, and the peppers in this process's memory. Every builder that needs them calls it.
+
+    A keystore outlives the databases of one process of tests, which are all of the same installation.
+    """
+    with mock.patch("keyvault.services.installation.mint_installation_id", return_value="installation-of-the-tests"):
+        ensure_peppers(now())
 
 
 @contextmanager

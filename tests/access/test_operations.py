@@ -63,6 +63,13 @@ tokens:read              x - - x x
 tokens:write             x - - - -
 operators:write          - - - - -
 audit:read               x - - x x
+audit:sign               - - - - -
+connections:read         x x x x x
+connections:write        x x - - -
+peppers:read             x - - x -
+peppers:write            - - - - -
+keys:rehash              - - - - -
+backend:reconcile        - - - - -
 break_glass:review       2 - 2 - -
 """
 ROLES = [
@@ -247,7 +254,8 @@ def test_key_holder_acts_in_its_own_account_only(permission: P) -> None:
 def test_systems_may_what_they_are_for(permission: P) -> None:
     """The worker carries out, the host sets up; neither approves, reads or revokes by that."""
     worker = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
-    host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE}
+    worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE}
+    host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)
     assert (asked(HOST, permission) == "allowed") == (permission in host)
 

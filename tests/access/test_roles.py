@@ -19,10 +19,16 @@ READING = {
     P.TOKENS_READ,
     P.AUDIT_READ,
     P.NOTICES_READ,
+    P.CONNECTIONS_READ,
+    P.PEPPERS_READ,
 }
 HOLDERS = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
 APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
-ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER}
+ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS_DELIVER} | {
+    P.AUDIT_SIGN,
+    P.KEYS_REHASH,
+    P.BACKEND_RECONCILE,
+}
 
 
 def test_roles_are_the_five_of_the_house() -> None:
@@ -58,6 +64,7 @@ def test_roles_account_manager_asks_and_stops_but_ends_nothing() -> None:
         P.WEBHOOKS_WRITE,
         P.SCHEDULES_WRITE,
         P.NOTICES_MARK,
+        P.CONNECTIONS_WRITE,
     }
 
 
@@ -105,7 +112,8 @@ def test_roles_nobody_in_the_console_has_the_engine_s_rights_or_makes_operators(
 def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
     assert WORKER.permissions == ENGINE
-    assert {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE} == HOST.permissions
+    peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
+    assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE} | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
 
 

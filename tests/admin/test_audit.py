@@ -1,12 +1,18 @@
 """The audit chains in the console: found, read, never written."""
 
+from unittest import mock
+
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.models import AuditEntry
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.models import AuditChain, AuditEntry
 from keyvault.services.audit import verify_audit
+from keyvault.services.audit_signers import LocalSigner
+from keyvault.services.checkpoints import sign_due
 from keyvault.services.keys import suspend_key
-from tests.factories import grant, issue, make_merchant
+from tests.factories import grant, issue, make_merchant, now
+from tests.services.rows import lift_triggers
 
 from .desk import Desk, address, browser, text_of
 
@@ -67,3 +73,38 @@ def test_audit_reading_leaves_the_chains_as_they_are(desk: Desk) -> None:
             assert client.get(page).status_code == 200
     assert AuditEntry.objects.count() == count
     assert verify_audit().first_broken is None
+
+
+def test_audit_page_shows_the_newest_checkpoint_of_each_scope(desk: Desk) -> None:
+    issue(desk.sandbox)
+    sign_due(now())
+    text = found(desk)
+    assert "Signed checkpoints" in text
+    assert "badge-holds" in text
+    assert "<code>local</code> version 1" in text
+    assert "badge-pending" in text  # production, where nothing happened yet
+    assert "badge-broken" not in text
+
+
+def test_audit_page_checkpoint_that_does_not_hold_is_in_plain_sight(desk: Desk) -> None:
+    """An auditor need not run a command to see that the log is not what was signed."""
+    issue(desk.sandbox)
+    sign_due(now())
+    lift_triggers()
+    head = AuditChain.objects.get(name="account:acme/sandbox")
+    AuditEntry.objects.get(chain=head, sequence=head.sequence).delete()
+    AuditChain.objects.filter(name=head.name).update(sequence=head.sequence - 1)
+    text = found(desk)
+    assert "badge-broken" in text
+    assert f"ends before entry {head.sequence}, which it signs" in text
+
+
+def test_audit_page_with_the_signer_away_is_shown_all_the_same(desk: Desk) -> None:
+    """A sealed Vault takes no page from the console, and no signature is called checked meanwhile."""
+    issue(desk.sandbox)
+    sign_due(now())
+    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+        text = found(desk)
+    assert "badge-not_checked" in text
+    assert "badge-holds" not in text

@@ -20,14 +20,17 @@ from keyvault.admin.enforcement import Guarded
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
 from keyvault.models import (
     AuditEntry,
     BreakGlass,
     IssuanceRequest,
     Key,
     Operator,
+    PepperVersion,
     UseBucket,
 )
+from keyvault.services.connections import set_connection
 from keyvault.services.issuance import collect_key
 from keyvault.services.limit_overrides import set_endpoint_limit
 from keyvault.services.webhook_endpoints import add_endpoint as add_webhook
@@ -81,6 +84,11 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_catalogendpoint_edit": frozenset({P.CATALOG_WRITE}),
     "keyvault_catalogendpoint_withdraw": frozenset({P.CATALOG_WRITE}),
     "keyvault_catalogendpoint_restore": frozenset({P.CATALOG_WRITE}),
+    "keyvault_providerconnection_changelist": frozenset({P.CONNECTIONS_READ}),
+    "keyvault_providerconnection_change": frozenset({P.CONNECTIONS_READ}),
+    "keyvault_providerconnection_set": frozenset({P.CONNECTIONS_WRITE}),
+    "keyvault_providerconnection_replace": frozenset({P.CONNECTIONS_WRITE}),
+    "keyvault_providerconnection_remove": frozenset({P.CONNECTIONS_WRITE}),
     "keyvault_webhookendpoint_changelist": frozenset({P.MERCHANTS_READ}),
     "keyvault_webhookendpoint_change": frozenset({P.MERCHANTS_READ}),
     "keyvault_webhookendpoint_add": frozenset({P.WEBHOOKS_WRITE}),
@@ -119,6 +127,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_issuancerequest_reject": frozenset({P.ISSUANCE_REJECT}),
     "keyvault_issuancerequest_withdraw": frozenset({P.ISSUANCE_WITHDRAW}),
     "keyvault_issuancerequest_collect": frozenset({P.ISSUANCE_COLLECT}),
+    "keyvault_issuancerequest_arrived": frozenset({P.ISSUANCE_COLLECT}),
+    "keyvault_issuancerequest_not-opened": frozenset({P.ISSUANCE_COLLECT}),
     "keyvault_servicetoken_changelist": frozenset({P.TOKENS_READ}),
     "keyvault_servicetoken_change": frozenset({P.TOKENS_READ}),
     "keyvault_servicetoken_create": frozenset({P.TOKENS_WRITE}),
@@ -126,6 +136,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_servicetoken_rotate": frozenset({P.TOKENS_WRITE}),
     "keyvault_auditentry_changelist": frozenset({P.AUDIT_READ}),
     "keyvault_auditentry_change": frozenset({P.AUDIT_READ}),
+    "keyvault_pepperversion_changelist": frozenset({P.PEPPERS_READ}),
+    "keyvault_pepperversion_change": frozenset({P.PEPPERS_READ}),
     "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_change": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
     "keyvault_breakglass_review": frozenset({P.BREAK_GLASS_REVIEW}),
@@ -137,6 +149,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "rotation_rotation_resume": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_abort": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_collect": frozenset({P.ISSUANCE_COLLECT}),
+    "rotation_rotation_arrived": frozenset({P.ISSUANCE_COLLECT}),
+    "rotation_rotation_not-opened": frozenset({P.ISSUANCE_COLLECT}),
     "rotation_rotation_bypass": frozenset({P.ROTATIONS_BYPASS}),
     "rotation_rotation_extend": frozenset({P.ROTATIONS_WRITE}),
     "rotation_rotation_confirm": frozenset({P.ROTATIONS_WRITE}),
@@ -215,6 +229,9 @@ def every_row(desk: Desk) -> dict[str, Model]:
     webhooks = grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox)
     webhook, _ = add_webhook(webhooks, desk.sandbox, "https://acme.example/")
     return {
+        "keyvault_providerconnection": set_connection(
+            grant(desk.tam, P.CONNECTIONS_WRITE, desk.sandbox), desk.sandbox, "stripe", Plaintext("sk_test_1")
+        ),
         "keyvault_webhookendpoint": webhook,
         "keyvault_notice": send_test(webhooks, webhook),
         "keyvault_catalogendpoint": endpoint,
@@ -228,6 +245,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
         "keyvault_servicetoken": token,
         "keyvault_auditentry": AuditEntry.objects.latest("id"),
         "keyvault_breakglass": BreakGlass.objects.get(),
+        "keyvault_pepperversion": PepperVersion.objects.get(pepper_set="sandbox"),
         "rotation_rotation": rotation,
         "rotation_retirement": retirement,
         "rotation_campaign": campaign,

@@ -25,9 +25,10 @@ client_configuration
 credentials_acknowledge credentials_list credentials_revoke_self
 customer_tokens_create customer_tokens_revoke customers_me
 docs healthz
-issuance_requests_collect issuance_requests_create issuance_requests_read
+issuance_requests_collect issuance_requests_confirm issuance_requests_create issuance_requests_read
+issuance_requests_suspect
 keys_read keys_revoke keys_verify keys_verify_batch
-openapi orders_create orders_retrieve readyz
+metrics openapi orders_create orders_retrieve readyz
 rotations_abort rotations_create rotations_read
 """
 """Stable for ever: generated clients have methods of these names."""

@@ -4,6 +4,7 @@
 then does what it was started for, one line of output for each thing done.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,34 @@ from pathlib import Path
 
 from keyvault.backends.base import BackendConflictError, Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
+from keyvault.backends.vault.client import Server
+from keyvault.backends.vault.kv import VaultBackend
+from keyvault.backends.vault.layout import Layout
+from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.plaintext import Plaintext
+
+CONNECTION = "vault.json"
+
+
+def open_vault(folder: Path) -> VaultBackend:
+    """The one that `leave_vault` left word of in the folder, with the logins that lie there."""
+    about = json.loads((folder / CONNECTION).read_text())
+    server, logins = Server(about["address"]), folder / "logins"
+    return VaultBackend(server, lambda name: AppRoleLogin(logins, name), Layout(about["prefix"]))
+
+
+def leave_vault(folder: Path, address: str, prefix: str) -> Path:
+    """Where its logins go."""
+    (folder / CONNECTION).write_text(json.dumps({"address": address, "prefix": prefix}))
+    logins = folder / "logins"
+    logins.mkdir(mode=0o700)
+    return logins
+
 
 BACKENDS: dict[str, Callable[[Path], SecretBackend]] = {
     "local": LocalKeystore,
+    "fake": open_vault,
+    "openbao": open_vault,
 }
 """How each is opened on a folder of its own. A new backend is one line here, and passes the contract."""
 

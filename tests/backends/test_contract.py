@@ -1,18 +1,19 @@
 """The contract of every secret backend (`keyvault.backends.base`), asked of each that there is."""
 
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from keyvault.backends.base import (
     BackendConflictError,
+    BackendInvalidError,
     BackendMissingError,
     Mount,
     SecretBackend,
@@ -25,6 +26,12 @@ from keyvault.domain.plaintext import Plaintext
 from .stores import BACKENDS, cue, said, started
 
 BOX = Mount.SANDBOX
+KEPT_VERSIONS = 10
+"""A Vault erases the oldest beyond that."""
+
+MOUNTS = (Mount.SANDBOX, Mount.PRODUCTION, Mount.PEPPERS)
+"""Those of every backend."""
+
 LIVE, DELETED, DESTROYED = VersionState.LIVE, VersionState.DELETED, VersionState.DESTROYED
 
 
@@ -117,12 +124,17 @@ def test_versions_where_nothing_was_written_are_none(backend: SecretBackend) -> 
 
 def test_mounts_share_nothing(backend: SecretBackend) -> None:
     """Sandbox, production and the peppers: the same path in each is another secret (D12)."""
-    for mount in Mount:
-        assert put(backend, f"in {mount}", 0, mount=mount) == 1
-    assert [text_at(backend, mount=mount) for mount in Mount] == [f"in {mount}" for mount in Mount]
-    backend.destroy(BOX, "a", 1)
-    assert text_at(backend, mount=Mount.PRODUCTION) == "in production"
-    assert text_at(backend, mount=Mount.PEPPERS) == "in peppers"
+    # A path that a pepper may have.
+    path = "service"
+    for mount in MOUNTS:
+        assert put(backend, f"in {mount}", 0, path, mount) == 1
+    assert [text_at(backend, path=path, mount=mount) for mount in MOUNTS] == [f"in {mount}" for mount in MOUNTS]
+    backend.destroy(BOX, path, 1)
+    assert text_at(backend, path=path, mount=Mount.PRODUCTION) == "in production"
+    assert text_at(backend, path=path, mount=Mount.PEPPERS) == "in peppers"
+    backend.destroy(Mount.PEPPERS, path, 1)
+    assert [each.state for each in backend.versions(Mount.PEPPERS, path)] == [DESTROYED]
+    assert text_at(backend, path=path, mount=Mount.PRODUCTION) == "in production"
 
 
 def test_paths_share_nothing(backend: SecretBackend) -> None:
@@ -226,6 +238,65 @@ def test_put_after_the_newest_is_gone_goes_on_counting(backend: SecretBackend, a
     assert text_at(backend) == "four"
 
 
+# --- forget and list --------------------------------------------------------------------------------------
+
+
+def test_forget_leaves_nothing_of_a_path(backend: SecretBackend) -> None:
+    """An account that is gone: neither its secrets nor that there were any."""
+    filled(backend).destroy(BOX, "a", 2)
+    put(backend, "beside", 0, "a/b")
+    for _ in range(2):
+        backend.forget(BOX, "a")
+        with pytest.raises(BackendMissingError):
+            backend.read(BOX, "a")
+        with pytest.raises(BackendMissingError):
+            backend.undelete(BOX, "a", 1)
+        assert backend.versions(BOX, "a") == []
+    assert list(backend.list_paths(BOX)) == ["a/b"]
+    assert text_at(backend, path="a/b") == "beside"
+
+
+def test_forget_lets_a_path_begin_again(backend: SecretBackend) -> None:
+    filled(backend).forget(BOX, "a")
+    assert put(backend, "one", 0) == 1
+    assert states(backend) == {1: LIVE}
+
+
+def test_list_paths_names_every_path_of_one_mount(backend: SecretBackend) -> None:
+    """Those too whose versions are all gone: whoever compares must know of them."""
+    assert list(backend.list_paths(BOX)) == []
+    paths = {"a", "a/b", "a/b/c", "b/c/d/e", "A", "a b/c d", "ä/%41"}
+    for path in paths:
+        put(backend, f"at {path}", 0, path)
+    put(backend, "elsewhere", 0, "z", Mount.PRODUCTION)
+    backend.soft_delete(BOX, "a", 1)
+    backend.destroy(BOX, "a/b", 1)
+    assert sorted(backend.list_paths(BOX)) == sorted(paths)
+
+
+@pytest.mark.parametrize("path", ["", "/", "a//b", "/a", "a/", ".", "..", "a/../b", "../production/a", "a/./b"])
+def test_path_that_leads_elsewhere_reaches_nothing(backend: SecretBackend, path: str) -> None:
+    """No spelling of a path reads, writes or ends what another path holds."""
+    others = ["a", "b", "a/b", "production/a"]
+    for other in others:
+        put(backend, f"at {other}", 0, other)
+    acts: list[Callable[[], object]] = [
+        lambda: put(backend, "stray", 0, path),
+        lambda: backend.read(BOX, path),
+        lambda: backend.versions(BOX, path),
+        lambda: backend.soft_delete(BOX, path, 1),
+        lambda: backend.undelete(BOX, path, 1),
+        lambda: backend.destroy(BOX, path, 1),
+        lambda: backend.forget(BOX, path),
+    ]
+    for act in acts:
+        with suppress(BackendInvalidError, BackendMissingError):
+            act()
+        assert [text_at(backend, path=other) for other in others] == [f"at {other}" for other in others]
+    assert set(backend.list_paths(BOX)) <= {*others, path}
+    assert list(backend.list_paths(Mount.PRODUCTION)) == []
+
+
 # --- as a whole -------------------------------------------------------------------------------------------
 
 
@@ -257,53 +328,59 @@ def test_errors_show_no_secret(backend: SecretBackend) -> None:
         assert "hunter2" not in f"{raised.value} {raised.value.detail} {raised.value.internal} {raised.value!r}"
 
 
-@settings(max_examples=25)
+LABEL = st.text(max_size=10).filter(lambda name: name not in {"secret", "schema"})
+
+SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+"""The backend is emptied before the test, not before each example, which has a path of its own."""
+
+
+@SHARED
 @given(
     text=st.text(max_size=200) | st.just("x" * 100_000),
-    labels=st.dictionaries(st.text(max_size=10), st.text(max_size=10), max_size=4),
+    labels=st.dictionaries(LABEL, st.text(max_size=10), max_size=4),
     path=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
 )
-@pytest.mark.parametrize("name", BACKENDS)
-def test_put_and_read_any_text_round_trips(name: str, text: str, labels: dict[str, str], path: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        backend = BACKENDS[name](Path(folder))
-        version = backend.put(BOX, path, Plaintext(text), labels, expected_version=0)
-        stored = backend.read(BOX, path)
+def test_put_and_read_any_text_round_trips_or_is_refused(
+    backend: SecretBackend, text: str, labels: dict[str, str], path: str
+) -> None:
+    """Of what cannot be a path there, nothing is written anywhere else."""
+    place = f"{uuid4()}/{path}"
+    try:
+        version = backend.put(BOX, place, Plaintext(text), labels, expected_version=0)
+    except BackendInvalidError:
+        assert [path for path in backend.list_paths(BOX) if path.startswith(place[:36])] == []
+        return
+    stored = backend.read(BOX, place)
     assert (stored.version, stored.secret.reveal(), stored.labels) == (version, text, labels)
+    assert place in backend.list_paths(BOX)
+    backend.forget(BOX, place)
 
 
 class Model(RuleBasedStateMachine):
     """Any sequence of acts, beside a dictionary that says what should come of it."""
 
-    backend_name: str
+    backend: SecretBackend
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack = ExitStack()
+        self.path = f"{uuid4()}"
         self.expected: dict[int, tuple[VersionState, str]] = {}
 
-    @initialize()
-    def open(self) -> None:
-        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
-        self.backend = BACKENDS[self.backend_name](Path(folder))
-
-    def teardown(self) -> None:
-        self.stack.close()
-
+    @precondition(lambda self: len(self.expected) < KEPT_VERSIONS)
     @rule(offset=st.sampled_from([0, 0, 0, 1, -1]), text=st.text(max_size=5))
     def put(self, offset: int, text: str) -> None:
         after = len(self.expected) + offset
         if offset:
             with pytest.raises(BackendConflictError):
-                put(self.backend, text, after)
+                put(self.backend, text, after, self.path)
         else:
-            assert put(self.backend, text, after) == after + 1
+            assert put(self.backend, text, after, self.path) == after + 1
             self.expected[after + 1] = (LIVE, text)
 
     @rule(version=st.integers(0, 4), state=st.sampled_from([DELETED, DESTROYED]))
     def end(self, version: int, state: VersionState) -> None:
         act = self.backend.soft_delete if state is DELETED else self.backend.destroy
-        act(BOX, "a", version)
+        act(BOX, self.path, version)
         before, text = self.expected.get(version, (None, ""))
         if before is not None and before is not DESTROYED:
             self.expected[version] = (state, text)
@@ -313,31 +390,36 @@ class Model(RuleBasedStateMachine):
         before, text = self.expected.get(version, (None, ""))
         if before in {None, DESTROYED}:
             with pytest.raises(BackendMissingError):
-                self.backend.undelete(BOX, "a", version)
+                self.backend.undelete(BOX, self.path, version)
         else:
-            self.backend.undelete(BOX, "a", version)
+            self.backend.undelete(BOX, self.path, version)
             self.expected[version] = (LIVE, text)
 
     @rule(version=st.none() | st.integers(0, 4))
     def read(self, version: int | None) -> None:
         state, text = self.expected.get(len(self.expected) if version is None else version, (None, ""))
         if state is LIVE:
-            assert text_at(self.backend, version) == text
+            assert text_at(self.backend, version, self.path) == text
         else:
             with pytest.raises(BackendMissingError):
-                self.backend.read(BOX, "a", version)
+                self.backend.read(BOX, self.path, version)
+
+    @rule()
+    def forget(self) -> None:
+        self.backend.forget(BOX, self.path)
+        self.expected.clear()
 
     @invariant()
     def versions_are_as_expected(self) -> None:
-        if hasattr(self, "backend"):
-            assert states(self.backend) == {number: state for number, (state, _) in self.expected.items()}
+        found = states(self.backend, self.path)
+        assert found == {number: state for number, (state, _) in self.expected.items()}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_any_sequence_of_acts_does_what_the_contract_says(name: str) -> None:
+def test_any_sequence_of_acts_does_what_the_contract_says(backend: SecretBackend) -> None:
     class Machine(Model):
-        backend_name = name
+        pass
 
+    Machine.backend = backend
     run_state_machine_as_test(Machine, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
@@ -348,7 +430,7 @@ def test_put_by_several_processes_at_once_is_won_by_exactly_one(
     backend: SecretBackend, backend_name: str, tmp_path: Path
 ) -> None:
     """Two workers that publish at the same moment: one writes, the others are told, and nothing is lost."""
-    rounds = 12
+    rounds = KEPT_VERSIONS
     processes = [started(backend_name, tmp_path, "race", str(who)) for who in range(4)]
     with ExitStack() as stack:
         for process in processes:
@@ -412,10 +494,11 @@ def test_put_killed_in_the_middle_leaves_a_whole_store(
                 if line.strip():
                     acknowledged = int(line)
         found = [each.version for each in backend.versions(BOX, "poured")]
-        assert found == list(range(1, len(found) + 1))
-        assert acknowledged <= len(found) <= acknowledged + 1
+        assert found == list(range(found[0], found[-1] + 1))
+        assert len(found) >= min(acknowledged, KEPT_VERSIONS)
+        assert acknowledged <= found[-1] <= acknowledged + 1
         for version in found:
             stored = backend.read(BOX, "poured", version)
             assert stored.labels == {"number": str(version)}
             assert stored.secret.reveal().startswith(f"secret {version} ")
-    assert backend.put(BOX, "poured", Plaintext("after"), {}, expected_version=len(found)) == len(found) + 1
+    assert backend.put(BOX, "poured", Plaintext("after"), {}, expected_version=found[-1]) == found[-1] + 1

@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.environment import REQUIRE, required_servers
+from tests.servers.openbao import find_vault
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPED = re.compile(r"[a-z0-9]+_(?:prv|svc)_(?:sbx|all)_[0-9A-Za-z]{17,}")
@@ -18,10 +22,28 @@ SHAPED = re.compile(r"[a-z0-9]+_(?:prv|svc)_(?:sbx|all)_[0-9A-Za-z]{17,}")
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """Started, with its temporary folder inside ours."""
+    with started(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def demo_on_vault(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """The same, on an OpenBao or Vault that it starts itself: the one that the suite would take."""
+    binary = find_vault()
+    if binary is None and "openbao" in required_servers():
+        pytest.fail(f"{REQUIRE} names openbao, but there is no bao or vault on PATH", pytrace=False)
+    if binary is None:
+        pytest.skip("no OpenBao or Vault on this machine")
+    with started(tmp_path, KEYVAULT_BACKEND="vault", PATH=f"{binary.parent}:{os.environ['PATH']}") as process:
+        yield process
+
+
+@contextmanager
+def started(folder: Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
         [sys.executable, ROOT / "manage.py", "demo"],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path), "NO_COLOR": "1"},
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder), "NO_COLOR": "1"} | environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -61,6 +83,38 @@ def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]",
     """Guarantee: the right key is good at every moment of its rotation, and a revoked one at none after."""
     text, _ = demo.communicate()
     assert demo.returncode == 0, text
+    assert_all_held(text)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.openbao
+@pytest.mark.timeout(300)
+def test_demo_on_a_vault_tells_the_same_story_and_cleans_up(
+    demo_on_vault: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    """Guarantee: the same with a real OpenBao or Vault in the keystore's place, whose audit log is searched for
+    secrets with everything else; the server is gone afterwards too."""
+    text, _ = demo_on_vault.communicate()
+    assert demo_on_vault.returncode == 0, text
+    assert_all_held(text)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.openbao
+@pytest.mark.timeout(300)
+def test_demo_on_a_vault_stopped_in_the_middle_leaves_no_server(
+    demo_on_vault: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    read_until(demo_on_vault, "Rotation under that traffic")
+    assert any(" server -dev" in process for process in processes_in(tmp_path))
+    demo_on_vault.send_signal(signal.SIGTERM)
+    rest, _ = demo_on_vault.communicate()
+    assert demo_on_vault.returncode == 143
+    assert "Traceback" not in rest
+    assert_nothing_left(tmp_path)
+
+
+def assert_all_held(text: str) -> None:
     figures = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text.partition("The figures")[2], re.MULTILINE))
     counts = re.fullmatch(r"(\d+), of which (\d+) rightly refused after the revocation", figures["requests"])
     assert counts is not None
@@ -88,8 +142,11 @@ def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]",
     assert re.search(r"the old key \w{16}: 401 key_revoked", text)
     assert "in the operators' inbox: rotation.used_in_quarantine, an alarm" in text
     assert SHAPED.search(text) is None
-    assert list(tmp_path.glob("kv-demo-*")) == []
-    assert processes_in(tmp_path) == []
+
+
+def assert_nothing_left(folder: Path) -> None:
+    assert list(folder.glob("kv-demo-*")) == []
+    assert processes_in(folder) == []
 
 
 @pytest.mark.timeout(300)
@@ -107,8 +164,7 @@ def test_demo_stopped_in_the_middle_leaves_nothing(
     assert demo.returncode == status
     assert "Everything that was started has ended." in rest
     assert "Traceback" not in rest
-    assert list(tmp_path.glob("kv-demo-*")) == []
-    assert processes_in(tmp_path) == []
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.timeout(300)

@@ -173,3 +173,18 @@ def test_check_value_tells_peppers_apart_and_gives_none_away(pepper: bytes, othe
 def test_check_value_is_no_digest_of_any_key_string() -> None:
     """The label inside the MAC holds characters that no key string has, so that neither passes for the other."""
     assert set("keyvault/pepper-check/sandbox/1") - set(ALPHANUMERIC + "_")
+
+
+def test_peppers_hash_with_the_version_whose_time_has_come() -> None:
+    """A version is loaded before it is used: until every process has it, digests are made with the one before."""
+    text = Plaintext(mint())
+    waiting = Peppers(PepperSet.SANDBOX, {1: ONE, 2: TWO}, hashing_version=1)
+    assert waiting.current_version == 1
+    assert waiting.digest(text) == SANDBOX.digest(text, 1)
+    assert waiting.matches(text, *SANDBOX.digest(text, 2))
+
+
+@pytest.mark.parametrize(("version", "lacks"), [(0, False), (1, False), (2, False), (3, True)])
+def test_peppers_lack_what_came_later_and_not_what_was_retired(version: int, *, lacks: bool) -> None:
+    """Of a newer version nothing can be said; an older one that is not there was retired."""
+    assert Peppers(PepperSet.SANDBOX, {2: TWO}).lacks(version) is lacks

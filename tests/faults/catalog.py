@@ -46,6 +46,15 @@ EXPERIMENTS = (
     Experiment("database", "database", "PostgreSQL restarted under load, fast and immediate", 1.5),
     Experiment("fire", "fire", "200 credentials rotated by a campaign under constant traffic", 2.5),
     Experiment(
+        "vault",
+        "vault",
+        "an OpenBao or Vault sealed, killed, full, slow, … at every call of a rotation",
+        15,
+        database="sqlite",
+        servers=frozenset({"openbao"}),
+        is_beside=True,
+    ),
+    Experiment(
         "machine",
         "machine",
         "10,000 random histories of the state machine",

@@ -29,12 +29,23 @@ from django.db import connections
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.access.roles import Role
+from keyvault.backends.base import Mount
+from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
-from keyvault.models import Key, UsageReporter
+from keyvault.models import Key, Material, UsageReporter
+from keyvault.services import leases
 from keyvault.services.audit import verify_audit
 from keyvault.services.authorization import authorize
 from keyvault.services.keys import report_compromise
-from keyvault.services.material import destroy_string, find_stored, list_to_destroy
+from keyvault.services.material import (
+    copy_subject,
+    destroy_string,
+    find_stored,
+    list_to_destroy,
+    list_unsettled,
+    settle_string,
+)
+from keyvault.services.secret_backends import secret_backend
 from keyvault.services.usage import UsageLog
 from rotation.events import RotationState as S
 from rotation.models import Rotation
@@ -142,6 +153,7 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     violations += check(journey, rotation.rotation_id, "at the end")
     destroy_what_is_due()
     final = get_rotation(rotation.rotation_id)
+    violations += find_odd_copies(final)
     ended = (final.state, final.predecessor.state, final.replacement and final.replacement.state)
     if ended != journey.ends:
         violations.append(f"it ends {ended}, {final.why}")
@@ -164,6 +176,7 @@ def drive(journey: Journey, rotation_id: str, clock: scene.Clock, reporter: Usag
         clock.tick(3)
         reporter.flush()
         advance_rotation(rotation_id, clock)
+        settle_copies(rotation_id, clock())
     raise SystemExit(f"not finished after {ROUNDS} rounds: {get_rotation(rotation_id).state}")
 
 
@@ -178,6 +191,29 @@ def check(journey: Journey, rotation_id: str, when: str) -> list[str]:
     if not is_keyless and (stored is None or stored.labels["key_id"] not in active):
         violations.append(f"{when}, the key that the merchant reads does not verify")
     return violations
+
+
+def settle_copies(rotation_id: str, now: datetime) -> None:
+    """The upkeep's turn, on the clock of the drive: the copy of a quarantined key is hidden, or brought back."""
+    grant = authorize(WORKER, P.ISSUANCE_EXECUTE, get_rotation(rotation_id).credential.account, now=now)
+    for key in list_unsettled(Environment.SANDBOX):
+        lease = leases.claim(copy_subject(key), now, now_or_never=True)
+        if lease is not None:
+            settle_string(grant, key, lease)
+            leases.release(lease)
+
+
+def find_odd_copies(rotation: Rotation) -> list[str]:
+    """Copies that are not as their rows say."""
+    credential = rotation.credential
+    versions = secret_backend().versions(Mount.SANDBOX, credential.backend_path)
+    states = {each.version: each.state.value for each in versions}
+    expected = {Material.HELD: "live", Material.DELETED: "deleted", Material.DESTROYED: "destroyed"}
+    return [
+        f"the copy of a key that is {key.material} is {states.get(key.backend_version or 0)}"
+        for key in credential.keys.exclude(material=Material.NONE)
+        if expected.get(Material(key.material)) != states.get(key.backend_version or 0)
+    ]
 
 
 def destroy_what_is_due() -> None:

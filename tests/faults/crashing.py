@@ -69,7 +69,7 @@ class Bomb:
         self._plant_commits()
         self._plant_statements()
         self._plant_ledger()
-        for effect in ("put", "destroy"):
+        for effect in ("put", "soft_delete", "undelete", "destroy", "forget"):
             self._plant_call(LocalKeystore, effect, effect)
 
     def _plant_call(self, owner: Any, attribute: str, effect: str, step: str = "") -> None:

@@ -27,7 +27,8 @@ def main(name: str, seed: str, minutes: str, result: str) -> int:
     experiment = next(each for each in EXPERIMENTS if each.name == name)
     try:
         with stopping_on_signals(), ExitStack() as stack:
-            lent = {name: stack.enter_context(servers.running(name)) for name in sorted(experiment.servers)}
+            names = sorted(experiment.servers - servers.STARTED_BY_THEMSELVES)
+            lent = {name: stack.enter_context(servers.running(name)) for name in names}
             folder = _lay(experiment, lent)
             _set_up()
             asked = Asked(folder, int(seed), float(minutes), experiment.choice, lent)

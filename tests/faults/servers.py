@@ -17,6 +17,7 @@ import psycopg
 
 from tests.environment import ROOT
 from tests.servers import postgres, redis
+from tests.servers.openbao import find_vault
 from tests.servers.throwaway import (
     READY_WITHIN_SECONDS,
     STOP_WITHIN_SECONDS,
@@ -31,6 +32,9 @@ from tests.servers.throwaway import (
 
 DATABASE_NAME = "keyvault_main"
 """As `tests.environment` calls it."""
+
+STARTED_BY_THEMSELVES = frozenset({"openbao"})
+"""By the experiments: it wants to be unsealed."""
 
 
 class Restartable:
@@ -115,7 +119,12 @@ def running(name: str) -> Iterator[Restartable]:
 
 def find_missing(names: frozenset[str]) -> list[str]:
     """Which of these servers this machine lacks."""
-    found = {"postgres": postgres.find_postgres, "redis": redis.find_redis, "rabbitmq": _find_rabbitmq}
+    found = {
+        "postgres": postgres.find_postgres,
+        "redis": redis.find_redis,
+        "rabbitmq": _find_rabbitmq,
+        "openbao": find_vault,
+    }
     return sorted(name for name in names if found[name]() is None)
 
 

@@ -165,7 +165,8 @@ def test_create_service_token_for_probes_only_when_asked(seeded: Any) -> None:
 def test_audit_verify_counts_and_is_intact(seeded: Any) -> None:
     issue()
     answer = run("audit_verify")
-    assert answer == {"entries": AuditEntry.objects.count(), "intact": True, "first_broken": None}
+    assert set(answer.pop("checkpoints")) == {"sandbox", "production", "service"}
+    assert answer == {"entries": AuditEntry.objects.count(), "intact": True, "first_broken": None, "unsigned": None}
 
 
 def test_catalog_lists_every_endpoint_of_the_contract() -> None:

@@ -76,6 +76,8 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("token_digest_bytes", "keyvault_servicetoken", {"digest": bytes(33)}),
     ("token_expires_later", "keyvault_servicetoken", {"expires_at": LONG_AGO}),
     ("pepper_set", "keyvault_pepperversion", {"pepper_set": "other"}),
+    ("audit_checkpoint_scope", "keyvault_auditcheckpoint", {"scope": "staging"}),
+    ("installation_one", "keyvault_installation", {"id": 2}),
     ("request_kind", "keyvault_issuancerequest", {"kind": "other"}),
     ("request_state", "keyvault_issuancerequest", {"state": "other"}),
     ("request_delivery", "keyvault_issuancerequest", {"delivery": "other"}),
@@ -103,6 +105,15 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     *(("endpoint_limit_whole", "keyvault_catalogendpoint", limit) for limit in HALF_OR_OUTSIDE),
     *(("limit_whole", "keyvault_limitoverride", limit) for limit in HALF_OR_OUTSIDE),
     ("limit_environment", "keyvault_limitoverride", {"environment": "staging"}),
+    ("handover_expires_later", "keyvault_wrappedhandover", {"expires_at": LONG_AGO}),
+    *(
+        ("handover_ends_once", "keyvault_wrappedhandover", dict.fromkeys(both, LONG_AGO))
+        for both in (
+            ("confirmed_at", "revoked_at"),
+            ("confirmed_at", "suspected_at"),
+            ("revoked_at", "suspected_at"),
+        )
+    ),
     ("refusal_environment", "keyvault_refusal", {"environment": "staging"}),
 ]
 """A constraint, a table, and what no row of it may say. The first row is one that says it otherwise."""
@@ -115,16 +126,21 @@ ONCE: dict[str, str] = {
     "webhook_endpoint_unique": "keyvault_webhookendpoint",
     "pepper_version_unique": "keyvault_pepperversion",
     "audit_entry_unique": "keyvault_auditentry",
+    "audit_checkpoint_unique": "keyvault_auditcheckpoint",
     "issuance_approval_once": "keyvault_issuanceapproval",
     "use_bucket_unique": "keyvault_usebucket",
     "limit_of_pair_unique": "keyvault_limitoverride",
     "limit_of_endpoint_unique": "keyvault_limitoverride",
     "idempotent_request_once": "keyvault_idempotentrequest",
     "webhook_delivery_once": "keyvault_webhookdelivery",
+    "handover_one_open": "keyvault_wrappedhandover",
 }
 """A uniqueness rule, and the table of which no row may stand twice."""
 
-AGAIN: dict[str, Row] = {"limit_of_endpoint_unique": {"account_id": None}}
+AGAIN: dict[str, Row] = {
+    "limit_of_endpoint_unique": {"account_id": None},
+    "handover_one_open": {"accessor": "another"},
+}
 """How the second row differs from the first one, where an equal one would meet another rule."""
 
 

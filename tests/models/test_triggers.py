@@ -13,7 +13,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, models
 
-from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator
+from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator, Order
 from keyvault.models.triggers import (
     _KEPT,
     _UNTRUNCATED,
@@ -39,6 +39,8 @@ from .attacks import (
     update,
 )
 from .conftest import World, fresh_id
+from .test_handover_triggers import ATTACKS as HANDOVER_ATTACKS
+from .test_pepper_triggers import ATTACKS as PEPPER_ATTACKS
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -184,6 +186,12 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "auditentry_no_update": lambda _: update("keyvault_auditentry", {"actor": "operator:nobody"}),
     "auditentry_no_delete": lambda _: delete("keyvault_auditentry", sequence=2),
     "auditentry_no_replace": lambda _: _replace("keyvault_auditentry", {"actor": "operator:nobody"}),
+    "auditcheckpoint_no_update": lambda _: update("keyvault_auditcheckpoint", {"signer": "local"}),
+    "auditcheckpoint_no_delete": lambda _: delete("keyvault_auditcheckpoint", scope="service", number=1),
+    "auditcheckpoint_no_replace": lambda _: _replace("keyvault_auditcheckpoint", {"id": None, "signature": b"x" * 64}),
+    "installation_no_update": lambda _: update("keyvault_installation", {"installation_id": "another"}),
+    "installation_no_delete": lambda _: delete("keyvault_installation"),
+    "installation_no_replace": lambda _: _replace("keyvault_installation", {"installation_id": "another"}),
     "change_no_update": lambda _: update("keyvault_change", {"subject_id": "another"}),
     "change_no_delete": lambda _: delete("keyvault_change"),
     "change_no_replace": lambda _: _replace("keyvault_change", {"subject_id": "another"}),
@@ -209,6 +217,12 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     "connection_mode_update": lambda world: update(
         "keyvault_providerconnection", {"mode": "live"}, account_id=world.sandbox.pk
+    ),
+    "providerconnection_stays": lambda _: update("keyvault_providerconnection", {"backend_path": "1/con_x"}),
+    "providerconnection_one": lambda _: _replace("keyvault_providerconnection", {"id": None}, mode="live"),
+    "providerconnection_no_delete": lambda _: delete("keyvault_providerconnection"),
+    "providerconnection_no_replace": lambda _: _replace(
+        "keyvault_providerconnection", {"removed_at": "2026-01-01"}, mode="live"
     ),
     "account_stays": lambda world: update("keyvault_account", {"environment": "sandbox"}, id=world.production.pk),
     "account_no_delete": lambda world: delete("keyvault_account", id=world.sandbox.pk),
@@ -379,7 +393,15 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
     "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
+    **PEPPER_ATTACKS,
+    **HANDOVER_ATTACKS,
 }
+
+
+def test_credential_keeps_its_delivery(world: World) -> None:
+    """The place in the secret backend depends on it: its keys' copies would be lost there."""
+    with refused("a credential never changes its account, its kind or its delivery"):
+        update("keyvault_credential", {"delivery": "wrapped"}, credential_id=world.key.credential_id)
 
 
 def test_triggers_every_rule_is_attacked_here() -> None:
@@ -406,7 +428,9 @@ def test_triggers_truncate_of_a_kept_table_is_refused(world: World, subtests: py
             execute(f"TRUNCATE {table} CASCADE")
 
 
-@pytest.mark.parametrize("table", ["keyvault_auditentry", "keyvault_change", "keyvault_issuanceapproval"])
+@pytest.mark.parametrize(
+    "table", ["keyvault_auditentry", "keyvault_auditcheckpoint", "keyvault_change", "keyvault_issuanceapproval"]
+)
 def test_triggers_upsert_on_an_append_only_row_is_refused(world: World, table: str) -> None:
     """`INSERT … ON CONFLICT DO UPDATE` is an update by another name."""
     key = "sequence" if table == "keyvault_change" else "id"
@@ -447,6 +471,8 @@ def test_triggers_log_in_replaced_by_its_name_is_refused(world: World) -> None:
 _PARTIAL: dict[str, set[tuple[str, ...]]] = {
     "rotation_rotation": {("credential_id",)},
     "keyvault_limitoverride": {("environment", "endpoint")},
+    "keyvault_providerconnection": {("account_id", "provider")},
+    "keyvault_wrappedhandover": {("subject",)},
 }
 """Unique among some of the rows only: a rule of its own sees to each."""
 
@@ -763,18 +789,18 @@ def test_triggers_lifted_and_put_back_hold_again(world: World) -> None:
 def test_triggers_table_rebuilt_by_a_migration_has_them_after_migrate() -> None:
     """SQLite rebuilds a table when a column changes and loses its triggers; the end of `migrate` restores them."""
     before = expected_triggers(connection.vendor)
-    field = Key._meta.get_field("pepper_version")
-    wider: models.Field[Any, Any] = models.PositiveBigIntegerField()
-    wider.set_attributes_from_name("pepper_version")
-    wider.model = Key
+    field = Order._meta.get_field("currency")
+    wider: models.Field[Any, Any] = models.CharField(max_length=9)
+    wider.set_attributes_from_name("currency")
+    wider.model = Order  # a table that no other table's trigger names
     try:
         with connection.schema_editor() as editor:
-            editor.alter_field(Key, field, wider)
+            editor.alter_field(Order, field, wider)
         if connection.vendor == "sqlite":
-            assert not any(name.startswith("key_") for name in list_triggers(connection)), "no rebuild, no proof"
+            assert not any(name.startswith("order_") for name in list_triggers(connection)), "no rebuild, no proof"
         call_command("migrate", interactive=False, verbosity=0)
         assert list_triggers(connection) == before
     finally:
         with connection.schema_editor() as editor:
-            editor.alter_field(Key, wider, field)
+            editor.alter_field(Order, wider, field)
         ensure_triggers(connection)

@@ -73,7 +73,9 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_DATABSE_URL": "x"}, "no such setting"),
         ({"KEYVAULT_KEY_BRAND": "Bad_Brand"}, "a-z"),
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
-        ({"KEYVAULT_BACKEND": "vault"}, "one of local"),
+        ({"KEYVAULT_BACKEND": "both"}, "one of local, vault"),
+        ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),
+        ({"VAULT_ADDR": "http://vault.example"}, "https"),
         ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
     ],
 )

@@ -76,7 +76,7 @@ WAITING = {"approve": asked, "reject": asked, "bypass": asked, "abort": asked}
 """Acts on a rotation that was just asked for; the others are on one that was delivered."""
 
 FAR = f"{now() + timedelta(days=400):%Y-%m-%dT%H:%M}"
-FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": FAR}
+FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": FAR, "key_id": "A" * 16}
 
 UNPERMITTED = [
     pytest.param(act, role, id=f"{act.name}-{role}")

@@ -36,5 +36,6 @@ def test_rotation_killed_at_every_point_completes_and_never_takes_the_merchant_d
     # Far fewer would mean that the bombs were not planted where the work is.
     assert report["crash_points"] >= 40
     assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["names"])
+    assert {"before-soft_delete", "after-soft_delete"} <= {name.rpartition(":")[2] for name in report["names"]}
     assert {f"rolling_back:{when}-put" for when in ("before", "after")} <= set(report["back"])
     assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["reissue"])

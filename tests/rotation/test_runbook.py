@@ -64,6 +64,7 @@ def test_runbook_of_what_the_worker_stalls_by_itself_has_entries() -> None:
     assert find_stall(ForeignWriterError("a/path", 3).detail).title == (
         "The secret backend holds something that is not ours"
     )
+    assert find_stall("the secret backend refuses us: no").title == "The secret backend refuses us"
     assert find_stall("a step kept failing: permission denied").title == "A step kept failing"
     assert find_stall("something that nobody foresaw") is UNKNOWN
 

@@ -1,1 +1,1 @@
-"""Throwaway PostgreSQL and Redis servers for the tests: started here, gone afterwards."""
+"""Throwaway servers for the tests, PostgreSQL, Redis and OpenBao among them: started here, gone afterwards."""

@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from . import throwaway
+from .openbao import find_vault, openbao_on_disk, openbao_server
 from .postgres import find_postgres, postgres_server
 from .redis import find_redis, redis_server
 from .throwaway import FailedServerError, MissingServerError, Place, Plan, running
@@ -23,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import time
 from tests.servers.{name} import {name}_server
-with {name}_server() as url:
-    print(url, flush=True)
+with {name}_server() as server:
+    print(getattr(server, "address", server), flush=True)
     time.sleep(600)
 """
 
@@ -70,7 +71,14 @@ def test_postgres_server_wants_its_password_and_is_gone_afterwards() -> None:
     assert not Path(row[0]).parent.exists()
 
 
-@pytest.mark.parametrize(("name", "find"), [("postgres", find_postgres), ("redis", find_redis)])
+@pytest.mark.parametrize(
+    ("name", "find"),
+    [
+        ("postgres", find_postgres),
+        ("redis", find_redis),
+        pytest.param("openbao", find_vault, marks=pytest.mark.openbao),
+    ],
+)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_server_of_a_killed_run_ends_and_leaves_nothing(
     name: str, find: Callable[[], Path | None], how: signal.Signals, open_folder: Path
@@ -88,6 +96,68 @@ def test_server_of_a_killed_run_ends_and_leaves_nothing(
         run.send_signal(how)
     assert eventually(lambda: not is_listening(url))
     assert eventually(lambda: not any(open_folder.iterdir()))
+
+
+@pytest.mark.openbao
+@pytest.mark.skipif(find_vault() is None, reason="no OpenBao or Vault on this machine")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_vault_on_disk_of_a_killed_run_ends_and_leaves_nothing(how: signal.Signals, open_folder: Path) -> None:
+    command = [sys.executable, "-c", HOLD.format(name="openbao").replace("openbao_server", "openbao_on_disk")]
+    variables = {**os.environ, "TMPDIR": str(open_folder)}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout
+        url = run.stdout.readline().strip()
+        assert is_listening(url)
+        run.send_signal(how)
+    assert eventually(lambda: not is_listening(url))
+    assert eventually(lambda: not any(open_folder.iterdir()))
+
+
+@pytest.mark.openbao
+@pytest.mark.skipif(find_vault() is None, reason="no OpenBao or Vault on this machine")
+def test_vault_on_disk_is_sealed_killed_and_started_again(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
+    with openbao_on_disk() as server:
+        server.seal()
+        server.unseal()
+        server.kill()
+        assert not is_listening(server.address)
+        server.start()
+        assert is_listening(server.address)
+        server.unseal()
+        assert server.audit_log.stat().st_size > 0
+    assert not is_listening(server.address)
+    assert not any(open_folder.iterdir())
+
+
+def test_vault_that_the_environment_names_is_taken_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYVAULT_TEST_VAULT_ADDR", "http://127.0.0.1:1")
+    monkeypatch.setenv("KEYVAULT_TEST_VAULT_TOKEN", "s.lent")
+    with openbao_server() as server:
+        assert (server.address, server.root_token) == ("http://127.0.0.1:1", "s.lent")
+
+
+def test_vault_binary_that_the_environment_names_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("bao", "vault"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("KEYVAULT_TEST_VAULT_BIN", raising=False)
+    assert find_vault() == tmp_path / "bao"
+    (tmp_path / "bao").unlink()
+    assert find_vault() == tmp_path / "vault"
+    monkeypatch.setenv("KEYVAULT_TEST_VAULT_BIN", "/opt/its/own")
+    assert find_vault() == Path("/opt/its/own")
+
+
+def test_vault_that_is_not_installed_is_missing_with_the_places_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("KEYVAULT_TEST_VAULT_BIN", "KEYVAULT_TEST_VAULT_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for start in (openbao_server, openbao_on_disk):
+        with pytest.raises(MissingServerError, match="bao and vault on PATH"), start():
+            pass
 
 
 def test_server_that_does_not_start_is_told_with_its_own_words(

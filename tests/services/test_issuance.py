@@ -197,7 +197,8 @@ def test_issuance_every_turn_from_a_state_goes_by_the_table(
     for name, (to, turn) in TURNS.items():
         request = in_state(scene, state)
         with subtests.test(name):
-            if may_become(state, to):
+            # Back to approved only where its key is made anew, which is nothing that anybody asks for.
+            if may_become(state, to) and (state, to) != (S.ISSUED, S.APPROVED):
                 turn(scene, request)
                 assert fresh(request).state == to
             else:

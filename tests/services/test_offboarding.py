@@ -103,8 +103,14 @@ def test_offboarding_ends_everything_of_both_environments_and_says_so(scene: Sce
     furnished = furnish(scene)
     done = offboard(scene)
     assert done.ended.as_json() == {
-        "production": {"keys": 1, "customer_tokens": 0, "issuance_requests": 1, "webhook_endpoints": 0},
-        "sandbox": {"keys": 2, "customer_tokens": 2, "issuance_requests": 1, "webhook_endpoints": 1},
+        "production": {
+            "keys": 1,
+            "customer_tokens": 0,
+            "issuance_requests": 1,
+            "webhook_endpoints": 0,
+            "connections": 0,
+        },
+        "sandbox": {"keys": 2, "customer_tokens": 2, "issuance_requests": 1, "webhook_endpoints": 1, "connections": 0},
         "service_tokens": 1,
     }
     assert not done.left

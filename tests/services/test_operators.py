@@ -114,4 +114,4 @@ def test_operators_are_made_on_the_host_only(scene: Scene) -> None:
 def test_host_sets_up_and_neither_asks_approves_nor_reads(scene: Scene) -> None:
     """Whoever has a shell on the host sets up; what four eyes gate is not the shell's to give."""
     may = {permission for permission in P if is_allowed(HOST, permission, now=now())}
-    assert may == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE}
+    assert may == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}

@@ -15,6 +15,7 @@ from keyvault.domain.errors import IntegrityError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, PepperVersion
 from keyvault.services import peppers, recording
+from keyvault.services.installation import ensure_installation
 from keyvault.services.peppers import ensure_peppers, load_peppers, pepper_health
 from keyvault.services.secret_backends import secret_backend
 from tests.factories import account, forget_keystore, have_peppers, issue, make_merchant, now, own_keystore
@@ -124,6 +125,7 @@ def test_peppers_first_run_that_died_before_its_row_is_completed(folder: Path, m
     def die(**_: object) -> None:
         raise OSError("power cut")
 
+    ensure_installation(now())
     with monkeypatch.context() as patch:
         patch.setattr(recording, "append_entry", die)
         with pytest.raises(OSError, match="power cut"):

@@ -8,6 +8,8 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import IntegrityError, transaction
@@ -19,7 +21,9 @@ from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
 from keyvault.access.roles import Role
+from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery
 from keyvault.domain.keys import KeyKind
@@ -36,9 +40,12 @@ from keyvault.models import (
     Change,
     IssuanceRequest,
     Key,
+    Material,
     Merchant,
     Notice,
     Operator,
+    PepperVersion,
+    ProviderConnection,
     WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
@@ -46,6 +53,7 @@ from keyvault.services import (
     break_glass,
     client_configuration,
     collection,
+    connections,
     credentials,
     customer_tokens,
     endpoints,
@@ -60,6 +68,8 @@ from keyvault.services import (
     offboarding,
     operators,
     orders,
+    pepper_propagation,
+    pepper_versions,
     recording,
     tokens,
     webhook_endpoints,
@@ -193,6 +203,28 @@ def _destroy(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     keys.revoke_key(_stopped(scene, P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
     return lambda: material.destroy_string(_engine(scene), key)
+
+
+def _settle(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    keys.suspend_key(_stopped(scene, P.KEYS_SUSPEND), key)
+    lease = leases.claim(material.copy_subject(key), now())
+    assert lease is not None
+    with recording.recorded(_engine(scene), P.ISSUANCE_EXECUTE, "test.hidden", account=scene.sandbox):
+        key.compare_and_swap(material=Material.DELETE_DUE)
+    return lambda: material.settle_string(_engine(scene), key, lease)
+
+
+def _refused(scene: Scene) -> Callable[[], object]:
+    error = BackendDeniedError("refused", status=403)
+    return lambda: material.tell_of_refusal(_engine(scene), scene.sandbox, "destroying copies", error)
+
+
+def _forget_path(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    offboarding.offboard_merchant(grant(scene.responder, P.MERCHANTS_OFFBOARD), scene.merchant, "contract ended")
+    material.destroy_string(_engine(scene), Key.objects.get(pk=key.pk))
+    return lambda: offboarding.forget_path(_engine(scene), key.credential)
 
 
 def _host(permission: P) -> Grant:
@@ -349,6 +381,30 @@ def _webhook(scene: Scene) -> WebhookEndpoint:
     return webhook_endpoints.add_endpoint(allowed, scene.sandbox, "https://acme.example/hooks")[0]
 
 
+def _to_reseal(scene: Scene) -> tuple[Grant, WebhookEndpoint]:
+    endpoint = _webhook(scene)
+    return grant(WORKER, P.KEYS_REHASH, scene.sandbox), endpoint
+
+
+def _keeping() -> Grant:
+    return grant(HOST, P.PEPPERS_WRITE)
+
+
+def _pepper(number: int, **columns: object) -> PepperVersion:
+    """A version that is hashed with since yesterday, and that the backend never had."""
+    yesterday = now() - timedelta(days=1)
+    row = PepperVersion(
+        pepper_set=PepperSet.SANDBOX,
+        number=number,
+        check_value=bytes(16),
+        created_at=yesterday,
+        **{"hashes_from_at": yesterday, **columns},
+    )
+    with recording.recorded(_keeping(), P.PEPPERS_WRITE, "test.rotated"):
+        row.save()
+    return row
+
+
 def _with_webhook(act: Callable[[Grant, WebhookEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
     def prepare(scene: Scene) -> Callable[[], object]:
         endpoint = _webhook(scene)
@@ -361,6 +417,24 @@ def _enable_webhook(scene: Scene) -> Callable[[], object]:
     endpoint, allowed = _webhook(scene), grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox)
     webhook_endpoints.disable_endpoint(allowed, endpoint, "moved")
     return lambda: webhook_endpoints.enable_endpoint(allowed, endpoint)
+
+
+def _connection(scene: Scene) -> ProviderConnection:
+    allowed = grant(scene.tam, P.CONNECTIONS_WRITE, scene.sandbox)
+    return connections.set_connection(allowed, scene.sandbox, "stripe", Plaintext("sk_test_1"))
+
+
+def _with_connection(
+    act: Callable[[Grant, ProviderConnection], object], *, is_removed: bool = False, by_worker: bool = False
+) -> Callable[[Scene], Callable[[], object]]:
+    def prepare(scene: Scene) -> Callable[[], object]:
+        connection = _connection(scene)
+        allowed = grant(scene.tam, P.CONNECTIONS_WRITE, scene.sandbox)
+        if is_removed:
+            connections.remove_connection(allowed, connection)
+        return lambda: act(grant(WORKER, P.BACKEND_RECONCILE, scene.sandbox) if by_worker else allowed, connection)
+
+    return prepare
 
 
 def _marking(scene: Scene, place: Account | None = None) -> Grant:
@@ -422,6 +496,9 @@ ACTS: dict[str, Act] = {
         ["account"],
     ),
     "material.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
+    "material.settle_string": Act(_settle, ["key.material_deleted"], ["key"]),
+    "material.tell_of_refusal": Act(_refused, ["backend.refused"], []),
+    "offboarding.forget_path": Act(_forget_path, ["credential.forgotten"], ["credential"]),
     "merchants.create_merchant": Act(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
     ),
@@ -462,6 +539,21 @@ ACTS: dict[str, Act] = {
     ),
     "webhook_endpoints.enable_endpoint": Act(_enable_webhook, ["webhook_endpoint.enabled"], []),
     "webhook_endpoints.send_test": Act(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
+    "connections.set_connection": Act(
+        lambda scene: lambda: _connection(scene), ["connection.added", "connection.stored"], []
+    ),
+    "connections.replace_connection": Act(
+        _with_connection(lambda allowed, row: connections.replace_connection(allowed, row, Plaintext("sk_test_2"))),
+        ["connection.write_began", "connection.stored"],
+        [],
+    ),
+    "connections.remove_connection": Act(_with_connection(connections.remove_connection), ["connection.removed"], []),
+    "connections.settle_connection": Act(
+        _with_connection(connections.settle_connection, by_worker=True), ["connection.settled"], []
+    ),
+    "connections.forget_connection": Act(
+        _with_connection(connections.forget_connection, is_removed=True, by_worker=True), ["connection.forgotten"], []
+    ),
     "inbox.mark_seen": Act(
         lambda scene: _with_alarm(scene, lambda row: inbox.mark_seen(_marking(scene, scene.sandbox), row)),
         ["notice.seen"],
@@ -472,15 +564,52 @@ ACTS: dict[str, Act] = {
         ["notice.all_seen"],
         [],
     ),
+    "webhook_endpoints.reseal_secrets": Act(
+        lambda scene: partial(webhook_endpoints.reseal_secrets, *_to_reseal(scene)), ["webhook_endpoint.resealed"], []
+    ),
+    "pepper_versions.rotate_pepper": Act(
+        lambda _: lambda: pepper_versions.rotate_pepper(_keeping(), PepperSet.SANDBOX), ["pepper.rotated"], []
+    ),
+    "pepper_propagation.begin_hashing": Act(
+        lambda scene: (
+            row := _pepper(2, hashes_from_at=None),
+            partial(pepper_propagation.begin_hashing, grant(WORKER, P.KEYS_REHASH), row),
+        )[1],
+        ["pepper.in_use"],
+        [],
+    ),
+    "pepper_versions.retire_pepper": Act(
+        lambda _: (_pepper(2), lambda: pepper_versions.retire_pepper(_keeping(), PepperSet.SANDBOX, 1))[1],
+        ["pepper.retired"],
+        [],
+    ),
+    "pepper_versions.destroy_pepper": Act(
+        lambda _: (
+            _pepper(99, retired_at=now() - pepper_versions.KEPT_AFTER_RETIREMENT),
+            partial(pepper_versions.destroy_pepper, _keeping(), PepperSet.SANDBOX, 99),
+        )[1],
+        ["pepper.destroyed"],
+        [],
+    ),
 }
 """Every public service that takes a grant."""
 
+_WRAPS = "takes a Vault: test_handovers.py holds it to the same"
+
 INSIDE_ANOTHER = {
+    **dict.fromkeys(("handovers.hand_over_wrapped", "handovers.prepare_handover", "handovers.record_handover"), _WRAPS),
+    **dict.fromkeys(("handovers.confirm_handover", "handovers.suspect_handover"), _WRAPS),
+    **dict.fromkeys(("wrapping.note_wrapped", "wrapping.close_dead"), _WRAPS),
+    "wrapping.confirm": "inside the block of the collection",
+    "wrapping.note_used": "inside the block of the collection",
+    "wrapping.suspect": "inside the block of what found it out",
+    "wrapping.take_back": "inside the block of what found it out",
     "collection.read_handover": "reads and seals, writes nothing",
     "recording.recorded": "the block itself",
     "four_eyes.approving_operator": "decides, writes nothing",
     "four_eyes.note_command_line_approval": "inside the block of the approval",
     "break_glass.note_break_glass": "inside the block of the act",
+    "material.announce_missing": "inside the block of what found it out",
     "notifications.announce": "inside the block of what happened",
     "notifications.announce_to": "inside the block of what happened",
 }

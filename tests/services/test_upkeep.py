@@ -8,17 +8,19 @@ import pytest
 from django.test import override_settings
 
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.base import BackendUnavailableError, Mount
+from keyvault.backends.base import BackendDeniedError, BackendUnavailableError, Health, Mount
+from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import IntegrityError
 from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import IssuanceRequest, Key, Material
+from keyvault.models import IssuanceRequest, Key, Material, Notice
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services import idempotency, issuance, keys, material, refusals, upkeep
+from keyvault.services import idempotency, issuance, keys, leases, material, refusals, upkeep
 from keyvault.services.secret_backends import secret_backend
-from keyvault.tasks import issue_approved, run_upkeep
+from keyvault.tasks import issue_approved, run_upkeep, watch_backend
 from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 
 from .conftest import Scene, make_scene
@@ -67,6 +69,36 @@ def test_upkeep_one_request_s_trouble_is_not_the_next_one_s(scene: Scene, monkey
     assert upkeep.issue_due() == 1
     assert IssuanceRequest.objects.get(pk=first.pk).state == "approved"
     assert IssuanceRequest.objects.get(pk=second.pk).state == "issued"
+
+
+def test_upkeep_of_a_request_that_the_backend_refuses_alarms_once_and_issues_when_it_is_mended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost by a policy that is too narrow, and nobody has to find out by waiting for a key."""
+    request = request_key(scene.sandbox)
+
+    def refuse(key: Key, *args: Any, **options: Any) -> int:
+        raise BackendDeniedError("The secrets manager does not let us do that.", status=403)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(issuance, "store_string", refuse)
+        for _ in range(3):
+            assert not upkeep.issue_one(request)
+            leases.wake(f"issuance:{request.pk}")
+    told = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
+    assert [(notice.subject, notice.is_alarm) for notice in told] == [(request.pk, True)]
+    assert upkeep.issue_one(request)
+    assert IssuanceRequest.objects.get(pk=request.pk).state == "issued"
+
+
+def test_upkeep_tells_the_log_that_the_backend_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch_backend()
+    assert caplog.records == []
+    monkeypatch.setattr(LocalKeystore, "health", lambda backend: Health(False, "it is sealed"))
+    watch_backend()
+    assert [getattr(record, "why", "") for record in caplog.records] == ["it is sealed"]
 
 
 def test_upkeep_expires_requests_past_their_time_and_no_others(scene: Scene) -> None:

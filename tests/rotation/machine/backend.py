@@ -1,7 +1,7 @@
 """A secret backend in memory that fails as servers do: away, refusing, answers lost, writes that come late."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -77,6 +77,11 @@ class MemoryBackend:
         versions = self.versions_at.get((mount, path), ())
         return versions[-1] if versions else None
 
+    def state_of(self, mount: Mount, path: str, number: int | None) -> VersionState | None:
+        """Of one version; None: there is none."""
+        found = (each.state for each in self.versions_at.get((mount, path), ()) if each.number == number)
+        return next(found, None)
+
     # --- the contract -------------------------------------------------------------------------------------------
 
     def put(
@@ -111,7 +116,12 @@ class MemoryBackend:
         self._called("soft_delete", mount, lambda: self._mark(mount, path, version, VersionState.DELETED))
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
-        self._called("undelete", mount, lambda: self._mark(mount, path, version, VersionState.LIVE))
+        def bring_back() -> None:
+            self._mark(mount, path, version, VersionState.LIVE)
+            if self.state_of(mount, path, version) is not VersionState.LIVE:
+                raise BackendMissingError("The version was destroyed.")
+
+        self._called("undelete", mount, bring_back)
 
     def destroy(self, mount: Mount, path: str, version: int) -> None:
         self._called("destroy", mount, lambda: self._mark(mount, path, version, VersionState.DESTROYED))
@@ -122,6 +132,12 @@ class MemoryBackend:
             mount,
             lambda: [StoredVersion(each.number, each.state) for each in self.versions_at.get((mount, path), ())],
         )
+
+    def forget(self, mount: Mount, path: str) -> None:
+        self._called("forget", mount, lambda: self.versions_at.pop((mount, path), None))
+
+    def list_paths(self, mount: Mount) -> Iterator[str]:
+        yield from self._called("list", mount, lambda: [path for place, path in self.versions_at if place is mount])
 
     def health(self) -> Health:
         return Health(ready=not self.is_down, detail="down" if self.is_down else "ready")

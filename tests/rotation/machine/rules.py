@@ -1,6 +1,7 @@
 """The Hypothesis state machine: what may happen next to the world, in any order."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from django.db import connection, transaction
@@ -179,13 +180,14 @@ class Rotating(RuleBasedStateMachine):
 
         self.step("audit log refuses", act)
 
-    @rule()
-    def upkeep(self) -> None:
+    @rule(dies_at=st.one_of(st.none(), points))
+    def upkeep(self, dies_at: int | None) -> None:
         def act() -> None:
-            self.world.sweep()
+            with nullcontext() if dies_at is None else Interruption(dies_at).under_way(self.world.backend):
+                self.world.sweep()
             self.world.watcher.look("people")
 
-        self.step("upkeep", act)
+        self.step("upkeep" if dies_at is None else f"upkeep dies: at {dies_at}", act)
 
     # --- people -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyvault.backends.base import Mount, VersionState
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
-from keyvault.models import AuditEntry, Key, WorkLease
+from keyvault.models import AuditEntry, Key, Material, WorkLease
 from keyvault.models.usage import Outcome
 from keyvault.services.usage import observe
 from rotation.events import RotationState
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 S, K = RotationState, KeyState
 LIVING = frozenset(KeyState) - DEAD_STATES
-ALTERING = frozenset({"put", "destroy", "soft_delete"})
+ALTERING = frozenset({"put", "destroy", "soft_delete", "undelete"})
 STATE_AFTER = {
     "key.activated": K.ACTIVE,
     "key.resumed": K.ACTIVE,
@@ -32,6 +32,14 @@ STATE_AFTER = {
     "key.expired": K.DEACTIVATED,
     "key.compromised": K.COMPROMISED,
 }
+
+
+IN_BACKEND = {
+    Material.HELD: VersionState.LIVE,
+    Material.DELETED: VersionState.DELETED,
+    Material.DESTROYED: VersionState.DESTROYED,
+}
+"""What becomes of a copy whose row says so; nothing else stays for long."""
 
 
 class ViolationError(BaseException):
@@ -310,6 +318,16 @@ class Watcher:
         waits = world.last_wait
         self.require(waits is not None and bool(waits.waiting_for), "eventually: it does not say what it waits for")
         self._check_restored()
+
+    def require_copies_as_the_rows_say(self) -> None:
+        """After the upkeep has done what was due: each key's copy is readable, hidden or destroyed as its row says."""
+        mount, path = Mount(self.world.variant.environment.value), self.world.credential().backend_path
+        for key in Key.objects.filter(credential_id=self.world.credential_id).exclude(material=Material.NONE):
+            state = self.world.backend.state_of(mount, path, key.backend_version)
+            self.require(state is IN_BACKEND.get(Material(key.material)), f"8: {key.material}, and its copy is {state}")
+            self.counts[f"copy {key.material}, key {key.state}"] += 1
+            hidden = key.material == Material.DELETED
+            self.require(not hidden or key.state == K.SUSPENDED, f"8: the copy of a key that is {key.state} is hidden")
 
     def _check_restored(self) -> None:
         """A replacement that ended gives the suspended predecessor back."""

@@ -22,9 +22,15 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Credential, Key, UsageReporter
 from keyvault.models.usage import Outcome
-from keyvault.services import keys
+from keyvault.services import keys, leases
 from keyvault.services.authorization import authorize
-from keyvault.services.material import destroy_string, list_to_destroy
+from keyvault.services.material import (
+    copy_subject,
+    destroy_string,
+    list_to_destroy,
+    list_unsettled,
+    settle_string,
+)
 from keyvault.services.usage import UsageLog
 from rotation.events import RotationState
 from rotation.models import Rotation
@@ -191,13 +197,22 @@ class World:
         return met
 
     def sweep(self) -> None:
-        """The upkeep's record of keys that have expired, and its destroying of what dead ones leave in the backend."""
+        """The upkeep's record of keys that have expired, and what becomes of copies in the backend."""
         for key in keys.list_expired(self.now):
             with suppress(KeyvaultError):
                 keys.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
         for key in list_to_destroy():
             with suppress(KeyvaultError):
-                destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
+                destroy_string(self._upkeep(), key)
+        for key in list_unsettled(self.variant.environment):
+            lease = leases.claim(copy_subject(key), self.now, now_or_never=True)
+            if lease is not None:
+                with suppress(KeyvaultError):
+                    settle_string(self._upkeep(), key, lease)
+                leases.release(lease)
+
+    def _upkeep(self) -> Grant:
+        return authorize(WORKER, P.ISSUANCE_EXECUTE, self.account, now=self.now)
 
     # --- people -------------------------------------------------------------------------------------------------
 
@@ -395,6 +410,9 @@ class World:
             if self.last_wait is not None:
                 break
         self.watcher.require_nothing_hangs()
+        self.sweep()
+        self.watcher.look("people")
+        self.watcher.require_copies_as_the_rows_say()
 
     def finish(self) -> None:
         """People do what each state asks of them: every rotation ends."""

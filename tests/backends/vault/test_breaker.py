@@ -1,0 +1,99 @@
+"""The circuit breaker: who is let through, and when."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.backends.vault.breaker import FIRST_SECONDS, LONGEST_SECONDS, TRIAL_SECONDS, TRIPS_AFTER, Breaker
+
+JITTER = 1.25
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tripped(time: Time) -> Breaker:
+    breaker = Breaker(time)
+    for _ in range(TRIPS_AFTER):
+        assert breaker.seconds_left() == 0
+        breaker.failed()
+    return breaker
+
+
+def test_breaker_opens_after_so_many_failures_in_a_row() -> None:
+    breaker = tripped(Time())
+    assert FIRST_SECONDS <= breaker.seconds_left() <= FIRST_SECONDS * JITTER
+    assert breaker.is_open
+
+
+def test_breaker_failures_with_a_success_between_them_leave_it_closed() -> None:
+    breaker = Breaker(Time())
+    for _ in range(3 * TRIPS_AFTER):
+        for _ in range(TRIPS_AFTER - 1):
+            breaker.failed()
+        breaker.succeeded()
+    assert breaker.seconds_left() == 0
+    assert not breaker.is_open
+
+
+def test_breaker_lets_one_call_try_after_the_pause() -> None:
+    time = Time()
+    breaker = tripped(time)
+    time.now += FIRST_SECONDS * JITTER
+    assert breaker.seconds_left() == 0
+    assert breaker.seconds_left() > 0
+    breaker.succeeded()
+    assert [breaker.seconds_left() for _ in range(10)] == [0] * 10
+
+
+def test_breaker_trial_that_fails_doubles_the_pause_up_to_the_longest() -> None:
+    time = Time()
+    breaker = tripped(time)
+    expected = FIRST_SECONDS
+    for _ in range(8):
+        time.now += expected * JITTER
+        assert breaker.seconds_left() == 0
+        breaker.failed()
+        expected = min(2 * expected, LONGEST_SECONDS)
+        assert expected <= breaker.seconds_left() <= expected * JITTER
+
+
+def test_breaker_trial_that_never_says_what_came_of_it_does_not_keep_it_open() -> None:
+    """A worker that was killed during the trial must not keep all others out."""
+    time = Time()
+    breaker = tripped(time)
+    time.now += FIRST_SECONDS * JITTER
+    assert breaker.seconds_left() == 0
+    time.now += TRIAL_SECONDS
+    assert breaker.seconds_left() == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ok", "fail", "silent"]), st.floats(0, 40))))
+def test_breaker_any_history_shuts_nobody_out_for_long(
+    history: list[tuple[str, float]],
+) -> None:
+    """Whatever came before: who waits as long as he is told gets through, and is never told more than the longest."""
+    time = Time()
+    breaker = Breaker(time)
+    in_a_row = 0
+    for outcome, pause in history:
+        time.now += pause
+        left = breaker.seconds_left()
+        assert 0 <= left <= LONGEST_SECONDS * JITTER
+        assert left == 0 or in_a_row >= TRIPS_AFTER
+        if left > 0:
+            continue
+        if outcome == "ok":
+            breaker.succeeded()
+            in_a_row = 0
+        elif outcome == "fail":
+            breaker.failed()
+            in_a_row += 1
+    time.now += breaker.seconds_left()
+    left = breaker.seconds_left()
+    time.now += left
+    assert left == 0 or breaker.seconds_left() == 0

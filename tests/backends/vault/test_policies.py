@@ -1,0 +1,243 @@
+"""The policies of deploy/vault on a real server: every role does its own, and is refused everything else everywhere."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import hvac
+import pytest
+
+from keyvault.backends.base import BackendDeniedError, BackendInvalidError
+from keyvault.backends.vault.bootstrap import list_logins, read_path
+from keyvault.backends.vault.capabilities import list_deviations, wanted_capabilities
+from keyvault.backends.vault.client import open_client
+from keyvault.backends.vault.layout import SCOPES, Engine, Layout, Role, scopes_of
+from keyvault.backends.vault.logins import AppRoleLogin
+
+from .installation import InstalledVault
+
+Act = Callable[[hvac.Client, str], object]
+Merchant = Callable[[str, str | None], hvac.Client]
+"""By environment, and the account that its entity names."""
+
+KEYS: dict[str, Act] = {
+    "create": lambda client, mount: _put(client, mount, "1/new", 0),
+    "replace": lambda client, mount: _put(client, mount, "1/replaced", 1),
+    "read": lambda client, mount: client.read(f"{mount}/data/1/kept"),
+    "read wrapped": lambda client, mount: client.read(f"{mount}/data/1/kept", wrap_ttl="60s"),
+    "read wrapped for a day": lambda client, mount: client.read(f"{mount}/data/1/kept", wrap_ttl="24h"),
+    "see versions": lambda client, mount: client.read(f"{mount}/metadata/1/kept"),
+    "configure path": lambda client, mount: client.write_data(f"{mount}/metadata/1/kept", data={"max_versions": 1}),
+    "list": lambda client, mount: client.list(f"{mount}/metadata/1"),
+    "delete newest": lambda client, mount: client.delete(f"{mount}/data/1/kept"),
+    "delete": lambda client, mount: client.write_data(f"{mount}/delete/1/deleted", data={"versions": [1]}),
+    "undelete": lambda client, mount: client.write_data(f"{mount}/undelete/1/deleted", data={"versions": [1]}),
+    "destroy": lambda client, mount: client.write_data(f"{mount}/destroy/1/destroyed", data={"versions": [1]}),
+    "forget": lambda client, mount: client.delete(f"{mount}/metadata/1/forgotten"),
+    "configure": lambda client, mount: client.write_data(f"{mount}/config", data={"cas_required": False}),
+    "see configuration": lambda client, mount: client.read(f"{mount}/config"),
+}
+PEPPERS: dict[str, Act] = {
+    "replace": lambda client, mount: _put(client, mount, "hmac", 1),
+    "read": lambda client, mount: client.read(f"{mount}/data/hmac"),
+    "see versions": lambda client, mount: client.read(f"{mount}/metadata/hmac"),
+    "read elsewhere": lambda client, mount: client.read(f"{mount}/data/other"),
+    "list": lambda client, mount: client.list(f"{mount}/metadata"),
+    "delete": lambda client, mount: client.write_data(f"{mount}/delete/hmac", data={"versions": [1]}),
+    "forget": lambda client, mount: client.delete(f"{mount}/metadata/hmac"),
+    "destroy": lambda client, mount: client.write_data(f"{mount}/destroy/hmac", data={"versions": [1]}),
+    "see configuration": lambda client, mount: client.read(f"{mount}/config"),
+}
+ANCHOR: dict[str, Act] = {
+    "sign": lambda client, mount: client.write_data(f"{mount}/sign/audit", data={"input": "AAAA"}),
+    "see public key": lambda client, mount: client.read(f"{mount}/keys/audit"),
+    "rotate": lambda client, mount: client.write_data(f"{mount}/keys/audit/rotate", data={}),
+    "allow deletion": lambda client, mount: client.write_data(
+        f"{mount}/keys/audit/config", data={"deletion_allowed": True}
+    ),
+    "take out": lambda client, mount: client.read(f"{mount}/export/signing-key/audit"),
+    "other key": lambda client, mount: client.write_data(f"{mount}/keys/other", data={"type": "ed25519"}),
+}
+SERVER: dict[str, Act] = {
+    "make a token": lambda client, own: client.write_data("auth/token/create", data={}),
+    "widen its policy": lambda client, own: client.write_data(f"sys/policies/acl/{own}", data={"policy": ""}),
+    "see its policy": lambda client, own: client.read(f"sys/policies/acl/{own}"),
+    "widen its role": lambda client, own: client.write_data(f"auth/approle/role/{own}", data={"token_num_uses": 0}),
+    "make a secret id": lambda client, own: client.write_data(f"auth/approle/role/{own}/secret-id", data={}),
+    "list mounts": lambda client, own: client.read("sys/mounts"),
+    "list tokens": lambda client, own: client.list("auth/token/accessors"),
+    "look at entities": lambda client, own: client.list("identity/entity/id"),
+}
+ACTS = {Engine.KEYS: KEYS, Engine.PEPPERS: PEPPERS, Engine.ANCHOR: ANCHOR}
+
+ALLOWED: dict[Role, set[str]] = {
+    Role.ISSUER: {"create", "replace"},
+    Role.READER: {"read", "read wrapped", "read wrapped for a day", "see versions", "see configuration"},
+    Role.RETIRER: {"delete", "undelete"},
+    Role.DESTROYER: {"destroy"},
+    Role.OFFBOARDER: {"forget"},
+    Role.COURIER: {"read wrapped"},
+    Role.RECONCILER: {"list"},
+    Role.LOOKUP: {"read", "see versions", "see configuration"},
+    Role.KEEPER: {"replace", "destroy"},
+    Role.ANCHOR: {"sign"},
+}
+"""On the role's own mount; but for the public keys that `lookup` sees, nothing of it anywhere else."""
+
+LOGINS = list_logins(SCOPES)
+
+
+def _put(client: hvac.Client, mount: str, path: str, version: int) -> object:
+    return client.write_data(f"{mount}/data/{path}", data={"data": {"secret": "x"}, "options": {"cas": version}})
+
+
+def _fill(made: InstalledVault) -> None:
+    """One version at each path that an act is about."""
+    for scope in scopes_of(Engine.KEYS):
+        for path in ("kept", "replaced", "deleted", "destroyed", "forgotten"):
+            _put(made.admin, made.layout.mount(Engine.KEYS, scope), f"1/{path}", 0)
+    for scope in scopes_of(Engine.PEPPERS):
+        _put(made.admin, made.layout.mount(Engine.PEPPERS, scope), "hmac", 0)
+
+
+def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
+    client = open_client(made.server)
+    client.token = AppRoleLogin(made.logins, name).log_in(client).text.reveal()
+    return client
+
+
+def _places(layout: Layout) -> Iterator[tuple[Engine, str, str]]:
+    for engine in Engine:
+        for scope in scopes_of(engine):
+            yield engine, scope, layout.mount(engine, scope)
+
+
+def _may(act: Act, client: hvac.Client, where: str) -> bool:
+    try:
+        act(client, where)
+    except BackendDeniedError as error:
+        if error.status != 403:  # Not set up, which is no refusal.
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("role", "scope"), LOGINS, ids=lambda part: str(part))
+def test_policy_of_a_role_allows_its_own_and_nothing_else(
+    installed_vault: InstalledVault, role: Role, scope: str
+) -> None:
+    """Whoever steals a login can do one kind of thing, in one environment, and cannot give itself more."""
+    _fill(installed_vault)
+    name = installed_vault.layout.login(role, scope)
+    client = _logged_in(installed_vault, name)
+    wanted = {(installed_vault.layout.mount(_engine(role), scope), act) for act in ALLOWED[role]}
+    if role is Role.LOOKUP:
+        wanted.add((installed_vault.layout.mount(Engine.ANCHOR, scope), "see public key"))
+    found = {
+        (mount, act)
+        for engine, _, mount in _places(installed_vault.layout)
+        for act, run in ACTS[engine].items()
+        if _may(run, client, mount)
+    }
+    assert found == wanted
+    assert {act for act, run in SERVER.items() if _may(run, client, name)} == set()
+
+
+def _engine(role: Role) -> Engine:
+    return {Role.LOOKUP: Engine.PEPPERS, Role.KEEPER: Engine.PEPPERS, Role.ANCHOR: Engine.ANCHOR}.get(role, Engine.KEYS)
+
+
+def test_policy_of_the_issuer_without_check_and_set_writes_nothing(installed_vault: InstalledVault) -> None:
+    """The mount itself wants check-and-set: nobody overwrites what he has not seen."""
+    mount = installed_vault.layout.mount(Engine.KEYS, "sandbox")
+    client = _logged_in(installed_vault, installed_vault.layout.login(Role.ISSUER, "sandbox"))
+    with pytest.raises(BackendInvalidError) as refused:
+        client.write_data(f"{mount}/data/1/new", data={"data": {"secret": "x"}})
+    assert "check-and-set parameter required" in refused.value.internal
+
+
+def test_capabilities_are_what_the_doctor_wants_of_each_role(installed_vault: InstalledVault) -> None:
+    """The doctor's table and the policies say the same, in both directions."""
+    for role, scope in LOGINS:
+        client = _logged_in(installed_vault, installed_vault.layout.login(role, scope))
+        wanted = wanted_capabilities(installed_vault.layout, role, scope)
+        found = _write(client, "sys/capabilities-self", paths=list(wanted))
+        assert list_deviations(wanted, found) == []
+
+
+# --- merchants ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def merchant(installed_vault: InstalledVault) -> Iterator[Merchant]:
+    """A merchant's backend, logged in; what it needs on the server is gone afterwards."""
+    made: list[str] = []
+    yield lambda scope, account_id: _make_merchant(installed_vault, scope, account_id, made)
+    for entity in made:
+        installed_vault.admin.delete(f"identity/entity/id/{entity}")
+
+
+def _make_merchant(made: InstalledVault, scope: str, account_id: str | None, entities: list[str]) -> hvac.Client:
+    """As deploy/vault/README.md sets one up: a role of its own, and an entity that says whose it is."""
+    admin, name = made.admin, made.layout.policy(f"shop{account_id}", scope)
+    policy = made.layout.policy("merchant", scope)
+    admin.write_data(f"auth/approle/role/{name}", data={"token_policies": [policy], "token_period": 3600})
+    role_id = read_path(admin, f"auth/approle/role/{name}/role-id")["role_id"]
+    metadata = {} if account_id is None else {"account_id": account_id}
+    entities.append(_write(admin, "identity/entity", name=name, metadata=metadata)["id"])
+    accessor = read_path(admin, "sys/auth")["approle/"]["accessor"]
+    _write(admin, "identity/entity-alias", name=role_id, canonical_id=entities[-1], mount_accessor=accessor)
+    secret_id = admin.auth.approle.generate_secret_id(name)["data"]["secret_id"]
+    client = open_client(made.server)
+    client.auth.approle.login(role_id, secret_id)
+    return client
+
+
+def _write(client: hvac.Client, path: str, **data: object) -> Any:
+    return cast("Any", client.write_data(path, data=data))["data"]
+
+
+def _reads(client: hvac.Client, path: str) -> bool:
+    return _may(lambda asking, where: asking.read(where), client, path)
+
+
+def test_policy_of_merchants_lets_each_read_its_own_paths_in_its_own_environment(
+    installed_vault: InstalledVault, merchant: Merchant
+) -> None:
+    """A merchant's backend never sees another merchant's key, nor its own of the other environment."""
+    layout = installed_vault.layout
+    mounts = {scope: layout.mount(Engine.KEYS, scope) for scope in scopes_of(Engine.KEYS)}
+    paths = [f"{mount}/data/{account}/crd" for mount in mounts.values() for account in ("1", "12", "2")]
+    for mount in mounts.values():
+        for account in ("1", "12", "2"):
+            _put(installed_vault.admin, mount, f"{account}/crd", 0)
+    for scope, mount in mounts.items():
+        for account in ("1", "2"):
+            client = merchant(scope, account)
+            assert [path for path in paths if _reads(client, path)] == [f"{mount}/data/{account}/crd"]
+            for refused in ("create", "replace", "delete newest", "delete", "destroy", "forget"):
+                assert not _may(KEYS[refused], client, mount)
+            for path in (f"metadata/{account}", f"metadata/{account}/crd", "metadata/"):
+                assert not _may(lambda asking, where: asking.list(where), client, f"{mount}/{path}")
+                assert not _reads(client, f"{mount}/{path}")
+
+
+def test_policy_of_merchants_without_an_account_id_reads_nothing(
+    installed_vault: InstalledVault, merchant: Merchant
+) -> None:
+    """An entity that nobody attributed is nobody's, and not everybody's."""
+    mount = installed_vault.layout.mount(Engine.KEYS, "sandbox")
+    _put(installed_vault.admin, mount, "1/crd", 0)
+    client = merchant("sandbox", None)
+    assert not _reads(client, f"{mount}/data/1/crd")
+    assert not _reads(client, f"{mount}/data//crd")
+
+
+def test_signing_key_of_the_anchor_is_seen_by_its_public_half_only(installed_vault: InstalledVault) -> None:
+    client = _logged_in(installed_vault, installed_vault.layout.login(Role.LOOKUP, "service"))
+    mount = installed_vault.layout.mount(Engine.ANCHOR, "service")
+    about = read_path(client, f"{mount}/keys/audit")
+    assert (about["type"], about["exportable"], about["deletion_allowed"]) == ("ed25519", False, False)
+    assert len(base64.b64decode(about["keys"]["1"]["public_key"])) == 32
+    assert json.dumps(about).find("private") == -1

@@ -1,0 +1,66 @@
+"""A Vault or OpenBao on disk, struck at every call of a rotation by every fault, there and on both ways back.
+
+In one process, by the engine and the upkeep themselves and a clock that stands still, so that an outage costs no time;
+the server, its logins and policies, the connections and what happens to them are real.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from django.test.utils import setup_test_environment, teardown_test_environment
+
+from tests.faults import truth
+from tests.faults.results import Asked, Result, say
+from tests.servers.openbao import openbao_on_disk
+from tests.vault_faults.faults import FAULTS, WAYS, can_be_staged
+from tests.vault_faults.journey import Fault, Journey, Trial
+from tests.vault_faults.stand import Stand, standing
+
+
+def run(asked: Asked) -> Result:
+    result = Result("fault points")
+    with ExitStack() as stack:
+        setup_test_environment()  # Django's test client is the door
+        stack.callback(teardown_test_environment)
+        server = stack.enter_context(openbao_on_disk())
+        stand = stack.enter_context(standing(server, _folder(asked.folder)))
+        for way in WAYS:
+            undisturbed = Journey(stand, aborted_in=WAYS[way]).run()
+            result.must_be(not undisturbed.violations, f"undisturbed, {way}: {undisturbed.violations}")
+            for fault in filter(can_be_staged, FAULTS):
+                say(f"{fault.name}, {way}: at each of {len(undisturbed.calls)} calls")
+                _sweep(stand, fault, way, undisturbed.calls, result)
+                verified = round(result.counts["verifications of a good key"])
+                say(f"{result.n} fault points, {verified} verifications, {result.number_of_violations} violations")
+    result.counts["faults"] = len([each for each in FAULTS if can_be_staged(each)])
+    result.must_be_none("rotations stuck", truth.find_stuck())
+    result.must_be_none("broken audit", truth.find_broken_audit())
+    return result
+
+
+def _sweep(stand: Stand, fault: Fault, way: str, calls: list[str], result: Result) -> None:
+    for number, call in enumerate(calls, 1):
+        trial = Journey(stand, fault, number, aborted_in=WAYS[way]).run()
+        where = f"{fault.name} at {number} {call}, {way}"
+        result.n += 1
+        result.must_be(trial.was_struck, f"{where}: never came so far")
+        broken = [f"{where}: {each}" for each in trial.violations]
+        result.must_be_none("broken promises", broken)
+        for each in broken:
+            say(each)
+        _count(trial, result.counts)
+
+
+def _count(trial: Trial, counts: dict[str, float]) -> None:
+    counts["verifications of a good key"] = counts.get("verifications of a good key", 0) + trial.asked
+    counts["of these refused"] = counts.get("of these refused", 0) + trial.asked - trial.verified
+    counts["stalled by name"] = counts.get("stalled by name", 0) + bool(trial.stalled)
+    resumed = 0.0 if trial.resumed_after is None else round(trial.resumed_after.total_seconds(), 1)
+    longest = "longest from recovery to resumption, s"
+    counts[longest] = max(counts.get(longest, 0), resumed)
+
+
+def _folder(place: Path) -> Path:
+    folder = place / "vault-logins"
+    folder.mkdir(mode=0o700)
+    return folder

@@ -1,0 +1,106 @@
+"""Provider connections on the command line: set from a file or standard input, listed, removed; never printed."""
+
+import io
+import json
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from keyvault.access.roles import Role
+from keyvault.backends.base import Mount
+from keyvault.models import ProviderConnection
+from keyvault.services.secret_backends import secret_backend
+from tests.factories import have_peppers, make_merchant, make_operator
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+PLACE = ("--merchant", "acme", "--environment", "sandbox")
+STRIPE = (*PLACE, "--provider", "stripe")
+SECRET = "sk_test_" + "Zq7" * 8
+
+
+@pytest.fixture(autouse=True)
+def people() -> None:
+    have_peppers()
+    make_merchant("acme")
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    make_operator("auditor", Role.AUDITOR)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "stripe.key"
+    path.write_text(f"{SECRET}\n")
+    return path
+
+
+def said(command: str, *arguments: str) -> str:
+    out = StringIO()
+    call_command(command, *arguments, stdout=out)
+    return out.getvalue()
+
+
+def stored() -> str:
+    row = ProviderConnection.objects.get(removed_at=None)
+    return secret_backend().read(Mount.SANDBOX, row.backend_path).secret.reveal()
+
+
+def test_set_connection_stores_what_the_file_holds_and_prints_none_of_it(file: Path) -> None:
+    """Neither with --json nor without is anything printed that a terminal's history would keep."""
+    words = said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    answer = json.loads(said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam", "--json"))
+    assert stored() == SECRET
+    assert SECRET not in words + json.dumps(answer)
+    assert (answer["provider"], answer["mode"], answer["backend_version"]) == ("stripe", "test", 2)
+    assert answer["stored_by"] == "operator:tam"
+
+
+def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b'{"user": "a", "password": "b"}\n')))
+    said("set_connection", *STRIPE, "--secret-file", "-", "--by", "tam")
+    assert stored() == '{"user": "a", "password": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "nothing is there"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],
+)
+def test_set_connection_that_does_not_fit_is_refused_with_the_reason(file: Path, content: bytes, reason: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(CommandError, match=reason) as refused:
+        said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    assert "sk_live_51H" not in str(refused.value)
+    assert not ProviderConnection.objects.exists()
+
+
+def test_set_connection_from_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="/secret_file: cannot be read"):
+        said("set_connection", *STRIPE, "--secret-file", str(tmp_path / "none"), "--by", "tam")
+
+
+def test_set_connection_in_the_name_of_an_auditor_is_refused(file: Path) -> None:
+    """A command line opens no more than the console does."""
+    with pytest.raises(CommandError, match="permission_missing"):
+        said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "auditor")
+
+
+def test_connections_lists_those_of_the_account_without_their_secrets(file: Path) -> None:
+    said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    told = said("connections", *PLACE, "--json")
+    (listed,) = json.loads(told)["connections"]
+    assert SECRET not in told + said("connections", *PLACE)
+    assert listed["connection_id"].startswith("con_")
+    assert "backend_path" not in listed, "nobody but us reads the local keystore"
+    production = json.loads(said("connections", "--merchant", "acme", "--environment", "production", "--json"))
+    assert production == {"connections": []}
+
+
+def test_remove_connection_takes_it_out_of_the_list(file: Path) -> None:
+    said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
+    assert json.loads(said("remove_connection", *STRIPE, "--by", "tam", "--json"))["removed_at"]
+    assert json.loads(said("connections", *PLACE, "--json")) == {"connections": []}
+    with pytest.raises(CommandError, match="not_found"):
+        said("remove_connection", *STRIPE, "--by", "tam")

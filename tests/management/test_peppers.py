@@ -1,0 +1,178 @@
+"""Peppers on the command line: rotated, looked at, retired; and what is wrong with them is said and exits 1."""
+
+import io
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from keyvault.access.roles import Role
+from keyvault.backends.base import BackendUnavailableError, Mount
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.digests import PepperSet
+from keyvault.models import AuditEntry
+from keyvault.services import pepper_versions
+from keyvault.services.peppers import load_peppers
+from keyvault.services.secret_backends import secret_backend
+from keyvault.services.start import require_ready
+from keyvault.services.upkeep import renew_peppers
+from tests.factories import (
+    account,
+    forget_keystore,
+    have_peppers,
+    issue,
+    make_merchant,
+    make_operator,
+    now,
+    own_keystore,
+)
+from tests.services.peppering import hasten, rehash
+from tests.services.test_keys import verdict
+from tests.services.test_peppers import stored, swap_keystore
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    hasten(monkeypatch)
+    with own_keystore(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(autouse=True)
+def first_peppers(folder: Path, db: None) -> None:
+    have_peppers()
+
+
+def run(*words: str) -> Any:
+    output = io.StringIO()
+    call_command(*words, "--json", stdout=output)
+    return json.loads(output.getvalue())
+
+
+def status(*more: str) -> tuple[int, Any]:
+    """The exit status, and the answer."""
+    output, code = io.StringIO(), 0
+    try:
+        call_command("pepper_status", *more, "--json", stdout=output)
+    except SystemExit as end:
+        code = int(str(end.code))
+    return code, json.loads(output.getvalue())
+
+
+def of(answer: Any, pepper_set: str, number: int) -> Any:
+    return next(each for each in answer["versions"] if (each["pepper_set"], each["number"]) == (pepper_set, number))
+
+
+def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated; the key that is used moves; the one that is not is named; once it is gone, the old one is retired."""
+    make_merchant("acme")
+    _, used = issue(account(), label="used")
+    idle, _ = issue(account(), label="idle")
+    rotated = run("rotate_pepper", "--set", "sandbox")
+    assert (rotated["set"], rotated["version"]) == ("sandbox", 2)
+    load_peppers.refresh()
+    renew_peppers()
+    load_peppers.refresh()
+    assert verdict(used) is None
+    rehash()
+    code, answer = status("--list", "--dormant-days", "0")
+    assert (code, answer["ok"]) == (0, True)
+    assert [of(answer, "sandbox", number)["living"] for number in (1, 2)] == [1, 1]
+    assert of(answer, "sandbox", 2)["is_hashing"]
+    assert idle.key_id in {each["key_id"] for each in answer["dormant"]}
+    with pytest.raises(CommandError) as refused:
+        run("retire_pepper", "--set", "sandbox", "--version", "1")
+    for told in (idle.key_id, idle.credential_id, "acme", "never used", "rotate or revoke"):
+        assert told in str(refused.value)
+    make_operator("responder", Role.INCIDENT_RESPONDER)
+    run("revoke_key", idle.key_id, "--by", "responder", "--reason", "superseded")
+    retired = run("retire_pepper", "--set", "sandbox", "--version", "1")
+    assert (retired["destroyed_at"], retired["destroyable_from"] > retired["retired_at"]) == (None, True)
+    with pytest.raises(CommandError, match="may be destroyed from"):
+        run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")
+    code, answer = status()
+    assert (code, of(answer, "sandbox", 1)["stored"]) == (0, True), "its waiting is no fault"
+    output = io.StringIO()
+    call_command("pepper_status", stdout=output)
+    assert f"may be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
+    monkeypatch.setattr(pepper_versions, "KEPT_AFTER_RETIREMENT", timedelta(0))
+    assert run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")["destroyed_at"] is not None
+    code, answer = status()
+    assert code == 0
+    assert of(answer, "sandbox", 1)["stored"] is False
+    assert verdict(used) is None
+    assert AuditEntry.objects.filter(event="pepper.destroyed").count() == 1
+
+
+def test_pepper_status_in_words_names_every_version() -> None:
+    output = io.StringIO()
+    call_command("pepper_status", "--list", stdout=output)
+    for pepper_set in PepperSet:
+        assert f"{pepper_set} 1  loaded, makes the digests" in output.getvalue()
+
+
+def test_pepper_status_says_what_is_missing() -> None:
+    secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
+    load_peppers.cache_clear()
+    code, answer = status()
+    assert code == 1
+    assert "sandbox pepper 1 is gone" in of(answer, "sandbox", 1)["fault"]
+    assert of(answer, "production", 1)["fault"] == ""
+    with pytest.raises(ImproperlyConfigured, match="sandbox pepper 1 is gone: restore"):
+        require_ready()
+
+
+def test_pepper_status_says_which_environments_were_swapped(folder: Path) -> None:
+    """Each in the other's place: both are named, and the process does not start."""
+    sandbox, production, service = (stored(each) for each in PepperSet)
+    swap_keystore(folder, {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service})
+    code, answer = status()
+    assert code == 1
+    assert "it is production pepper 1; the environments were swapped" in of(answer, "sandbox", 1)["fault"]
+    assert "it is sandbox pepper 1; the environments were swapped" in of(answer, "production", 1)["fault"]
+    with pytest.raises(ImproperlyConfigured, match="environments were swapped"):
+        require_ready()
+
+
+def test_pepper_status_of_a_pepper_in_memory_only_is_an_alarm() -> None:
+    """It works until the process ends: the last moment to restore it."""
+    secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
+    code, answer = status()
+    assert code == 1
+    assert "only in memory" in of(answer, "sandbox", 1)["fault"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_pepper_start_with_the_backend_away_says_so_and_is_ready_when_it_is_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has to start it again; until then it vouches for nothing."""
+
+    def sealed(*_: object) -> object:
+        raise BackendUnavailableError("The secrets manager cannot answer now.", internal="Vault is sealed")
+
+    forget_keystore()
+    with monkeypatch.context() as away:
+        away.setattr(LocalKeystore, "read", sealed)
+        require_ready()
+        assert {getattr(record, "why", "") for record in caplog.records} == {"Vault is sealed"}
+        assert client.get("/readyz").status_code == 503
+    assert client.get("/readyz").json()["status"] == "ready"
+
+
+def test_dormant_key_is_one_not_used_for_long() -> None:
+    make_merchant("acme")
+    old, _ = issue(account(), at=now() - timedelta(days=40))
+    new, _ = issue(account(), label="new")
+    _, answer = status("--list")
+    assert [each["key_id"] for each in answer["dormant"]] == [old.key_id]
+    assert of(answer, "sandbox", 1)["dormant"] == 1
+    assert new.pepper_version == 1

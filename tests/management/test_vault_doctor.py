@@ -1,0 +1,460 @@
+"""`vault_doctor`: it finds each fault that was staged, says so in plain words, and how to mend it; and no other."""
+
+import io
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from keyvault.backends.private_files import write_private_file
+from keyvault.backends.vault.bootstrap import bootstrap, make_logins, read_path
+from keyvault.backends.vault.client import open_client
+from keyvault.backends.vault.layout import Layout, Role
+from keyvault.backends.vault.logins import AppRoleLogin
+from keyvault.domain.plaintext import Plaintext
+from tests.backends.receivers import make_authority
+from tests.backends.vault.installation import InstalledVault, installed
+from tests.servers.openbao import VaultOnDisk
+
+pytestmark = pytest.mark.django_db
+
+Report = dict[str, Any]
+
+
+def doctor(*words: str) -> Report:
+    """The answer, which goes with the exit code."""
+    output, code = io.StringIO(), 0
+    try:
+        call_command("vault_doctor", "--json", *words, stdout=output)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    report: Report = json.loads(output.getvalue())
+    assert report["healthy"] == (report["findings"] == []) == (code == 0)
+    assert all(finding["problem"] and finding["cure"] for finding in report["findings"])
+    return report
+
+
+def told(report: Report) -> list[tuple[str, str]]:
+    return [(finding["subject"], finding["problem"]) for finding in report["findings"]]
+
+
+def list_accessors(made: InstalledVault) -> list[str]:
+    return list(cast("Any", made.admin.list("auth/token/accessors"))["data"]["keys"])
+
+
+# --- nothing wrong ------------------------------------------------------------------------------------------
+
+
+def test_vault_doctor_of_a_good_installation_finds_nothing(vault_service: InstalledVault) -> None:
+    report = doctor()
+    assert report["findings"] == []
+    assert {"server", "pepper sandbox", "pepper production", "pepper service"} <= set(report["checked"])
+    assert len(report["checked"]) == 1 + 23 + 3
+    assert doctor() == report  # It ends its own tokens and nothing else.
+
+
+def test_vault_doctor_in_words_says_that_all_is_well(vault_service: InstalledVault) -> None:
+    output = io.StringIO()
+    call_command("vault_doctor", stdout=output)
+    assert output.getvalue().endswith(": all is well.\n")
+
+
+def test_vault_doctor_leaves_no_token_behind(vault_service: InstalledVault) -> None:
+    """Whoever finds a token of the doctor's finds a dead one."""
+    before = set(list_accessors(vault_service))
+    doctor()
+    assert set(list_accessors(vault_service)) == before
+
+
+def test_vault_doctor_before_the_switch_says_that_nothing_uses_it(installed_vault: InstalledVault) -> None:
+    with pointed_at(installed_vault.server.address, installed_vault):
+        said = io.StringIO()
+        call_command("vault_doctor", stdout=said)
+    assert "Nothing here uses it: KEYVAULT_BACKEND is local" in said.getvalue()
+
+
+def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:
+    """With KEYVAULT_BACKEND=local the database's peppers are not in the Vault yet."""
+    with pointed_at(installed_vault.server.address, installed_vault):
+        report = doctor()
+    assert report["findings"] == []
+    assert [name for name in report["checked"] if name.startswith("pepper")] == []
+
+
+def test_vault_doctor_before_setup_says_that_there_is_no_pepper(installed_vault: InstalledVault) -> None:
+    with pointed_at(installed_vault.server.address, installed_vault, IS_VAULT=True):
+        report = doctor()
+    assert [problem for _, problem in told(report)] == [
+        f"The database knows no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
+    ]
+    assert {finding["cure"] for finding in report["findings"]} == {"manage.py setup"}
+
+
+# --- the server ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pointed_at(address: str, made: InstalledVault | None = None, **more: Any) -> Iterator[None]:
+    own = {} if made is None else {"VAULT_PREFIX": made.layout.prefix, "VAULT_LOGINS": made.logins}
+    with override_settings(**{"IS_VAULT": False, "VAULT_ADDRESS": address, **own, **more}):
+        yield
+
+
+@contextmanager
+def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A server that answers every GET so; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *args: Any) -> None:
+            """A client that does not trust us is what a test is about."""
+
+        def get_request(self) -> tuple[Any, Any]:
+            request, address = super().get_request()
+            if tls is not None:
+                request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            return request, address
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        (307, "The address redirects (307)."),
+        (429, "The node is a standby."),
+        (472, "The node is a recovery standby."),
+        (473, "The node is a performance standby."),
+        (501, "The server was not initialised."),
+        (503, "The server is sealed."),
+        (404, "Its health check answers 404."),
+    ],
+)
+def test_vault_doctor_names_a_server_that_is_not_ready(status: int, problem: str) -> None:
+    with answering(status, {"sealed": status == 503}) as address, pointed_at(address):
+        assert told(doctor()) == [(address, problem)]
+
+
+def test_vault_doctor_names_a_server_that_is_no_vault() -> None:
+    with answering(200, {"hello": "world"}) as address, pointed_at(address):
+        assert told(doctor()) == [(address, "Its health check answers 200.")]
+
+
+def test_vault_doctor_names_an_address_where_nobody_is() -> None:
+    with answering(200, {}) as address:
+        pass
+    with pointed_at(address):
+        [(subject, problem)] = told(doctor())
+    assert subject == address
+    assert problem.startswith("Nobody answers there")
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(3600, "ahead of"), (-3600, "behind")])
+def test_vault_doctor_names_a_clock_that_is_off(seconds: int, word: str, tmp_path: Path) -> None:
+    health = {"sealed": False, "server_time_utc": int(time.time()) + seconds}
+    with answering(200, health) as address, pointed_at(address, VAULT_LOGINS=tmp_path / "none"):
+        report = doctor()
+    assert [subject for subject, problem in told(report) if word in problem and "clock" in problem] == [address]
+
+
+def test_vault_doctor_names_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+    tls = make_authority(tmp_path).server("127.0.0.1")
+    with answering(200, {}, tls) as address, pointed_at(address):
+        [(_, problem)] = told(doctor())
+    assert problem.startswith("The server's certificate is not trusted")
+
+
+def test_vault_doctor_names_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
+    with pointed_at("https://127.0.0.1:1", VAULT_CA_FILE=tmp_path / "ca.pem"):
+        [(_, problem)] = told(doctor())
+    assert problem == f"The CA file {tmp_path / 'ca.pem'} cannot be read."
+
+
+def test_vault_doctor_names_a_sealed_server(vault_on_disk: VaultOnDisk, tmp_path: Path) -> None:
+    with installed(vault_on_disk, tmp_path / "logins") as made, pointed_at(made.server.address, made):
+        assert doctor()["findings"] == []
+        vault_on_disk.seal()
+        try:
+            assert told(doctor()) == [(made.server.address, "The server is sealed.")]
+        finally:
+            vault_on_disk.unseal()
+        assert doctor()["findings"] == []
+
+
+def test_vault_doctor_without_an_address_is_a_usage_error() -> None:
+    with override_settings(VAULT_ADDRESS=""), pytest.raises(CommandError, match="VAULT_ADDR") as refused:
+        call_command("vault_doctor")
+    assert refused.value.returncode == 2
+
+
+# --- what the server has ------------------------------------------------------------------------------------
+
+Stage = Callable[[InstalledVault, str], object]
+
+
+def _policy(made: InstalledVault, name: str, text: str) -> None:
+    made.admin.sys.create_or_update_acl_policy(f"{made.layout.prefix}-{name}", text, pretty_print=False)
+
+
+def _wider(made: InstalledVault, prefix: str) -> None:
+    text = read_path(made.admin, f"sys/policies/acl/{prefix}-issuer-sandbox")["policy"]
+    more = f'path "{prefix}-keys-production/data/*" {{ capabilities = ["read"] }}'
+    _policy(made, "issuer-sandbox", f"{text}\n{more}")
+
+
+def _narrower(made: InstalledVault, prefix: str) -> None:
+    text = read_path(made.admin, f"sys/policies/acl/{prefix}-issuer-sandbox")["policy"]
+    _policy(made, "issuer-sandbox", text.replace('["create", "update"]', '["update"]'))
+
+
+def _used_wrapping(made: InstalledVault, prefix: str) -> None:
+    name = f"{prefix}-reader-sandbox"
+    make_logins(made.admin, made.layout, [name], made.logins, wrap_seconds=60, renew=True)
+    thief = (made.logins / f"{name}.wrapped_secret_id").read_text()
+    open_client(made.server, Plaintext(thief)).write_data("sys/wrapping/unwrap", data={})
+
+
+def _swapped(made: InstalledVault, prefix: str) -> None:
+    """Another pepper in the place of the database's."""
+    text = "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVphYmNkZWY="
+    made.admin.delete(f"{prefix}-peppers-sandbox/metadata/hmac")
+    made.admin.write_data(
+        f"{prefix}-peppers-sandbox/data/hmac",
+        data={"data": {"secret": text, "schema": "1"}, "options": {"cas": 0}},
+    )
+
+
+FAULTS: dict[str, tuple[Stage, str, str]] = {
+    "role deleted": (
+        lambda made, p: made.admin.delete(f"auth/approle/role/{p}-lookup-sandbox"),
+        "P-lookup-sandbox",
+        "The login is not accepted",
+    ),
+    "secret id wrong": (
+        lambda made, p: (made.logins / f"{p}-issuer-sandbox.secret_id").write_text("wrong"),
+        "P-issuer-sandbox",
+        "The login is not accepted",
+    ),
+    "secret id destroyed": (
+        lambda made, p: make_logins(
+            made.admin, made.layout, [f"{p}-anchor-service"], made.logins / "..", wrap_seconds=None, renew=True
+        ),
+        "P-anchor-service",
+        "The login is not accepted",
+    ),
+    "secret id opened by somebody else": (_used_wrapping, "P-reader-sandbox", "opened already"),
+    "bound to another network": (
+        lambda made, p: made.admin.write_data(
+            f"auth/approle/role/{p}-issuer-sandbox", data={"secret_id_bound_cidrs": ["192.0.2.1/32"]}
+        ),
+        "P-issuer-sandbox",
+        "This host's address is not one",
+    ),
+    "policy missing": (
+        lambda made, p: made.admin.delete(f"sys/policies/acl/{p}-courier-production"),
+        "P-courier-production",
+        "its policy is missing or not ours",
+    ),
+    "policy narrowed": (_narrower, "P-issuer-sandbox", "It may not create at P-keys-sandbox/data/0/probe."),
+    "policy widened": (_wider, "P-issuer-sandbox", "It may read at P-keys-production/data/0/probe"),
+    "one policy more": (
+        lambda made, p: made.admin.write_data(
+            f"auth/approle/role/{p}-issuer-sandbox", data={"token_policies": [f"{p}-issuer-sandbox", "nothing"]}
+        ),
+        "P-issuer-sandbox",
+        "not just its own",
+    ),
+    "mount missing": (
+        lambda made, p: made.admin.delete(f"sys/mounts/{p}-keys-sandbox"),
+        "P-keys-sandbox",
+        "The mount is missing",
+    ),
+    "cas_required off": (
+        lambda made, p: made.admin.write_data(f"{p}-keys-production/config", data={"cas_required": False}),
+        "P-keys-production",
+        "cas_required is False, and must be True",
+    ),
+    "deleted by age": (
+        lambda made, p: made.admin.write_data(f"{p}-keys-sandbox/config", data={"delete_version_after": "24h"}),
+        "P-keys-sandbox",
+        "delete_version_after is 24h0m0s",
+    ),
+    "few versions": (
+        lambda made, p: made.admin.write_data(f"{p}-peppers-service/config", data={"max_versions": 2}),
+        "P-peppers-service",
+        "max_versions is 2, and must be 100",
+    ),
+    "few versions at the path": (
+        lambda made, p: made.admin.write_data(f"{p}-peppers-service/metadata/hmac", data={"max_versions": 2}),
+        "P-peppers-service/hmac",
+        "a pepper in use would be erased",
+    ),
+    "signing key deletable": (
+        lambda made, p: made.admin.write_data(f"{p}-anchor-service/keys/audit/config", data={"deletion_allowed": True}),
+        "P-anchor-service",
+        "may be deleted",
+    ),
+    "signing mount missing": (
+        lambda made, p: made.admin.delete(f"sys/mounts/{p}-anchor-sandbox"),
+        "P-anchor-sandbox",
+        "The mount is missing",
+    ),
+    "signing key can be taken out": (
+        lambda made, p: made.admin.write_data(f"{p}-anchor-sandbox/keys/audit/config", data={"exportable": True}),
+        "P-anchor-sandbox",
+        "can be taken out",
+    ),
+    "pepper gone": (
+        lambda made, p: made.admin.delete(f"{p}-peppers-production/metadata/hmac"),
+        "P-peppers-production",
+        "Pepper version 1 is missing",
+    ),
+    "pepper swapped": (_swapped, "P-peppers-sandbox", "is not the one that the database's keys were hashed with"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_vault_doctor_finds_the_fault_and_no_other(vault_service: InstalledVault, fault: str) -> None:
+    stage, subject, problem = FAULTS[fault]
+    prefix = vault_service.layout.prefix
+    stage(vault_service, prefix)
+    [(found_subject, found_problem)] = told(doctor())
+    assert found_subject == subject.replace("P-", f"{prefix}-")
+    assert problem.replace("P-", f"{prefix}-") in found_problem
+
+
+def test_vault_doctor_is_content_again_after_the_bootstrap_that_it_asks_for(vault_service: InstalledVault) -> None:
+    prefix = vault_service.layout.prefix
+    for fault in ("policy missing", "policy widened", "one policy more", "cas_required off", "signing key deletable"):
+        FAULTS[fault][0](vault_service, prefix)
+    assert len(doctor()["findings"]) == 5
+    bootstrap(vault_service.admin, vault_service.layout, ["sandbox", "production"], lambda _: None)
+    assert doctor()["findings"] == []
+
+
+def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledVault) -> None:
+    name = vault_service.layout.login(Role.LOOKUP, "service")
+    vault_service.admin.write_data(f"auth/approle/role/{name}", data={"secret_id_ttl": "72h"})
+    make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=None, renew=True)
+    assert told(doctor()) == [(name, "Its secret id ends in 2 days.")]
+
+
+# --- what this host has -------------------------------------------------------------------------------------
+
+
+def test_vault_doctor_names_a_login_that_this_host_lacks_and_who_needs_it(vault_service: InstalledVault) -> None:
+    name = f"{vault_service.layout.prefix}-destroyer-production"
+    (vault_service.logins / f"{name}.secret_id").unlink()
+    assert told(doctor()) == [(name, "This host has no such login; needed by hosts of kind worker (--host).")]
+
+
+def test_vault_doctor_names_logins_that_this_kind_of_host_should_not_have(vault_service: InstalledVault) -> None:
+    """Whoever takes a web host should find nothing on it that destroys."""
+    report = doctor("--host", "web")
+    assert {problem for _, problem in told(report)} == {"This host has a login that it does not need."}
+    assert f"{vault_service.layout.prefix}-destroyer-production" in {subject for subject, _ in told(report)}
+    assert len(report["findings"]) == 23 - (3 * 2 + 3)
+
+
+def test_vault_doctor_asks_only_for_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:
+    for path in vault_service.logins.glob("*-production.*"):
+        path.unlink()
+    with override_settings(ENVIRONMENTS=("sandbox",)):
+        assert doctor()["findings"] == []
+
+
+def test_vault_doctor_names_files_that_others_may_open(vault_service: InstalledVault) -> None:
+    """A login that others read is theirs."""
+    file = vault_service.logins / f"{vault_service.layout.prefix}-lookup-service.secret_id"
+    file.chmod(0o640)
+    vault_service.logins.chmod(0o755)
+    try:
+        assert told(doctor()) == [
+            (str(vault_service.logins), "Others may open it (mode 755)."),
+            (str(file), "Others may open it (mode 640)."),
+        ]
+    finally:
+        vault_service.logins.chmod(0o700)
+
+
+def test_vault_doctor_names_a_folder_that_is_not_there(vault_service: InstalledVault, tmp_path: Path) -> None:
+    with override_settings(VAULT_LOGINS=tmp_path / "none"):
+        assert told(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is not there.")]
+
+
+def test_vault_doctor_as_another_user_opens_no_wrapped_secret_id(
+    vault_service: InstalledVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it opened as root would be root's, and the service could not read it."""
+    name = vault_service.layout.login(Role.LOOKUP, "service")
+    make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=60, renew=True)
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    [(subject, problem)] = told(doctor())
+    assert subject == str(vault_service.logins)
+    assert "belongs to user" in problem
+    assert (vault_service.logins / f"{name}.wrapped_secret_id").exists()
+
+
+def test_vault_doctor_with_an_agents_tokens_finds_a_dead_one_and_ends_none(
+    vault_service: InstalledVault, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tokens"
+    folder.mkdir(mode=0o700)
+    names = sorted(path.name.removesuffix(".role_id") for path in vault_service.logins.glob("*.role_id"))
+    for name in names:
+        token = AppRoleLogin(vault_service.logins, name).log_in(open_client(vault_service.server)).text.reveal()
+        write_private_file(folder / f"{name}.token", token)
+    with override_settings(VAULT_AUTH="token_file", VAULT_LOGINS=folder):
+        assert doctor()["findings"] == []
+        assert doctor()["findings"] == []
+        dead = (folder / f"{names[0]}.token").read_text()
+        vault_service.admin.write_data("auth/token/revoke", data={"token": dead})
+        [(subject, problem)] = told(doctor())
+    assert subject == names[0]
+    assert "an agent's token has ended" in problem
+
+
+def test_vault_doctor_says_nothing_secret(vault_service: InstalledVault) -> None:
+    """What it prints may go into a ticket."""
+    for fault in ("policy missing", "secret id wrong", "secret id opened by somebody else", "pepper swapped"):
+        FAULTS[fault][0](vault_service, vault_service.layout.prefix)
+    text = json.dumps(doctor())
+    for path in vault_service.logins.iterdir():
+        content = path.read_text().strip()
+        assert len(content) < 6 or content not in text
+
+
+def test_vault_doctor_of_another_prefix_says_so_and_sends_nobody_to_delete_good_logins(
+    vault_service: InstalledVault,
+) -> None:
+    with override_settings(VAULT_PREFIX=Layout("nobodys").prefix):
+        (finding,) = doctor()["findings"]
+    assert "None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is 'nobodys'" in finding["problem"]
+    assert "touch no file before that" in finding["cure"]

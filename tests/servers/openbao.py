@@ -1,0 +1,180 @@
+"""A throwaway OpenBao or Vault: one in dev mode that keeps nothing, and one on disk that can be sealed and killed.
+
+Both are plain HTTP on loopback. `KEYVAULT_TEST_VAULT_BIN` names the binary; else `bao`, else `vault` on PATH is taken.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from .throwaway import (
+    READY_WITHIN_SECONDS,
+    FailedServerError,
+    MissingServerError,
+    Place,
+    Plan,
+    free_port,
+    new_directory,
+    running,
+    unprivileged_owner,
+)
+
+BINARY = "KEYVAULT_TEST_VAULT_BIN"
+ADDRESS = "KEYVAULT_TEST_VAULT_ADDR"
+TOKEN = "KEYVAULT_TEST_VAULT_TOKEN"
+
+# Audit devices of recent OpenBao come from its configuration unless this is said; Vault knows only the API.
+DEV_SETTINGS = "unsafe_allow_api_audit_creation = true\n"
+
+# A file, because a process's arguments can be read by every local user. Each server reads the variable of its own name.
+DEV_START = """\
+token="$(cat "$2")"
+export BAO_DEV_ROOT_TOKEN_ID="$token" VAULT_DEV_ROOT_TOKEN_ID="$token"
+exec "$1" server -dev -dev-no-store-token -dev-listen-address="$3" -config="$4"
+"""
+
+DISK_SETTINGS = """\
+storage "file" {{ path = "{directory}/data" }}
+listener "tcp" {{
+  address = "127.0.0.1:{port}"
+  tls_disable = true
+}}
+api_addr = "http://127.0.0.1:{port}"
+disable_mlock = true
+ui = false
+unsafe_allow_api_audit_creation = true
+"""
+
+
+@dataclass(frozen=True)
+class RunningVault:
+    """A server that answers, and the token that may do everything there."""
+
+    address: str
+    root_token: str
+
+
+class VaultOnDisk:
+    """One key share, an audit device that writes `audit_log`; what it stored outlives `kill` and `start`."""
+
+    def __init__(self, place: Place, binary: Path) -> None:
+        # Above `tests.servers`, and only this server needs it.
+        from tests.faults.servers import Restartable
+
+        self.address = f"http://127.0.0.1:{place.port}"
+        self.audit_log = place.directory / "audit.log"
+        settings = place.write("server.hcl", DISK_SETTINGS.format(directory=place.directory, port=place.port))
+        self._process = Restartable(
+            Plan(
+                url=self.address,
+                serve=[str(binary), "server", f"-config={settings}"],
+                is_ready=lambda: _status(f"{self.address}/v1/sys/seal-status") == 200,
+                stop_signal=signal.SIGTERM,
+            ),
+            place,
+        )
+        self.root_token = ""
+        self._key = ""
+
+    def set_up(self) -> None:
+        """Initialised, unsealed, audited."""
+        self._process.wait_until_ready()
+        made = self._put("sys/init", {"secret_shares": 1, "secret_threshold": 1})
+        self.root_token, self._key = made["root_token"], made["keys"][0]
+        self.unseal()
+        self._put("sys/audit/file", {"type": "file", "options": {"file_path": str(self.audit_log)}})
+
+    def seal(self) -> None:
+        self._put("sys/seal", {})
+
+    def unseal(self) -> None:
+        """Returns when it serves again."""
+        self._put("sys/unseal", {"key": self._key})
+        deadline = time.monotonic() + READY_WITHIN_SECONDS
+        while _status(f"{self.address}/v1/sys/health") != 200:
+            if time.monotonic() > deadline:
+                raise FailedServerError("the unsealed server does not become active")
+            time.sleep(0.03)
+
+    def kill(self) -> None:
+        """As a crash: SIGKILL. Returns when the process is gone."""
+        self._process.stop(signal.SIGKILL)
+
+    def start(self) -> None:
+        """After `kill`, on the same data and port. It answers then, but is sealed."""
+        self._process.start()
+
+    def end(self) -> None:
+        """Server and directory are gone."""
+        self._process.end()
+
+    def _put(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"X-Vault-Token": self.root_token} if self.root_token else {}
+        answer = requests.put(f"{self.address}/v1/{path}", json=body, headers=headers, timeout=30)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+
+def find_vault() -> Path | None:
+    """The `bao` or `vault` binary to use; None without one."""
+    found = os.environ.get(BINARY) or shutil.which("bao") or shutil.which("vault")
+    return Path(found) if found else None
+
+
+@contextmanager
+def openbao_server() -> Iterator[RunningVault]:
+    """The server that the environment lends, or one of our own in dev mode: unsealed, and all in memory."""
+    if address := os.environ.get(ADDRESS):
+        yield RunningVault(address, os.environ.get(TOKEN, ""))
+        return
+    binary, token = _binary(), secrets.token_urlsafe(16)
+    with running("kv-openbao-", lambda place: _dev_plan(binary, place, token)) as url:
+        yield RunningVault(url, token)
+
+
+@contextmanager
+def openbao_on_disk() -> Iterator[VaultOnDisk]:
+    """One of our own with file storage, initialised and unsealed."""
+    binary, owner = _binary(), unprivileged_owner()
+    with ExitStack() as stack:
+        place = Place(new_directory("kv-openbao-", owner), free_port(), owner)
+        # Until the server's own keeper answers for it.
+        stack.callback(shutil.rmtree, place.directory, ignore_errors=True)
+        server = VaultOnDisk(place, binary)
+        stack.callback(server.end)
+        server.set_up()
+        yield server
+
+
+def _binary() -> Path:
+    binary = find_vault()
+    if binary is None:
+        raise MissingServerError(f"no OpenBao or Vault on this machine (looked for bao and vault on PATH; {BINARY})")
+    return binary
+
+
+def _dev_plan(binary: Path, place: Place, token: str) -> Plan:
+    settings, start = place.write("dev.hcl", DEV_SETTINGS), place.write("start.sh", DEV_START)
+    address = f"127.0.0.1:{place.port}"
+    return Plan(
+        url=f"http://{address}",
+        serve=["/bin/sh", str(start), str(binary), str(place.write("token", token)), address, str(settings)],
+        is_ready=lambda: _status(f"http://{address}/v1/sys/health") == 200,
+        stop_signal=signal.SIGTERM,
+    )
+
+
+def _status(url: str) -> int | None:
+    try:
+        return requests.get(url, timeout=2).status_code
+    except requests.exceptions.RequestException:
+        return None
