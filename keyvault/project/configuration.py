@@ -149,7 +149,6 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "Address of the Vault: its active node, or a balancer in front of it; redirects are not followed. Plain http "
         "on this machine only. `VAULT_TOKEN` is never read.",
-        _origin,
     ),
     Setting(
         "VAULT_CACERT", "", "File of the CA that the Vault's certificate is checked with. Unset: this machine's CAs."

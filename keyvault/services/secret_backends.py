@@ -43,7 +43,7 @@ def vault_server() -> Server:
     """Raises ImproperlyConfigured without an address."""
     if not settings.VAULT_ADDRESS:
         raise ImproperlyConfigured("VAULT_ADDR: wants the address of the Vault that KEYVAULT_BACKEND=vault asks for")
-    return Server(settings.VAULT_ADDRESS, settings.VAULT_CA_FILE)
+    return Server(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
 
 
 def vault_layout() -> Layout:

@@ -75,7 +75,7 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
         ({"KEYVAULT_BACKEND": "both"}, "one of local, vault"),
         ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),
-        ({"VAULT_ADDR": "http://vault.example"}, "https"),
+        ({"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": "http://vault.example"}, "https"),
         ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
     ],
 )

@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import hvac
 import requests
+from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError
 from keyvault.backends.vault import meters
@@ -39,11 +41,20 @@ RENEW_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where the server is. `ca_file` None: the CAs of this machine."""
+    """Where the server is. `ca_file` None: the CAs of this machine. Raises ImproperlyConfigured for an address over
+    which tokens and keys would travel in the clear."""
 
     address: str
     ca_file: Path | None = None
     timeout: tuple[float, float] = (CONNECT_SECONDS, READ_SECONDS)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.address)
+        is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
+        if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_local)):
+            raise ImproperlyConfigured(
+                "VAULT_ADDR: wants an address such as https://vault.example.com:8200; plain http on this machine only"
+            )
 
 
 def open_client(
