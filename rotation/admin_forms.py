@@ -65,6 +65,36 @@ class ClockField(forms.CharField):
         return minutes
 
 
+def weekdays_field(help_text: str) -> forms.TypedMultipleChoiceField:
+    return forms.TypedMultipleChoiceField(
+        required=False,
+        coerce=int,
+        choices=list(enumerate(WEEKDAYS)),
+        widget=forms.CheckboxSelectMultiple,
+        help_text=help_text,
+    )
+
+
+def opens_field() -> ClockField:
+    return ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
+
+
+def closes_field() -> ClockField:
+    return ClockField(
+        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
+    )
+
+
+def time_zone_field() -> forms.CharField:
+    return forms.CharField(
+        required=False,
+        max_length=64,
+        initial="UTC",
+        label="Time zone of these hours",
+        help_text="An IANA name such as Europe/Berlin.",
+    )
+
+
 def _credential_words(credential: Credential) -> str:
     return f"{credential.account} · {credential.label} · {credential.kind} ({credential.credential_id})"
 
@@ -166,24 +196,8 @@ class RotateForm(ActForm):
         label="The old key may expire meanwhile",
         help_text="Else a deadline later than its expiry is refused.",
     )
-    weekdays = forms.TypedMultipleChoiceField(
-        required=False,
-        coerce=int,
-        choices=list(enumerate(WEEKDAYS)),
-        widget=forms.CheckboxSelectMultiple,
-        help_text="None: it may begin at any time.",
-    )
-    opens = ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
-    closes = ClockField(
-        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
-    )
-    time_zone = forms.CharField(
-        required=False,
-        max_length=64,
-        initial="UTC",
-        label="Time zone of these hours",
-        help_text="An IANA name such as Europe/Berlin.",
-    )
+    weekdays = weekdays_field("None: it may begin at any time.")
+    opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,

@@ -36,7 +36,7 @@ from keyvault.domain.environments import Environment
 from keyvault.models import Merchant
 from rotation.models import Campaign, CampaignMember, CampaignState
 from rotation.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, START_WITHIN, Pace
-from rotation.plan_fields import PRIVATE_PROOFS, PeriodField, by_default
+from rotation.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
 from rotation.policy import DEFAULTS, Proof
 from rotation.services.campaign_reports import describe_campaign, list_troubled_first
 from rotation.services.campaigns import (
@@ -101,19 +101,7 @@ class CampaignForm(ActForm):
         help_text="Failed and stalled ones among those that came to something. Empty: no share halts it.",
     )
     proof = forms.ChoiceField(choices=[(proof.value, words) for proof, words in PRIVATE_PROOFS.items()])
-    quiet_seconds = PeriodField(
-        required=False,
-        label="Quiet period",
-        help_text=(
-            f"How long each old key must be silent. Such as 30m, 1h, 7d. Empty: {by_default('quiet_seconds')}, "
-            "or twice the longest gap seen there."
-        ),
-    )
-    quarantine_seconds = PeriodField(
-        required=False,
-        label="Quarantine",
-        help_text=f"How long it is then suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
-    )
+    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,

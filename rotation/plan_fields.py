@@ -34,3 +34,23 @@ class PeriodField(forms.CharField):
 def by_default(name: str) -> str:
     """What an empty field means, by environment."""
     return "; ".join(f"{seconds(getattr(DEFAULTS[env], name))} in {env}" for env in Environment)
+
+
+def quiet_field() -> PeriodField:
+    """Of many credentials at once."""
+    return PeriodField(
+        required=False,
+        label="Quiet period",
+        help_text=(
+            f"How long each old key must be silent. Such as 30m, 1h, 7d. Empty: {by_default('quiet_seconds')}, "
+            "or twice the longest gap seen there."
+        ),
+    )
+
+
+def quarantine_field() -> PeriodField:
+    return PeriodField(
+        required=False,
+        label="Quarantine",
+        help_text=f"How long it is then suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+    )

@@ -11,9 +11,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.merchants import find_account
-from rotation.admin_forms import WEEKDAYS, ClockField
+from rotation.admin_forms import closes_field, opens_field, time_zone_field, weekdays_field
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.plan_fields import PRIVATE_PROOFS, PeriodField, by_default
+from rotation.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
 from rotation.policy import Proof
 from rotation.services.planning import Wish
 from rotation.services.schedules import ScheduleWish, Scope, wish_of
@@ -58,40 +58,12 @@ class TermsForm(ActForm):
         label="Blackout calendar",
         help_text="Nothing begins on its days.",
     )
-    weekdays = forms.TypedMultipleChoiceField(
-        required=False,
-        coerce=int,
-        choices=list(enumerate(WEEKDAYS)),
-        widget=forms.CheckboxSelectMultiple,
-        help_text="None: they may begin at any time.",
-    )
-    opens = ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
-    closes = ClockField(
-        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
-    )
-    time_zone = forms.CharField(
-        required=False,
-        max_length=64,
-        initial="UTC",
-        label="Time zone of these hours",
-        help_text="An IANA name such as Europe/Berlin.",
-    )
+    weekdays = weekdays_field("None: they may begin at any time.")
+    opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
     proof = forms.ChoiceField(
         required=False, choices=[("", "as usual"), *((proof.value, words) for proof, words in PRIVATE_PROOFS.items())]
     )
-    quiet_seconds = PeriodField(
-        required=False,
-        label="Quiet period",
-        help_text=(
-            f"How long each old key must be silent. Such as 30m, 1h, 7d. Empty: {by_default('quiet_seconds')}, "
-            "or twice the longest gap seen there."
-        ),
-    )
-    quarantine_seconds = PeriodField(
-        required=False,
-        label="Quarantine",
-        help_text=f"How long it is then suspended before it is revoked. Empty: {by_default('quarantine_seconds')}.",
-    )
+    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
     expires_in_days = forms.IntegerField(
         required=False,
         min_value=1,
