@@ -20,12 +20,12 @@ from tests.servers import postgres, redis
 from tests.servers.openbao import find_vault
 from tests.servers.throwaway import (
     READY_WITHIN_SECONDS,
-    STOP_WITHIN_SECONDS,
     FailedServerError,
     MissingServerError,
     Place,
     Plan,
     free_port,
+    let_end,
     new_directory,
     unprivileged_owner,
 )
@@ -91,15 +91,7 @@ class Restartable:
 
     def end(self) -> None:
         """Server and directory are gone."""
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_WITHIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        let_end(self._process)
 
 
 @contextmanager

@@ -135,15 +135,20 @@ class Guarded:
 
     def stop(self) -> None:
         """Return when server and directory are gone."""
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.close()
-        try:
-            self.process.wait(STOP_WITHIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        let_end(self.process)
+
+
+def let_end(keeper: "subprocess.Popen[bytes]") -> None:
+    """Closes the pipe that keeps a server's keeper going, and waits until it is gone, by force when that is long."""
+    assert keeper.stdin
+    assert keeper.stdout
+    keeper.stdin.close()
+    try:
+        keeper.wait(STOP_WITHIN_SECONDS)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+        keeper.wait()
+    keeper.stdout.close()
 
 
 @contextmanager
