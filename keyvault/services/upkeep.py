@@ -16,7 +16,6 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
-from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
 from keyvault.services import (
     collection,
@@ -37,9 +36,7 @@ from keyvault.services import (
 )
 from keyvault.services.authorization import authorize
 from keyvault.services.leases import Lease
-from keyvault.services.notifications import announce
 from keyvault.services.peppers import load_peppers
-from keyvault.services.recording import recorded
 from keyvault.services.secret_backends import secret_backend
 
 _log = logging.getLogger(__name__)
@@ -81,27 +78,13 @@ def issue_one(request: IssuanceRequest) -> bool:
         _log.warning("issuance paused", extra={"request_id": request.request_id, "why": error.internal})
         return False
     except KeyvaultError as error:
-        if isinstance(error, BackendDeniedError) and lease.attempts == 1:
-            _tell_of_refusal(request, now, error)
+        if isinstance(error, BackendDeniedError):
+            material.tell_of_refusal(_grant(request.account, now), request.account, "issuing", error)
         leases.postpone(lease, now, error.internal or error.detail)
         _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
         return False
     leases.release(lease)
     return True
-
-
-def _tell_of_refusal(request: IssuanceRequest, now: datetime, error: BackendDeniedError) -> None:
-    """An alarm, once for each request: what was approved is not issued until somebody has mended our access."""
-    grant = _grant(request.account, now)
-    with recorded(
-        grant,
-        Permission.ISSUANCE_EXECUTE,
-        "issuance.refused",
-        account=request.account,
-        request_id=request.request_id,
-        why=error.detail,
-    ):
-        announce(grant, NoticeKind.BACKEND_DENIED, request.account, request.request_id, why=error.detail)
 
 
 def expire_due() -> None:

@@ -86,7 +86,7 @@ def test_upkeep_of_a_request_that_the_backend_refuses_alarms_once_and_issues_whe
             assert not upkeep.issue_one(request)
             leases.wake(f"issuance:{request.pk}")
     told = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED)
-    assert [(notice.subject, notice.is_alarm) for notice in told] == [(request.pk, True)]
+    assert [(notice.subject, notice.is_alarm) for notice in told] == [("sandbox", True)]
     assert upkeep.issue_one(request)
     assert IssuanceRequest.objects.get(pk=request.pk).state == "issued"
 
