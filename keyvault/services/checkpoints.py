@@ -14,7 +14,7 @@ from django.db import transaction
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.backends.vault import meters
+from keyvault.backends import meters
 from keyvault.domain.audit import Break
 from keyvault.domain.checkpoints import (
     FIRST,

@@ -24,8 +24,8 @@ from django.db import connections
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
+from keyvault.backends import meters
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount
-from keyvault.backends.vault import meters
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError, NotFoundError, VerifierStaleError
 from keyvault.domain.plaintext import Plaintext

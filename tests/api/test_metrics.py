@@ -7,12 +7,12 @@ from sys import executable
 import pytest
 from django.test import Client
 
-from keyvault.backends.vault import meters
+from keyvault.backends import meters
 
 ELSEWHERE = """
 import os, sys
 os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]
-from keyvault.backends.vault import meters
+from keyvault.backends import meters
 for _ in range(3):
     meters.note_call("keyvault-issuer-sandbox", "ok")
 meters.note_ready(False)

@@ -11,7 +11,7 @@ from rest_framework.request import Request
 
 from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
-from keyvault.backends.vault import meters  # noqa: F401  its meters are there before their first event
+from keyvault.backends import meters  # noqa: F401  its meters are there before their first event
 
 
 class MetricsView(PublicView):

@@ -7,7 +7,6 @@ logins    how a process proves who it is: AppRole, Kubernetes, a token file
 client    one logged-in client of a role: token kept fresh, calls counted
 kv        the `SecretBackend`: versioned secrets (KV version 2), wrapped reads
 transit   signatures with a key that never leaves the server
-meters    counters and gauges for Prometheus
 
 and for whoever sets a server up and looks after it:
 

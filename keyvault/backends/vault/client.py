@@ -20,8 +20,8 @@ import hvac
 import requests
 from django.core.exceptions import ImproperlyConfigured
 
+from keyvault.backends import meters
 from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError
-from keyvault.backends.vault import meters
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.logins import Login, Token
 from keyvault.backends.vault.replies import CONNECT_SECONDS, READ_SECONDS, PlainAdapter, understanding

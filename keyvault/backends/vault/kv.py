@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import hvac
 
+from keyvault.backends import meters
 from keyvault.backends.base import (
     BackendError,
     BackendInvalidError,
@@ -25,7 +26,6 @@ from keyvault.backends.base import (
     VersionState,
     Wrapped,
 )
-from keyvault.backends.vault import meters
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.client import Server, VaultClient, open_client
 from keyvault.backends.vault.layout import Layout, Role

@@ -1,4 +1,4 @@
-"""What there is to watch about the secrets manager, as Prometheus counters and gauges; one line per event, no ids.
+"""What there is to watch about secrets, peppers and the signed log, as Prometheus counters and gauges; no ids.
 
 Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR, where whoever starts them sets it.
 """
