@@ -16,6 +16,7 @@ from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.refusals import Refusal
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeyUse, UsageReporter, UseBucket
+from keyvault.models.verifiers import Confirmation, Verifier
 
 __all__ = [
     "Account",
@@ -25,6 +26,7 @@ __all__ = [
     "BreakGlass",
     "CatalogEndpoint",
     "Change",
+    "Confirmation",
     "Credential",
     "CustomerToken",
     "DeliveryState",
@@ -47,6 +49,7 @@ __all__ = [
     "ServiceToken",
     "UsageReporter",
     "UseBucket",
+    "Verifier",
     "WebhookDelivery",
     "WebhookEndpoint",
     "WorkLease",

@@ -38,3 +38,6 @@ class CustomerToken(RecordedModel):
 
     def alters(self) -> Subject:
         return "customer_token", self.token_id
+
+    def has_ended(self) -> bool:
+        return self.revoked_at is not None

@@ -7,7 +7,7 @@ from django.db.models.functions import Length
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
@@ -162,3 +162,7 @@ class Key(RecordedModel):
 
     def alters(self) -> Subject:
         return "key", self.key_id
+
+    def has_ended(self) -> bool:
+        """An expiry needs no journal: it is judged from the key's own deadline."""
+        return self.state in DEAD_STATES and self.retirement != Retirement.EXPIRED

@@ -31,6 +31,9 @@ class Merchant(RecordedModel):
     def alters(self) -> Subject:
         return "merchant", self.merchant_id
 
+    def has_ended(self) -> bool:
+        return str(self.status) == MerchantStatus.OFFBOARDED
+
 
 class Account(RecordedModel):
     """`limit_…` None: the default of the environment (25 per second in sandbox, 100 in production).

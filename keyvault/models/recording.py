@@ -15,7 +15,7 @@ from django.db import models
 
 from keyvault.domain.errors import StateConflictError
 
-_open_subjects: ContextVar[dict["Subject", None] | None] = ContextVar("open_subjects", default=None)
+_open_subjects: ContextVar[dict["Subject", bool] | None] = ContextVar("open_subjects", default=None)
 
 Subject = tuple[str, str]
 """What a change is about: its kind and its id, such as `("key", "6Hs…")`."""
@@ -26,8 +26,11 @@ class UnrecordedWriteError(Exception):
 
 
 @contextmanager
-def collect_subjects() -> Iterator[dict[Subject, None]]:
-    """Allows writes, and collects what they alter in the order of the writes. Nested blocks share one."""
+def collect_subjects() -> Iterator[dict[Subject, bool]]:
+    """Allows writes, and collects what they alter in the order of the writes, and whether it has ended by that.
+
+    Nested blocks share one.
+    """
     subjects = _open_subjects.get()
     if subjects is not None:
         yield subjects
@@ -40,7 +43,7 @@ def collect_subjects() -> Iterator[dict[Subject, None]]:
         _open_subjects.reset(token)
 
 
-def _require_recording(model: type[models.Model]) -> dict[Subject, None]:
+def _require_recording(model: type[models.Model]) -> dict[Subject, bool]:
     subjects = _open_subjects.get()
     if subjects is None:
         raise UnrecordedWriteError(f"{model.__name__} is written inside `recorded(...)` only")
@@ -78,6 +81,10 @@ class RecordedModel(models.Model):
     def alters(self) -> Subject | None:
         """The subject whose verdicts this row can change, or None for a row that no verdict reads."""
         raise NotImplementedError
+
+    def has_ended(self) -> bool:
+        """Whether the row stands at an end that no restored backup may undo: then the journal has it too."""
+        return False
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Inserts a new row. An existing one is changed by `compare_and_swap`, never by a blind save."""
@@ -118,7 +125,7 @@ class RecordedModel(models.Model):
         self._note(subjects)
         return True
 
-    def _note(self, subjects: dict[Subject, None]) -> None:
+    def _note(self, subjects: dict[Subject, bool]) -> None:
         subject = self.alters()
         if subject is not None:
-            subjects[subject] = None
+            subjects[subject] = self.has_ended()

@@ -52,6 +52,9 @@ class ServiceToken(RecordedModel):
     def alters(self) -> Subject:
         return "service_token", self.token_id
 
+    def has_ended(self) -> bool:
+        return self.revoked_at is not None
+
     @property
     def environments(self) -> frozenset[Environment]:
         scope = StringScope(self.scope)

@@ -56,6 +56,7 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.verifiers import confirm, make_verifier
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def world(db: None) -> World:
     approver = make_operator("approver", Role.APPROVER)
     admin = make_operator("admin", Role.KEY_ADMINISTRATOR)
     make_merchant("acme")
+    confirm(make_verifier(), 1)
     production = account("acme", PRODUCTION)
     key, _ = issue(production, expires_in_days=90)
     other_key, _ = issue(production)

@@ -134,6 +134,7 @@ ONCE: dict[str, str] = {
     "idempotent_request_once": "keyvault_idempotentrequest",
     "webhook_delivery_once": "keyvault_webhookdelivery",
     "handover_one_open": "keyvault_wrappedhandover",
+    "confirmation_unique": "keyvault_confirmation",
 }
 """A uniqueness rule, and the table of which no row may stand twice."""
 

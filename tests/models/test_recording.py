@@ -187,6 +187,8 @@ def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
         "KeyUse": "counts, no part of a verdict",
         "UseBucket": "counts",
         "UsageReporter": "who counts",
+        "Verifier": "who judges from memory, and how far it has followed the feed",
+        "Confirmation": "when it got there",
         "IdempotentRequest": "answers that were given; a claim of a key is nobody's act",
         "Refusal": "what was refused, for support; no part of a verdict",
         "WorkLease": "bookkeeping beside the rows that matter",
