@@ -7,11 +7,12 @@ Each token moves it on by seconds/count; a request passes as long as it stays wi
 is kept as whole microseconds and a fraction in units of 1/count microseconds, so that nothing is ever rounded:
 within any w seconds no more than count + w*count/seconds tokens are spent, and none is lost.
 
-The same arithmetic runs inside Redis, see `services.limit_stores`: change both or neither.
+The same arithmetic runs inside Redis and, for the usual case, in one loop of `LocalStore.try_spend`, see
+`services.limit_stores`: change all of them or none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keyvault.domain.environments import Environment
@@ -37,17 +38,19 @@ class Limit:
 
     count: int
     seconds: int
+    window_us: int = field(init=False, repr=False, compare=False)
+    numbers: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
+    """For those in a hurry: count and window, then the window and a second in units of 1/count microseconds."""
 
     def __post_init__(self) -> None:
         if (fault := find_limit_fault(self.count, self.seconds)) is not None:
             raise ValueError(fault)
+        window_us = self.seconds * _SECOND_US
+        object.__setattr__(self, "window_us", window_us)
+        object.__setattr__(self, "numbers", (self.count, window_us, self.count * window_us, self.count * _SECOND_US))
 
     def __str__(self) -> str:
         return f"{self.count}/{self.seconds}"
-
-    @property
-    def window_us(self) -> int:
-        return self.seconds * _SECOND_US
 
     def advance(self, cost: int) -> tuple[int, int]:
         """How far `cost` tokens move the arrival time: whole microseconds, and the rest in 1/count of one.
@@ -124,8 +127,17 @@ def spend(
     The new states are to be stored after a refusal too: there they differ only where the clock has stepped back.
     Raises ValueError when some bucket can never hold that many tokens.
     """
+    return spend_each(states, buckets, [cost] * len(buckets), now_us)
+
+
+def spend_each(
+    states: Sequence[Arrival | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
+) -> tuple[Spend, tuple[Arrival, ...]]:
+    """The same with a cost for each bucket."""
     before = tuple(_within(state, bucket.limit, now_us) for state, bucket in zip(states, buckets, strict=True))
-    after = tuple(_charged(state, bucket.limit, cost) for state, bucket in zip(before, buckets, strict=True))
+    after = tuple(
+        _charged(state, bucket.limit, cost) for state, bucket, cost in zip(before, buckets, costs, strict=True)
+    )
     waits = [
         max(0, state.ceiling - bucket.limit.window_us - now_us) for state, bucket in zip(after, buckets, strict=True)
     ]
@@ -134,6 +146,11 @@ def spend(
         _standing(bucket, state, wait_us, now_us) for bucket, state, wait_us in zip(buckets, kept, waits, strict=True)
     )
     return Spend(not any(waits), standings, _seconds(max(waits))), kept
+
+
+def stand(bucket: Bucket, state: Arrival, now_us: int) -> Standing:
+    """How that bucket is now, when nothing is asked of it."""
+    return _standing(bucket, _within(state, bucket.limit, now_us), 0, now_us)
 
 
 def fallback(limit: Limit, percent: int) -> Limit:

@@ -51,6 +51,8 @@ class Permission(StrEnum):
     PEPPERS_WRITE = "peppers:write"
     KEYS_REHASH = "keys:rehash"
     BACKEND_RECONCILE = "backend:reconcile"
+    JOURNAL_KEEP = "journal:keep"
+    REVOCATIONS_REPLAY = "revocations:replay"
     BREAK_GLASS_REVIEW = "break_glass:review"
 
 

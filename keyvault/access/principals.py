@@ -100,12 +100,13 @@ class System:
 WORKER = System(
     "worker",
     frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.ROTATIONS_BEGIN})
-    | {Permission.WEBHOOKS_DELIVER, Permission.AUDIT_SIGN, Permission.KEYS_REHASH, Permission.BACKEND_RECONCILE},
+    | {Permission.WEBHOOKS_DELIVER, Permission.AUDIT_SIGN, Permission.KEYS_REHASH, Permission.BACKEND_RECONCILE}
+    | {Permission.JOURNAL_KEEP},
 )
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})
-    | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE},
+    | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
     Channel.COMMAND_LINE,
 )
 """Whoever has a shell on the host has the database too; it sets up, but approves and reads nothing."""

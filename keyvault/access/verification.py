@@ -6,11 +6,12 @@ judge_key(keystring, record, ...) -> KeyHolder | Denial
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import unquote
 
 from keyvault.access.decision import Denial
-from keyvault.access.principals import KeyHolder
+from keyvault.access.principals import KeyHolder, Service
 from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Peppers
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
@@ -103,6 +104,34 @@ def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, 
     if not peppers.matches(keystring.text, record.digest, record.pepper_version):
         return INVALID
     return judge_record(record, now)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The frozen view of a stored service token that proving it needs; `service` is whom it then stands for."""
+
+    service: Service
+    digest: bytes
+    pepper_version: int
+    expires_at: datetime
+    revoked_at: datetime | None
+
+
+def read_service_token(presented: str | None, brand: str) -> KeyString | None:
+    """The parts of what was presented, or None for whatever can be no service token."""
+    keystring = parse_keystring(presented, brand) if presented else None
+    return keystring if keystring is not None and keystring.kind is StringKind.SERVICE_TOKEN else None
+
+
+def judge_service_token(
+    keystring: KeyString, record: TokenRecord | None, peppers: Peppers, now: datetime
+) -> Service | None:
+    """The service that holds this token, or None for every reason there may be: the caller learns no more."""
+    digest, version = (DECOY_DIGEST, DECOY_VERSION) if record is None else (record.digest, record.pepper_version)
+    proved = peppers.matches(keystring.text, digest, version)
+    if record is None or not proved or record.revoked_at is not None or now >= record.expires_at:
+        return None
+    return record.service
 
 
 def judge_record(record: KeyRecord, now: datetime) -> KeyHolder | Denial:

@@ -6,18 +6,24 @@ ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 RandomBytes = Callable[[int], bytes]
 
+_PAIRS = tuple(high + low for high in ALPHABET for low in ALPHABET)
+
 
 def encode(number: int, width: int) -> str:
     """Returns exactly `width` digits. Raises ValueError when the number is negative or does not fit."""
     if number < 0:
         raise ValueError("base62 has no sign")
-    digits = []
-    for _ in range(width):
+    pairs = []
+    for _ in range(width // 2):
+        number, pair = divmod(number, 62 * 62)
+        pairs.append(_PAIRS[pair])
+    if width % 2:
         number, digit = divmod(number, 62)
-        digits.append(ALPHABET[digit])
+        pairs.append(ALPHABET[digit])
     if number:
         raise ValueError(f"the number needs more than {width} base62 digits")
-    return "".join(reversed(digits))
+    pairs.reverse()
+    return "".join(pairs)
 
 
 def random_digits(width: int, random_bytes: RandomBytes) -> str:

@@ -70,6 +70,10 @@ class KeyString:
     text: Plaintext
 
 
+_KINDS = {kind.value: kind for kind in StringKind}
+_SCOPES = {scope.value: scope for scope in StringScope}
+
+
 def checksum(head: str) -> str:
     return encode(zlib.crc32(head.encode("ascii")), CHECKSUM_DIGITS)
 
@@ -96,7 +100,7 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
     """
     if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None or match["brand"] != brand:
         return None
-    kind, scope = StringKind(match["kind"]), StringScope(match["scope"])
+    kind, scope = _KINDS[match["kind"]], _SCOPES[match["scope"]]
     if not _has_scope(kind, scope):
         return None
     if checksum(text[:-CHECKSUM_DIGITS]) != match["checksum"]:

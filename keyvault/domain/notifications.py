@@ -25,6 +25,7 @@ class NoticeKind(StrEnum):
     HANDOVER_SUSPECTED = "handover.suspected"
     BACKEND_STRANGER = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
+    JOURNAL_FAILED = "journal.failed"
 
 
 ALARMS = frozenset(
@@ -39,12 +40,13 @@ ALARMS = frozenset(
         NoticeKind.HANDOVER_SUSPECTED,
         NoticeKind.BACKEND_STRANGER,
         NoticeKind.BACKEND_DENIED,
+        NoticeKind.JOURNAL_FAILED,
     }
 )
 """What somebody has to look at."""
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
+    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED}
 )
 """What is told to operators alone."""

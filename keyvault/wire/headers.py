@@ -4,6 +4,7 @@ Repeated headers are joined with a comma, which no credential of ours contains: 
 twice", and what came twice is refused rather than chosen from.
 """
 
+import re
 from collections.abc import Iterable
 from ipaddress import IPv6Address, ip_address
 
@@ -11,6 +12,7 @@ from keyvault.domain.base62 import RandomBytes, random_digits
 
 REQUEST_ID = "X-Request-Id"
 API_KEY = "X-Api-Key"
+PREFERENCE_APPLIED = "Preference-Applied"
 
 _LONGEST_CLIENT_ID = 64
 
@@ -58,6 +60,28 @@ def read_bearer(authorization: str | None) -> str | None:
     if scheme.lower() != "bearer" or "," in token:
         return ""
     return token.strip(" ")
+
+
+_PREFERENCE = r'(?:[^",]|"(?:[^"\\]|\\.)*")*'
+_PREFERENCES = re.compile(f"{_PREFERENCE}(?:,{_PREFERENCE})*")
+_WAIT = re.compile(r"[ \t]*wait[ \t]*=[ \t]*([0-9]+)[ \t]*(?:;.*)?", re.IGNORECASE | re.DOTALL)
+_ANY_WAIT = re.compile(r"[ \t]*wait[ \t]*(?:[=;].*)?", re.IGNORECASE | re.DOTALL)
+_WAIT_DIGITS = 9
+
+
+def read_preference_wait(prefer: str | None) -> int | None:
+    """The seconds of `Prefer: wait=5` (RFC 7240, 4.3), or None: not asked for, or not so that it can be read.
+
+    Several preferences stand in one header or in several that were joined; of two waits the first one counts, and
+    what is not understood is passed over (RFC 7240, 2). Of a number beyond all patience the first 9 digits are read.
+    """
+    if prefer is None or _PREFERENCES.fullmatch(prefer) is None:
+        return None
+    for preference in re.findall(_PREFERENCE, prefer):
+        if _ANY_WAIT.fullmatch(preference) is not None:
+            wait = _WAIT.fullmatch(preference)
+            return None if wait is None else int(wait[1].lstrip("0")[:_WAIT_DIGITS] or "0")
+    return None
 
 
 def client_address(remote_address: str | None, forwarded_for: str | None, trusted_proxies: int) -> str | None:

@@ -22,6 +22,8 @@ from keyvault.access.limits import (
     fallback,
     find_limit_fault,
     spend,
+    spend_each,
+    stand,
 )
 from keyvault.domain.environments import Environment
 
@@ -205,6 +207,34 @@ def test_spend_from_an_empty_bucket_and_a_full_one_leaves_the_full_one_full() ->
     assert refused == Spend(
         False, (Standing("account", account, 10, 0), Standing("endpoint", endpoint, 0, 60, 30 * SECOND_US)), 30
     )
+
+
+@given(st.lists(limits, min_size=1, max_size=3), st.data())
+def test_spend_each_takes_every_bucket_s_own_cost_or_nothing(chosen: list[Limit], data: st.DataObject) -> None:
+    buckets = [bucket(limit) for limit in chosen]
+    states = [spend_one(None, limit, data.draw(st.integers(1, limit.count)), NOW_US)[1] for limit in chosen]
+    costs = [data.draw(st.integers(1, limit.count)) for limit in chosen]
+    alone = [spend_one(*each, NOW_US) for each in zip(states, chosen, costs, strict=True)]
+    outcome, kept = spend_each(states, buckets, costs, NOW_US)
+    assert outcome.allowed == all(one.allowed for one, _ in alone)
+    assert kept == (tuple(state for _, state in alone) if outcome.allowed else tuple(states))
+
+
+@given(visits(), st.integers(0, 10 * SECOND_US))
+def test_stand_tells_what_could_be_spent_now(visit: tuple[Limit, list[Request]], later_us: int) -> None:
+    limit, requests = visit
+    state, now_us = None, NOW_US
+    for gap_us, cost in requests:
+        now_us += gap_us
+        _, state = spend_one(state, limit, cost, now_us)
+    assert state is not None
+    told = stand(bucket(limit), state, now_us + later_us)
+    assert told.wait_us == 0
+    if told.remaining:
+        assert spend_one(state, limit, told.remaining, now_us + later_us)[0].allowed
+    if told.remaining < limit.count:
+        assert not spend_one(state, limit, told.remaining + 1, now_us + later_us)[0].allowed
+        assert stand(bucket(limit), state, now_us + later_us + told.reset_seconds * SECOND_US).remaining == limit.count
 
 
 def test_binding_of_an_allowed_request_is_the_bucket_with_the_least_left() -> None:

@@ -28,6 +28,7 @@ ENGINE = {P.ISSUANCE_EXECUTE, P.ROTATIONS_BEGIN, P.ROTATIONS_ADVANCE, P.WEBHOOKS
     P.AUDIT_SIGN,
     P.KEYS_REHASH,
     P.BACKEND_RECONCILE,
+    P.JOURNAL_KEEP,
 }
 
 
@@ -113,7 +114,7 @@ def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     """A stolen worker approves nothing and reads nothing; the host's shell approves nothing either."""
     assert WORKER.permissions == ENGINE
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
-    assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE} | peppers
+    assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
 
 

@@ -14,6 +14,7 @@ from keyvault.wire.headers import (
     join_headers,
     mint_request_id,
     read_bearer,
+    read_preference_wait,
 )
 from tests.domain.minting import drawn_from, mint
 
@@ -236,3 +237,70 @@ def test_client_address_of_any_headers_is_canonical_or_none(remote: str, forward
         parsed = ip_address(address)
         assert str(parsed) == address
         assert not (isinstance(parsed, IPv6Address) and parsed.ipv4_mapped)
+
+
+# --- Prefer: wait -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefer", "seconds"),
+    [
+        ("wait=5", 5),
+        ("wait=0", 0),
+        ("wait=007", 7),
+        ("WAIT = 5", 5),
+        ("\twait=5 ", 5),
+        ("wait=5; x=y", 5),
+        ("wait=5;", 5),
+        ("respond-async, wait=10", 10),
+        ("respond-async,wait=10,", 10),
+        ('note="a, wait=3; \\" wait=4", wait=6', 6),
+        ("wait=5, wait=7", 5),
+        ("waiting=9, wait=1", 1),
+        ("wait=" + "9" * 5000, 999_999_999),
+    ],
+)
+def test_preference_wait_is_the_first_number_of_seconds(prefer: str, seconds: int) -> None:
+    """RFC 7240: names without regard to case, several preferences in a list, the first of two that are the same."""
+    assert read_preference_wait(prefer) == seconds
+
+
+@pytest.mark.parametrize(
+    "prefer",
+    [
+        None,
+        "",
+        ",",
+        "respond-async",
+        "wait",
+        "wait=",
+        "wait=-1",
+        "wait=+5",
+        "wait=1.5",
+        "wait=5s",
+        'wait="5"',
+        "wait=\u0665",
+        "wait=5 6",
+        "wait\n=5",
+        "=5",
+        "5",
+        "wait=x, wait=5",
+        "respond-async; wait=5",
+        'note="wait=5',
+        '", wait=5',
+    ],
+)
+def test_preference_wait_that_cannot_be_read_is_none(prefer: str | None) -> None:
+    """A preference is no demand: what cannot be read is passed over, and never refused."""
+    assert read_preference_wait(prefer) is None
+
+
+@given(st.text(max_size=200) | st.text('wait=5;", \\', max_size=50))
+def test_preference_wait_of_any_text_is_a_small_number_or_none(prefer: str) -> None:
+    seconds = read_preference_wait(prefer)
+    assert seconds is None or 0 <= seconds <= 999_999_999
+
+
+@given(st.integers(0, 999_999_999), st.lists(st.sampled_from(["respond-async", 'note="a, b"', "handling=lenient", ""])))
+def test_preference_wait_is_found_among_any_others(seconds: int, others: list[str]) -> None:
+    assert read_preference_wait(", ".join([*others, f"wait={seconds}", "wait=1"])) == seconds

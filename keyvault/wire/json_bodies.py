@@ -1,0 +1,40 @@
+"""A JSON body as the contract means it: one object, each name once, no NaN, no bottomless nesting.
+
+read_object(body) -> the object
+"""
+
+import json
+from typing import Any, NoReturn
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Raises ValueError, saying where it went wrong and nothing of what was sent, on anything that two readers could
+    read differently."""
+    try:
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"The body is not JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError("The body must be a JSON object.")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name appears twice")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno}, column {error.colno}."
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8."
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply."
+    return f"{str(error)[:80]}."
