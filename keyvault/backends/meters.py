@@ -1,4 +1,4 @@
-"""What there is to watch about secrets, peppers and the signed log, as Prometheus counters and gauges; no ids.
+"""What there is to watch about verdicts, secrets, peppers and the signed log, as Prometheus meters; no ids.
 
 Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR, where whoever starts them sets it.
 """
@@ -23,13 +23,32 @@ _pepper = Gauge(
     multiprocess_mode="livemin",
 )
 
-
 _checkpoint = Gauge(
     "keyvault_audit_checkpoint_timestamp_seconds",
     "When the newest checkpoint of the audit log was signed.",
     ["scope"],
     multiprocess_mode="livemax",
 )
+
+_from_memory = Counter("keyvault_verdicts_from_memory", "Keys that were allowed without a look at the database.")
+_denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
+_feed_age = Gauge(
+    "keyvault_change_feed_age_seconds",
+    "How long ago the process confirmed the change feed; above KEYVAULT_MAX_STALENESS it reads the database.",
+    multiprocess_mode="livemax",
+)
+_known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of verifiers.", multiprocess_mode="livesum")
+
+
+def note_verifier(from_memory: int, known_keys: int, feed_age_seconds: float) -> None:
+    """`from_memory` since the last time."""
+    _from_memory.inc(from_memory)
+    _known_keys.set(known_keys)
+    _feed_age.set(feed_age_seconds)
+
+
+def note_denial(code: str) -> None:
+    _denials.labels(code).inc()
 
 
 def note_call(login: str, outcome: str) -> None:

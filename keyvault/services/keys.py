@@ -23,6 +23,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason, state_after
 from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
+from keyvault.services.feed import tell_host
 from keyvault.services.notifications import announce
 from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import Record, recorded
@@ -128,6 +129,8 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
     if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(grant, _REVOKE, "key.revoke_repeated", account=key.credential.account, **_about(key)) as record:
             pass
+        # Whoever asks again may have lost the answer to a commit, and this host with it the news.
+        tell_host([key.alters()])
         return record
     if key.state == KeyState.PRE_ACTIVATION:
         return burn_key(grant, key)
@@ -190,6 +193,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
             grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
         ) as record:
             pass
+        tell_host([key.alters()])  # as above
         return record
     return _move(
         grant,
@@ -227,6 +231,22 @@ def burn_key(grant: Grant, key: Key) -> Record:
         retirement=Retirement.REVOKED,
         reason=RevocationReason.CESSATION_OF_OPERATION,
         material=material,
+    )
+
+
+def end_again(grant: Grant, key: Key, reason: RevocationReason, **details: JsonValue) -> Record:
+    """Ends a key that had ended, and that a restored database has brought back; everybody was told at the time."""
+    state = state_after(reason)
+    if key.state == KeyState.PRE_ACTIVATION and state is KeyState.DEACTIVATED:
+        state = KeyState.DESTROYED
+    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _to_destroy(key)}
+    if state is not KeyState.DESTROYED:
+        stamps["reason"] = reason
+    if state is KeyState.DEACTIVATED:
+        stamps["retirement"] = Retirement.REVOKED
+    told: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
+    return _move(
+        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=told, **stamps
     )
 
 

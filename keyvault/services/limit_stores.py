@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from keyvault.access.limits import Arrival, Bucket, Spend, spend
+from keyvault.access.limits import Arrival, Bucket, Spend, spend, spend_each
+from keyvault.services.limit_pipeline import LimitPipeline
 
 
 class LimitStoreLostError(Exception):
@@ -25,9 +26,40 @@ class LimitStore(Protocol):
         """
 
 
+@runtime_checkable
+class PipelinedStore(Protocol):
+    async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+        """The same for callers in asyncio: all of one turn of the loop travel together."""
+
+    async def close_soon(self) -> None:
+        """Lets go of the connection of the running loop."""
+
+
+class Answer(NamedTuple):
+    """What a shared store said: the outcome, the states that it keeps, and the time there in microseconds."""
+
+    spend: Spend
+    states: tuple[Arrival, ...]
+    now_us: int
+
+
 def monotonic_us() -> int:
     """Nobody else reads these states, so a clock that is never set serves better than the time of day."""
     return time.monotonic_ns() // 1000
+
+
+class _Cell:
+    """A state as one number, in units of 1/count microseconds: `Arrival` is its quotient and remainder by count."""
+
+    __slots__ = ("count", "full_at")
+
+    def __init__(self, full_at: int, count: int) -> None:
+        self.full_at = full_at
+        self.count = count
+
+    @property
+    def arrival(self) -> Arrival:
+        return Arrival(*divmod(self.full_at, self.count))
 
 
 class LocalStore:
@@ -36,18 +68,62 @@ class LocalStore:
     def __init__(self, now_us: Callable[[], int] = monotonic_us, capacity: int = 100_000) -> None:
         self._now_us = now_us
         self._capacity = capacity
-        self._states: dict[str, Arrival] = {}
+        self._cells: dict[str, _Cell] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._cells)
+
+    def try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
+        """`spend` in a fifth of its time when all pay: what is left and the seconds to full, of each bucket in turn.
+
+        None: nothing was spent, and only `spend` can say whether that is a refusal. A bucket is new, or is empty.
+        """
+        if cost < 1:
+            return None
+        if len(buckets) == 1:  # as nearly always: without what only several need
+            bucket = buckets[0]
+            count, window_us, burst, second = bucket.limit.numbers
+            with self._lock:
+                cell = self._cells.get(bucket.key)
+                if cell is None or cell.count != count:
+                    return None
+                now, full_at = self._now_us() * count, cell.full_at
+                full_at = (full_at if full_at > now else now) + cost * window_us
+                unspent = now + burst - full_at
+                if unspent < 0:
+                    return None
+                cell.full_at = full_at
+            return unspent // window_us, -((now - full_at) // second)
+        paid: list[tuple[_Cell, int]] = []
+        told: tuple[int, ...] = ()
+        with self._lock:
+            now_us = self._now_us()
+            for bucket in buckets:
+                count, window_us, burst, second = bucket.limit.numbers
+                cell = self._cells.get(bucket.key)
+                if cell is None or cell.count != count:
+                    return None
+                now, full_at = now_us * count, cell.full_at
+                full_at = (full_at if full_at > now else now) + cost * window_us
+                unspent = now + burst - full_at
+                if unspent < 0:
+                    return None
+                paid.append((cell, full_at))
+                told += (unspent // window_us, -((now - full_at) // second))
+            for cell, full_at in paid:
+                cell.full_at = full_at
+        return told
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         with self._lock:
-            states = [self._states.get(bucket.key) for bucket in buckets]
+            cells = [self._cells.get(bucket.key) for bucket in buckets]
+            states = [None if cell is None else cell.arrival for cell in cells]
             outcome, kept = spend(states, buckets, cost, self._now_us())
-            self._states.update(zip((bucket.key for bucket in buckets), kept, strict=True))
-            if len(self._states) > self._capacity:
+            for bucket, state in zip(buckets, kept, strict=True):
+                count = bucket.limit.count
+                self._cells[bucket.key] = _Cell(state.micros * count + state.fraction, count)
+            if len(self._cells) > self._capacity:
                 self._make_room()
         return outcome
 
@@ -58,8 +134,8 @@ class LocalStore:
         somebody has used up to the end: a flood of others does not win them back.
         """
         kept = self._capacity - self._capacity // 8
-        for key in sorted(self._states, key=self._states.__getitem__)[: len(self._states) - kept]:
-            del self._states[key]
+        for key in sorted(self._cells, key=lambda key: self._cells[key].arrival)[: len(self._cells) - kept]:
+            del self._cells[key]
 
 
 # KEYS: the buckets. ARGV, four for each: count, window in µs, and the advance of `Limit.advance`.
@@ -109,20 +185,48 @@ class RedisStore:
             socket_connect_timeout=timeout_seconds,
             retry=Retry(NoBackoff(), 0),
         )
-        self._spend = client.register_script(_SPEND)
+        self._script = client.register_script(_SPEND)
+        self._pipeline = LimitPipeline(url, _SPEND, timeout_seconds)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        numbers = [
-            number
-            for bucket in buckets
-            for number in (bucket.limit.count, bucket.limit.window_us, *bucket.limit.advance(cost))
-        ]
+        return self.ask(buckets, [cost] * len(buckets)).spend
+
+    async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+        return (await self.ask_soon(buckets, [cost] * len(buckets))).spend
+
+    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+        """`access.limits.spend_each`. Raises LimitStoreLostError."""
+        numbers = _numbers(buckets, costs)
         try:
-            now_us, *states = self._spend(keys=[bucket.key for bucket in buckets], args=numbers)
+            found = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        outcome, _ = spend([_parsed(state) for state in states], buckets, cost, int(now_us))
-        return outcome
+        return _answer(found, buckets, costs)
+
+    async def ask_soon(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+        numbers = _numbers(buckets, costs)
+        try:
+            found = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
+        except (RedisError, OSError) as error:
+            raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
+        return _answer(found, buckets, costs)
+
+    async def close_soon(self) -> None:
+        await self._pipeline.close()
+
+
+def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
+    return [
+        number
+        for bucket, cost in zip(buckets, costs, strict=True)
+        for number in (bucket.limit.count, bucket.limit.window_us, *bucket.limit.advance(cost))
+    ]
+
+
+def _answer(found: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    now, *states = found
+    now_us = int(now)
+    return Answer(*spend_each([_parsed(state) for state in states], buckets, costs, now_us), now_us)
 
 
 def _parsed(state: Any) -> Arrival | None:

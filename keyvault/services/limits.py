@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import IPv6Address, IPv6Network, ip_address
 
@@ -17,7 +17,7 @@ from django.conf import settings
 from keyvault.access.limits import FAILED_PROOF_LIMIT, Bucket, Limit, Spend, fallback
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyKind
-from keyvault.services.limit_stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
+from keyvault.services.limit_stores import LimitStore, LimitStoreLostError, LocalStore, PipelinedStore, RedisStore
 
 _log = logging.getLogger(__name__)
 
@@ -30,50 +30,30 @@ _LOOK_UPS = 2
 """So many look-ups at once for all addresses together that are over their limit."""
 
 
-class Limiter:
-    """Spends from the store; while that is lost, `fallback_percent` of each limit from the other one."""
+class StoreWatch:
+    """What this process knows of its shared store: whether it is lost, and when to try it again."""
 
-    def __init__(
-        self,
-        store: LimitStore,
-        fallback_store: LocalStore | None,
-        fallback_percent: int,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._fallback_store = fallback_store
-        self._fallback_percent = fallback_percent
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._retry_at: float | None = None  # None: the store is there
 
-    def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
-        """All buckets or none. Raises DependencyUnavailableError when the store is lost and nothing may stand in."""
-        if self._may_try():
-            try:
-                spend = self._store.spend(buckets, cost)
-            except LimitStoreLostError as error:
-                self._note_lost(error)
-            else:
-                self._note_back()
-                return spend
-        if refuse_on_loss or self._fallback_store is None:
-            raise DependencyUnavailableError(
-                "The limits of this endpoint cannot be checked right now.",
-                internal="limit store lost",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        return self._spend_share(buckets, cost, self._fallback_store)
-
-    def _spend_share(self, buckets: Sequence[Bucket], cost: int, store: LocalStore) -> Spend:
-        """A cost beyond the smaller burst takes all of it: with less, such a request could never pass."""
-        shares = [
-            Bucket(bucket.policy, bucket.key, fallback(bucket.limit, self._fallback_percent)) for bucket in buckets
-        ]
-        return store.spend(shares, min(cost, *(share.limit.count for share in shares)))
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """To ask the store in. Raises LimitStoreLostError at once while it is left alone; tells news to the log."""
+        if not self._may_try():
+            raise LimitStoreLostError("left alone")
+        try:
+            yield
+        except LimitStoreLostError as error:
+            self._note_lost(error)
+            raise
+        self._note_back()
 
     def _may_try(self) -> bool:
         """Whether the store is there, or it is this request's turn to see whether it is back."""
+        if self._retry_at is None:
+            return True
         with self._lock:
             if self._retry_at is None:
                 return True
@@ -100,11 +80,69 @@ class Limiter:
             _log.warning("limit store back")
 
 
+class Limiter:
+    """Spends from the store; while that is lost, `fallback_percent` of each limit from the other one.
+
+    Limiters of one store share its watch, so that a lost one holds up one request a second in all.
+    """
+
+    def __init__(
+        self,
+        store: LimitStore,
+        fallback_store: LocalStore | None,
+        fallback_percent: int,
+        monotonic: Callable[[], float] = time.monotonic,
+        watch: StoreWatch | None = None,
+    ) -> None:
+        self.store = store
+        self.watch = watch or StoreWatch(monotonic)
+        self._fallback_store = fallback_store
+        self._fallback_percent = fallback_percent
+
+    def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+        """All buckets or none. Raises DependencyUnavailableError when the store is lost and nothing may stand in."""
+        with suppress(LimitStoreLostError), self.watch.asking():
+            return self.store.spend(buckets, cost)
+        return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
+
+    async def spend_soon(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+        """The same in asyncio, where nothing waits for the store but the caller."""
+        if not isinstance(self.store, PipelinedStore):
+            return self.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
+        with suppress(LimitStoreLostError), self.watch.asking():
+            return await self.store.spend_soon(buckets, cost)
+        return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
+
+    async def close_soon(self) -> None:
+        """Lets go of what the store keeps open for the running loop, which is about to end."""
+        if isinstance(self.store, PipelinedStore):
+            await self.store.close_soon()
+
+    def spend_share(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool) -> Spend:
+        """What becomes of a request while the store is lost.
+
+        A cost beyond the smaller burst takes all of it: with less, such a request could never pass.
+        """
+        if refuse_on_loss or self._fallback_store is None:
+            raise DependencyUnavailableError(
+                "The limits of this endpoint cannot be checked right now.",
+                internal="limit store lost",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        shares = [
+            Bucket(bucket.policy, bucket.key, fallback(bucket.limit, self._fallback_percent)) for bucket in buckets
+        ]
+        return self._fallback_store.spend(shares, min(cost, *(share.limit.count for share in shares)))
+
+
 class FailedProofs:
     """Failed proofs by the end client's address. No address, no limit; a valid key passes, whatever came before it."""
 
-    def __init__(self, limiter: Limiter, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limiter: Limiter, monotonic: Callable[[], float] = time.monotonic, own: Limiter | None = None
+    ) -> None:
         self._limiter = limiter
+        self._own = own or limiter
         self._monotonic = monotonic
         self._over_until: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -112,12 +150,21 @@ class FailedProofs:
 
     def note(self, address: str | None) -> int | None:
         """Counts one; the seconds after which to come back when this address has had too many."""
+        return self._count(self._limiter, address)
+
+    def note_here(self, address: str | None) -> int | None:
+        """The same without I/O, for an event loop: in this process alone.
+
+        So an address has the whole limit once with each such process, and once with all the others together.
+        """
+        return self._count(self._own, address)
+
+    def _count(self, limiter: Limiter, address: str | None) -> int | None:
         source = _source(address)
         if source is None:
             return None
         limit = FAILED_PROOF_LIMIT
-        bucket = Bucket("proof", f"kv:limit:{{proof:{source}}}:{limit.count}/{limit.seconds}", limit)
-        spend = self._limiter.spend([bucket], 1)
+        spend = limiter.spend([Bucket("proof", f"kv:limit:{{proof:{source}}}:{limit}", limit)], 1)
         if spend.allowed:
             return None
         self._remember(source, self._monotonic() + spend.retry_after_seconds)
@@ -126,12 +173,16 @@ class FailedProofs:
     @contextmanager
     def look_up(self, address: str | None) -> Iterator[None]:
         """To look a key up in. Those of addresses over their limit wait for each other, all others for nobody."""
-        source = _source(address)
-        if source is not None and self._over_until.get(source, 0) > self._monotonic():
+        if self.is_over(address):
             with self._slow_lane:
                 yield
         else:
             yield
+
+    def is_over(self, address: str | None) -> bool:
+        """Whether this address has failed too often lately."""
+        source = _source(address) if self._over_until else None
+        return source is not None and self._over_until.get(source, 0) > self._monotonic()
 
     def _remember(self, source: str, until: float) -> None:
         with self._lock:
@@ -168,19 +219,21 @@ def account_buckets(
 @cache
 def limiter() -> Limiter:
     """Of accounts and endpoints. Raises ValueError for a Redis URL that is none."""
-    return _configured(LocalStore(), settings.LIMIT_FALLBACK_PERCENT)
+    percent = settings.LIMIT_FALLBACK_PERCENT
+    if not settings.REDIS_URL:
+        return Limiter(LocalStore(), None, percent)
+    return Limiter(RedisStore(settings.REDIS_URL), LocalStore(), percent)
 
 
 @cache
 def failed_proofs() -> FailedProofs:
     """Has buckets of its own, so that a flood of addresses cannot push those of accounts out."""
-    return FailedProofs(_configured(LocalStore(capacity=_MOST_ADDRESSES), fallback_percent=100))
-
-
-def _configured(local: LocalStore, fallback_percent: int) -> Limiter:
+    local = LocalStore(capacity=_MOST_ADDRESSES)
+    own = Limiter(local, None, fallback_percent=100)
     if not settings.REDIS_URL:
-        return Limiter(local, None, fallback_percent)
-    return Limiter(RedisStore(settings.REDIS_URL), local, fallback_percent)
+        return FailedProofs(own)
+    shared = limiter()
+    return FailedProofs(Limiter(shared.store, local, fallback_percent=100, watch=shared.watch), own=own)
 
 
 def _source(address: str | None) -> str | None:

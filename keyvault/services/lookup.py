@@ -1,15 +1,18 @@
 """Reads for the doors: one query each, frozen values out."""
 
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import Any
 
 from django.conf import settings
+from django.db.models import QuerySet
 
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.principals import Service
-from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, PepperSet
+from keyvault.access.verification import TokenRecord, judge_service_token, read_service_token
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
-from keyvault.domain.keystring import StringKind, parse_keystring
 from keyvault.domain.networks import parse_network
 from keyvault.models import CustomerToken, Key, MerchantStatus, ServiceToken
 from keyvault.models.keys import OriginHeader
@@ -19,47 +22,55 @@ from keyvault.services.rehashing import pending_rehashes
 BASE_URLS = {Environment(name): url for name, url in settings.BASE_URLS.items()}
 
 
+_KEY_COLUMNS = (
+    "credential_id",
+    "credential__kind",
+    "credential__account__environment",
+    "credential__account__merchant_id",
+    "digest",
+    "pepper_version",
+    "state",
+    "retirement",
+    "expires_at",
+    "credential__account__merchant__status",
+    "credential__account__status",
+    "credential__origin_header",
+    "credential__networks",
+    "credential__account_id",
+    "credential__account__limit_count",
+    "credential__account__limit_seconds",
+    "credential__account__version",
+    "key_id",
+)
+
+
+def key_rows(key_ids: Collection[str]) -> QuerySet[Key, tuple[Any, ...]]:
+    """What `key_record` makes records of, in one query."""
+    return Key.objects.filter(key_id__in=key_ids).values_list(*_KEY_COLUMNS)
+
+
 def find_key_record(key_id: str) -> KeyRecord | None:
-    row = (
-        Key.objects.filter(key_id=key_id)
-        .values_list(
-            "credential_id",
-            "credential__kind",
-            "credential__account__environment",
-            "credential__account__merchant_id",
-            "digest",
-            "pepper_version",
-            "state",
-            "retirement",
-            "expires_at",
-            "credential__account__merchant__status",
-            "credential__account__status",
-            "credential__origin_header",
-            "credential__networks",
-            "credential__account_id",
-            "credential__account__limit_count",
-            "credential__account__limit_seconds",
-            "credential__account__version",
-        )
-        .first()
-    )
-    if row is None:
-        return None
+    row = Key.objects.filter(key_id=key_id).values_list(*_KEY_COLUMNS).first()
+    return None if row is None else key_record(row)
+
+
+def key_record(row: Sequence[Any]) -> KeyRecord:
+    """Of a row of `key_rows`. Nearly each miss of a verifier's memory makes one: enums are looked up in tables."""
     return KeyRecord(
-        key_id=key_id,
+        key_id=row[17],
         credential_id=row[0],
-        kind=KeyKind(row[1]),
-        environment=Environment(row[2]),
+        kind=_KINDS[row[1]],
+        environment=_ENVIRONMENTS[row[2]],
         merchant_id=row[3],
         digest=bytes(row[4]),
         pepper_version=row[5],
-        state=KeyState(row[6]),
+        state=_STATES[row[6]],
         retirement=Retirement(row[7]) if row[7] else None,
         expires_at=row[8],
-        merchant_active=row[9] == MerchantStatus.ACTIVE,
-        account_active=row[10] == MerchantStatus.ACTIVE,
-        reports_origin=row[11] == OriginHeader.REPORT,
-        networks=tuple(map(parse_network, row[12])),
+        merchant_active=row[9] == MerchantStatus.ACTIVE.value,
+        account_active=row[10] == MerchantStatus.ACTIVE.value,
+        reports_origin=row[11] == OriginHeader.REPORT.value,
+        networks=tuple(map(parse_network, row[12])) if row[12] else (),
         account_id=row[13],
         limit_count=row[14],
         limit_seconds=row[15],
@@ -67,10 +78,17 @@ def find_key_record(key_id: str) -> KeyRecord | None:
     )
 
 
+_KINDS = {kind.value: kind for kind in KeyKind}
+_ENVIRONMENTS = {environment.value: environment for environment in Environment}
+_STATES = {state.value: state for state in KeyState}
+
+
 def find_customer_record(token_id: str) -> CustomerRecord | None:
     row = CustomerToken.objects.select_related("account").filter(token_id=token_id).first()
-    if row is None:
-        return None
+    return None if row is None else customer_record(row)
+
+
+def customer_record(row: CustomerToken) -> CustomerRecord:
     return CustomerRecord(
         token_id=row.token_id,
         environment=Environment(row.account.environment),
@@ -83,30 +101,44 @@ def find_customer_record(token_id: str) -> CustomerRecord | None:
     )
 
 
+def find_token_record(token_id: str) -> TokenRecord | None:
+    row = ServiceToken.objects.filter(token_id=token_id).first()
+    return None if row is None else token_record(row)
+
+
+def token_record(row: ServiceToken) -> TokenRecord:
+    return TokenRecord(
+        Service(
+            token_id=row.token_id,
+            name=row.name,
+            person=row.creator_person,
+            permissions=row.permission_set,
+            environments=row.environments,
+            merchants=None if row.merchants is None else frozenset(row.merchants),
+            lineage=row.lineage,
+            is_probe=row.is_probe,
+        ),
+        bytes(row.digest),
+        row.pepper_version,
+        row.expires_at,
+        row.revoked_at,
+    )
+
+
 def prove_service_token(text: str | None, now: datetime) -> Service | None:
     """The service that holds this token, or None for every reason there may be: the caller learns no more.
 
     Raises VerifierStaleError while this process has not loaded the pepper that the token is hashed with.
     """
-    keystring = parse_keystring(text, settings.KEY_BRAND) if text else None
-    if keystring is None or keystring.kind is not StringKind.SERVICE_TOKEN:
+    keystring = read_service_token(text, settings.KEY_BRAND)
+    if keystring is None:
         return None
-    peppers = load_peppers(PepperSet.SERVICE)  # before the row is read, see `services.verification`
-    row = ServiceToken.objects.filter(token_id=keystring.key_id).first()
-    if row is not None:
-        peppers = take_pepper(peppers, row.pepper_version)
-    digest, version = (DECOY_DIGEST, DECOY_VERSION) if row is None else (bytes(row.digest), row.pepper_version)
-    proved = peppers.matches(keystring.text, digest, version)
-    if row is None or not proved or row.revoked_at is not None or now >= row.expires_at:
-        return None
-    pending_rehashes.note_proof(ServiceToken, row.token_id, keystring.text, (digest, version), peppers)
-    return Service(
-        token_id=row.token_id,
-        name=row.name,
-        person=row.creator_person,
-        permissions=row.permission_set,
-        environments=row.environments,
-        merchants=None if row.merchants is None else frozenset(row.merchants),
-        lineage=row.lineage,
-        is_probe=row.is_probe,
-    )
+    peppers = load_peppers(PepperSet.SERVICE)  # before the row is read, see `access.judgement`
+    record = find_token_record(keystring.key_id)
+    if record is not None:
+        peppers = take_pepper(peppers, record.pepper_version)
+    service = judge_service_token(keystring, record, peppers, now)
+    if service is not None and record is not None:
+        proved = (record.digest, record.pepper_version)
+        pending_rehashes.note_proof(ServiceToken, service.token_id, keystring.text, proved, peppers)
+    return service

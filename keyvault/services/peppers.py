@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 REFRESH_SECONDS: Final = 5.0
 """So often a process that judges or makes keys looks for new versions."""
 
+PAUSE_SECONDS: Final = 1.0
+"""Between two tries that requests have asked for, however many they are."""
+
 
 def list_served_sets() -> list[PepperSet]:
     """Those of the environments that this process serves (KEYVAULT_ENVIRONMENTS), and that of the service tokens."""
@@ -67,6 +70,7 @@ class PepperRing:
         self._loaded: dict[PepperSet, _Loaded] = {}
         self._refreshing = threading.Lock()
         self._refreshed_at = 0.0
+        self._rests_until = 0.0
         self._thread: threading.Thread | None = None
 
     def __call__(self, pepper_set: PepperSet) -> Peppers:
@@ -81,10 +85,22 @@ class PepperRing:
             self._note_versions()
         return loaded.at(_utc_now())
 
+    def loaded(self, pepper_set: PepperSet) -> Peppers:
+        """The same for whoever must not wait: asks nobody. Raises VerifierStaleError while they are not loaded, which
+        is then tried by a thread."""
+        loaded = self._loaded.get(pepper_set)
+        if loaded is None:
+            self.refresh_soon()
+            raise VerifierStaleError(
+                "The key cannot be judged right now. Try again.",
+                internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend away?",
+            )
+        return loaded.at(_utc_now())
+
     def cache_clear(self) -> None:
         """As a new process begins."""
         self._loaded.clear()
-        self._refreshed_at = 0.0
+        self._refreshed_at = self._rests_until = 0.0
 
     def refresh(self) -> None:
         """Takes in the versions that came since, and lets go of the retired ones; of what is loaded already.
@@ -108,17 +124,20 @@ class PepperRing:
             self.refresh()
 
     def look(self) -> None:
-        """For a thread that must not wait for the backend: has another one refresh, when there is something new."""
-        if not self._is_due():
+        """For a thread that must not wait for the backend: has another one refresh, when there is something new, or a
+        served set that the backend did not give yet."""
+        if time.monotonic() - self._refreshed_at < REFRESH_SECONDS:
             return
-        if any(_is_behind(loaded) for loaded in list(self._loaded.values())):
+        if self._missing() or any(_is_behind(loaded) for loaded in list(self._loaded.values())):
             self.refresh_soon()
         self._refreshed_at = time.monotonic()
         self._note_versions()
 
     def refresh_soon(self) -> None:
-        """By a thread of its own, one at a time: for a request that must not wait."""
-        if self._thread is None or not self._thread.is_alive():
+        """By a thread of its own, one at a time and with a pause after each: for a request that must not wait."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if time.monotonic() >= self._rests_until:
             self._thread = threading.Thread(target=self._try_refresh, name="peppers", daemon=True)
             self._thread.start()
 
@@ -139,12 +158,18 @@ class PepperRing:
     def _is_due(self) -> bool:
         return bool(self._loaded) and time.monotonic() - self._refreshed_at >= REFRESH_SECONDS
 
+    def _missing(self) -> list[PepperSet]:
+        return [pepper_set for pepper_set in list_served_sets() if pepper_set not in self._loaded]
+
     def _try_refresh(self) -> None:
         try:
+            for pepper_set in self._missing():
+                self(pepper_set)
             self.refresh()
         except Exception:  # noqa: BLE001  whatever it was, the next try may do better
             _log.exception("the peppers could not be refreshed")
         finally:
+            self._rests_until = time.monotonic() + PAUSE_SECONDS
             connections.close_all()  # this thread's own
 
 

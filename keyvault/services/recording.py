@@ -31,9 +31,11 @@ from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import PermissionMissingError
 from keyvault.domain.redaction import redact
-from keyvault.models import Account, Change
+from keyvault.models import Account
 from keyvault.models.recording import Subject, collect_subjects
 from keyvault.services.audit import append_entry
+from keyvault.services.feed import announce_changes
+from keyvault.services.journal import append_ended
 
 
 @dataclass(slots=True)
@@ -105,10 +107,8 @@ def _undone_together(unit: _Unit) -> Iterator[None]:
             raise
 
 
-def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:
-    sequence = None
-    for kind, identity in subjects:
-        sequence = Change.objects.create(subject_kind=kind, subject_id=identity, at=now).sequence
+def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
+    sequence = announce_changes(subjects, now)
     for record in sorted(unit.records, key=lambda record: record.chain):
         record.sequence = sequence
         principal = record.grant.principal
@@ -123,6 +123,7 @@ def _commit(unit: _Unit, subjects: dict[Subject, None], now: datetime) -> None:
             channel=principal.channel,
             details=details,
         )
+    append_ended(subjects, sequence, now)
 
 
 def _redacted(value: JsonValue) -> JsonValue:

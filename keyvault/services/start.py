@@ -1,7 +1,9 @@
 """What a process makes sure of before it serves: rather not start than run wrong."""
 
 import logging
+from collections.abc import Sequence
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection
 
@@ -9,6 +11,7 @@ from keyvault.backends.base import BackendError
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers import list_served_sets, load_peppers
+from keyvault.services.revocation_replays import compare_journal
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +20,8 @@ def require_ready() -> None:
     """Opens the secret backend, loads and checks every pepper of what it serves, and looks for the database's rules.
 
     A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
-    answered 503, and the other environment goes on. Raises ImproperlyConfigured for what no waiting mends, saying in
+    answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
+    nobody. Raises ImproperlyConfigured for what no waiting mends, saying in
     words what is wrong with which pepper and what to do.
     """
     for pepper_set in list_served_sets():
@@ -28,9 +32,49 @@ def require_ready() -> None:
             _log.error("not ready: peppers cannot be read yet; see vault_doctor", extra={"set": pepper_set, "why": why})
         except KeyvaultError as error:
             raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
+    try:
+        require_rules()
+        require_current()
+    finally:
+        connection.close()
+
+
+def require_rules() -> None:
+    """Raises ImproperlyConfigured unless every trigger of ours is in force."""
     missing = missing_triggers(connection)
-    connection.close()
     if missing:
         raise ImproperlyConfigured(
             f"the database lacks {len(missing)} of its rules, such as {min(missing)}; run: manage.py setup"
         )
+
+
+def require_current() -> None:
+    """Refuses a database that a backup has put back, or that a replica was behind with: keys revoked since would be
+    good again. Raises ImproperlyConfigured.
+    """
+    path = settings.JOURNAL
+    try:
+        found = compare_journal()
+    except OSError as error:
+        raise ImproperlyConfigured(f"the revocation journal {path} cannot be read: {error.strerror}") from error
+    if found.damaged:
+        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {words_of_damage(found.damaged)}")
+    if found.lost:
+        raise ImproperlyConfigured(
+            f"the database is behind the revocation journal {path}: {len(found.lost)} that were revoked live again, "
+            f"such as {' '.join(min(found.lost))}; run: manage.py replay_revocations"
+        )
+    if found.counter < found.highest:
+        raise ImproperlyConfigured(
+            f"the database is behind the revocation journal {path}: it ends at change {found.counter}, the journal "
+            f"knows of {found.highest}; run: manage.py replay_revocations"
+        )
+
+
+def words_of_damage(lines: Sequence[int]) -> str:
+    """What is wrong, and what somebody has to do about it by hand."""
+    told = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
+    return (
+        f"line {told} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "
+        "tell of. Then see by hand to what the damaged ones named, keep a copy of the file, and take them out"
+    )

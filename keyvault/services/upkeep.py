@@ -20,9 +20,11 @@ from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderC
 from keyvault.services import (
     collection,
     connections,
+    follower,
     handovers,
     idempotency,
     issuance,
+    journal_healing,
     keys,
     leases,
     material,
@@ -117,13 +119,19 @@ def suspect_due() -> None:
 
 
 def forget_due() -> None:
-    """What is kept for a while only: sealed secrets, answers to retries, refusals that can be explained, old use."""
+    """What is kept for a while only: sealed secrets, answers to retries, explained refusals, old use and receipts."""
     now = datetime.now(UTC)
     idempotency.shred_due(now)
     idempotency.forget_expired(now)
     refusals.forget_old(now)
     webhook_deliveries.forget_old_deliveries(now)
     usage.forget_old(now)
+    follower.forget_old(now)
+
+
+def mend_journal() -> None:
+    """Appends to this host's journal of revocations what it lacks, a bounded number at a time."""
+    journal_healing.heal_journal(datetime.now(UTC))
 
 
 def destroy_due() -> None:

@@ -14,9 +14,10 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -72,6 +73,21 @@ class _Count:
     last_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class SeenUse:
+    """Uses that a verifier allowed and has counted itself, of one source on one endpoint within a moment."""
+
+    key_id: str
+    endpoint: str
+    source: str
+    user_agent: str
+    origin: str
+    is_probe: bool
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+
 @dataclass(slots=True)
 class UsageLog:
     """The uses of this process that are not yet written. Made once for each process that verifies."""
@@ -82,6 +98,7 @@ class UsageLog:
     )
     _counts: dict[Use, _Count] = field(default_factory=dict)
     _secrets_used: set[str] = field(default_factory=set)
+    _sources: list[Callable[[], Iterable[SeenUse]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -90,7 +107,7 @@ class UsageLog:
     def note(
         self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome, origin: str = ""
     ) -> None:
-        """Some microseconds and no I/O, but for a flood of distinct sources, which is written at once.
+        """Some microseconds and no I/O. Of a flood of distinct sources only the first are told apart.
 
         What a client says about itself is noted without the secrets that it may have put there. Never raises: a
         database that is away costs the client nothing, and the use is kept for the next try.
@@ -107,21 +124,17 @@ class UsageLog:
         with self._lock:
             at = self.now()
             minute = at.replace(second=0, microsecond=0)
-            use = Use(key_id, minute, source, user_agent, endpoint, origin, outcome)
-            count = self._counts.get(use)
-            if count is None:
-                self._counts[use] = _Count(1, at, at)
-            else:
-                count.count += 1
-                count.first_at, count.last_at = min(count.first_at, at), max(count.last_at, at)
-            is_full = len(self._counts) >= _MOST_BUCKETS
-        if is_full:
-            self._try_flush()
+            _add(self._counts, Use(key_id, minute, source, user_agent, endpoint, origin, outcome), _Count(1, at, at))
 
     def note_secret_use(self, token_id: str) -> None:
         """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
         with self._lock:
             self._secrets_used.add(token_id)
+
+    def add_source(self, take: Callable[[], Iterable[SeenUse]]) -> None:
+        """`take` is asked before each report for what it has counted since the last time. It must hand over every use
+        whose time is before its call: no use is older than a watermark that was given without it."""
+        self._sources.append(take)
 
     def start(self) -> None:
         """Reports from now on, before the first verdict is given. Repeatable."""
@@ -157,7 +170,7 @@ class UsageLog:
 
     def forget(self) -> None:
         """In a forked child, which is a reporter of its own: what is pending is the parent's to write."""
-        self.__init__(self.now)  # type: ignore[misc]  # a dataclass's own, which takes its fields
+        self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, farewell: bool = False) -> None:
         """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next.
@@ -173,6 +186,8 @@ class UsageLog:
             counts, self._counts = self._counts, {}
             used, self._secrets_used = self._secrets_used, set()
         try:
+            for take in self._sources:
+                _add_seen(counts, take())
             with transaction.atomic():
                 _write(counts)
                 is_known = UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
@@ -187,8 +202,7 @@ class UsageLog:
         except Exception:
             with self._lock:
                 for use, count in counts.items():
-                    newer = self._counts.get(use)
-                    self._counts[use] = count if newer is None else _merged(count, newer)
+                    _add(self._counts, use, count)
                 self._secrets_used |= used
             raise
         # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
@@ -218,6 +232,36 @@ class UsageLog:
             _log.exception("digests could not be renewed; the next proof of each key tries again")
 
 
+def _add_seen(counts: dict[Use, _Count], seen: Iterable[SeenUse]) -> None:
+    """Cleaned here, off the request path."""
+    for each in seen:
+        use = Use(
+            each.key_id,
+            each.last_at.replace(second=0, microsecond=0),
+            _cleaned(each.source, 64),
+            _cleaned(each.user_agent, 120),
+            _cleaned(each.endpoint, 100),
+            _cleaned(each.origin, 120),
+            Outcome.PROBED if each.is_probe else Outcome.ALLOWED,
+        )
+        _add(counts, use, _Count(each.count, each.first_at, each.last_at))
+
+
+@lru_cache(maxsize=8_192)
+def _cleaned(text: str, longest: int) -> str:
+    """The same few stand beside thousands of keys. (What looks like a secret does not come this way.)"""
+    return clean_text(text[:_READ], longest)
+
+
+def _add(counts: dict[Use, _Count], use: Use, count: _Count) -> None:
+    """Bounded: beyond that who it was is no longer told apart; how many there were is."""
+    known = counts.get(use)
+    if known is None and len(counts) >= _MOST_BUCKETS:
+        use = replace(use, source="", user_agent="", origin="")
+        known = counts.get(use)
+    counts[use] = count if known is None else _merged(known, count)
+
+
 def _merged(one: _Count, other: _Count) -> _Count:
     return _Count(one.count + other.count, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
 
@@ -233,22 +277,54 @@ def _write(counts: dict[Use, _Count]) -> None:
             known = keys.get(use.key_id)
             keys[use.key_id] = count if known is None else _merged(known, count)
     ordered = sorted(counts.items(), key=lambda item: astuple(item[0]))
+    _add_rows(_BUCKET_COLUMNS, _ADD_TO_BUCKET, [(*astuple(use), *astuple(count)) for use, count in ordered])
+    _add_rows(_KEY_COLUMNS, _ADD_TO_KEY, [(key_id, *astuple(count)) for key_id, count in sorted(keys.items())])
+
+
+def _add_rows(columns: Mapping[str, str], statement: str, rows: list[tuple[Any, ...]]) -> None:
+    """On PostgreSQL all in one statement: thousands of keys are in use at once, and a statement for each would cost the
+    verdicts beside it their time."""
+    if not rows:
+        return
     with connection.cursor() as cursor:
-        cursor.executemany(_ADD_TO_BUCKET, [_row(*astuple(use), *astuple(count)) for use, count in ordered])
-        cursor.executemany(_ADD_TO_KEY, [_row(key_id, *astuple(count)) for key_id, count in sorted(keys.items())])
+        if connection.vendor == "postgresql":
+            arrays = ", ".join(f"%s::{kind}[]" for kind in columns.values())
+            cursor.execute(
+                statement.replace(_VALUES, f"SELECT * FROM unnest({arrays})"),  # noqa: S608  types of ours
+                [list(column) for column in zip(*rows, strict=True)],
+            )
+        else:
+            values = f"VALUES ({', '.join(['%s'] * len(columns))})"
+            cursor.executemany(statement.replace(_VALUES, values), [_row(*row) for row in rows])
+
+
+_VALUES = "<values>"
+_BUCKET_COLUMNS = {
+    "key_id": "text",
+    "minute": "timestamptz",
+    "source": "text",
+    "user_agent": "text",
+    "endpoint": "text",
+    "origin": "text",
+    "outcome": "text",
+    "count": "int",
+    "first_at": "timestamptz",
+    "last_at": "timestamptz",
+}
+_KEY_COLUMNS = {"key_id": "text", "count": "bigint", "first_at": "timestamptz", "last_at": "timestamptz"}
 
 
 _ADD_TO_BUCKET = """
     INSERT INTO keyvault_usebucket AS was
         (key_id, minute, source, user_agent, endpoint, origin, outcome, count, first_at, last_at)
-    VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
+    <values>
     ON CONFLICT (key_id, minute, source, user_agent, endpoint, origin, outcome) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
 _ADD_TO_KEY = """
-    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) VALUES (%s, %s, %s, %s)
+    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <values>
     ON CONFLICT (key_id) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,

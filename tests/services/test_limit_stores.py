@@ -1,5 +1,6 @@
 """The stores do what `access.limits.spend` says, whoever spends beside them."""
 
+import asyncio
 import random
 import socket
 import time
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Arrival, Bucket, Limit, Spend, spend
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Arrival, Bucket, Limit, Spend, spend, spend_each
 from keyvault.services import limit_stores
+from keyvault.services.limit_pipeline import LimitPipeline
 from keyvault.services.limit_stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
 from tests.servers.throwaway import free_port
 
@@ -70,6 +72,57 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
         assert store.spend(buckets, affordable) == expected
 
 
+@given(
+    st.lists(st.builds(Limit, st.integers(1, 9) | st.just(999_983), st.integers(1, 3)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 111_111, 333_333, -2_000_000]) | st.integers(-1_000_000, 2_000_000),
+            st.integers(1, 9),
+            st.booleans(),
+        ),
+        max_size=60,
+    ),
+)
+def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
+    chosen: list[Limit], visits: list[tuple[int, int, bool]]
+) -> None:
+    """All that `try_spend` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
+    buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
+    clock, pure = [NOW_US], dict[str, Arrival | None].fromkeys(one.key for one in buckets)
+    store = LocalStore(lambda: clock[0])
+    for gap_us, cost, is_first_alone in visits:
+        clock[0] += gap_us
+        request = buckets[:1] if is_first_alone else buckets
+        affordable = min(cost, *(one.limit.count for one in request))
+        expected, kept = spend([pure[one.key] for one in request], request, affordable, clock[0])
+        has_new = any(pure[one.key] is None for one in request)
+        pure.update(zip((one.key for one in request), kept, strict=True))
+        quick = store.try_spend(request, affordable)
+        assert (quick is not None) == (expected.allowed and not has_new)
+        if quick is None:
+            assert store.spend(request, affordable) == expected
+        else:
+            assert quick == tuple(part for one in expected.standings for part in (one.remaining, one.reset_seconds))
+
+
+@pytest.mark.parametrize("cost", [-1, 0, 10])
+def test_local_store_in_a_hurry_with_a_cost_that_no_burst_holds_spends_nothing(cost: int) -> None:
+    """Nothing is paid back by a negative cost."""
+    store, one = LocalStore(lambda: NOW_US), bucket(Limit(9, 1))
+    store.spend([one], 1)
+    assert store.try_spend([one], cost) is None
+    assert store.spend([one], 1).standings[0].remaining == 7
+
+
+def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment() -> None:
+    """Buckets carry their limit in the key; one that does not is judged as the arithmetic would."""
+    store = LocalStore(lambda: NOW_US)
+    store.spend([bucket(Limit(4, 8))], 2)
+    smaller = bucket(Limit(2, 8))
+    assert store.try_spend([smaller], 1) is None
+    assert store.spend([smaller], 1).standings[0].remaining == 0
+
+
 def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
     def busy_now_us() -> int:
         time.sleep(0)  # lets another thread in at the worst moment: after the states were read
@@ -79,6 +132,19 @@ def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
     assert sum(race(*[lambda: count_allowed(store, buckets, 10)] * 64)) == 300
     assert store.spend(buckets[:1], 200).allowed
     assert not store.spend(buckets[:1], 1).allowed
+
+
+def test_local_store_with_threads_in_a_hurry_and_others_admits_exactly_the_limit() -> None:
+    """The verifier's door and the integration plane spend from one store."""
+    store, buckets = LocalStore(lambda: NOW_US), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
+    store.spend(buckets, 1)
+
+    def hurry() -> int:
+        return sum(store.try_spend(buckets, 1) is not None for _ in range(100))
+
+    assert sum(race(*[hurry, lambda: count_allowed(store, buckets, 100)] * 8)) == 299
+    assert store.spend(buckets[:1], 200).allowed
+    assert store.try_spend(buckets[:1], 1) is None
 
 
 def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
@@ -163,12 +229,12 @@ def test_redis_store_agrees_with_the_pure_arithmetic(
     """
     seen: list[tuple[int, Spend, tuple[Arrival, ...]]] = []
 
-    def watched(states: Sequence[Arrival | None], buckets: Sequence[Bucket], cost: int, now_us: int) -> Any:
-        outcome, kept = spend(states, buckets, cost, now_us)
+    def watched(states: Sequence[Arrival | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int) -> Any:
+        outcome, kept = spend_each(states, buckets, costs, now_us)
         seen.append((now_us, outcome, kept))
         return outcome, kept
 
-    monkeypatch.setattr(limit_stores, "spend", watched)
+    monkeypatch.setattr(limit_stores, "spend_each", watched)
     chance, store = random.Random(3), patient(redis_url)  # noqa: S311  examples, no secret
     for number in range(600):
         buckets = [Bucket("any", f"{{{number}}}:{place}", _any_limit(chance)) for place in range(chance.randint(1, 3))]
@@ -314,3 +380,158 @@ def test_redis_store_that_is_out_of_memory_is_lost_and_spends_from_no_bucket(red
     finally:
         client.config_set("maxmemory", before)
     assert client.keys() == []
+
+
+# ------------------------------------------------------------------------------------------------ Redis in asyncio
+
+
+class Loop:
+    """A store that callers in asyncio spend from, and what they ask for in a turn."""
+
+    def __init__(self, url: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+        self.store = RedisStore(url, timeout_seconds)
+
+    def run(self, *turns: Sequence[tuple[Sequence[Bucket], int]]) -> list[list[Spend | BaseException]]:
+        """The outcomes of the requests of each turn of the loop."""
+
+        async def run_all() -> list[list[Spend | BaseException]]:
+            try:
+                return [
+                    await asyncio.gather(
+                        *[self.store.spend_soon(buckets, cost) for buckets, cost in turn], return_exceptions=True
+                    )
+                    for turn in turns
+                ]
+            finally:
+                await self.store.close_soon()
+
+        return asyncio.run(run_all())
+
+
+def allowed(outcomes: Sequence[Spend | BaseException]) -> list[bool]:
+    assert all(isinstance(one, Spend) for one in outcomes), outcomes
+    return [isinstance(one, Spend) and one.allowed for one in outcomes]
+
+
+def test_redis_store_in_asyncio_tells_each_caller_his_own_outcome(redis_url: str, client: "Redis") -> None:
+    account, endpoint = bucket(Limit(10, A_DAY)), bucket(Limit(3, A_DAY), "endpoint")
+    (outcomes,) = Loop(redis_url).run(
+        [([account], 2), ([account, endpoint], 3), ([account, endpoint], 1), ([account], 5)]
+    )
+    assert allowed(outcomes) == [True, True, False, True]
+    assert [[told.remaining for told in one.standings] for one in outcomes if isinstance(one, Spend)] == [
+        [8],
+        [5, 0],
+        [5, 0],
+        [0],
+    ]
+    assert stored(client, account)
+
+
+def test_redis_store_in_asyncio_sends_all_of_one_turn_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is asked for while they are away in the next trip: one connection is enough."""
+    trips: list[int] = []
+    evaluated = LimitPipeline._evaluated
+
+    async def counted(self: LimitPipeline, client: Any, batch: Sequence[Any]) -> list[Any]:
+        trips.append(len(batch))
+        return await evaluated(self, client, batch)
+
+    loop, one = Loop(redis_url), bucket(Limit(1_000, A_DAY))
+    loop.store.spend([one], 1)  # the script is known
+    monkeypatch.setattr(LimitPipeline, "_evaluated", counted)
+
+    async def run_all() -> list[Spend]:
+        first = [asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(200)]
+        while not trips:
+            await asyncio.sleep(0)
+        then = [asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(50)]
+        try:
+            return await asyncio.gather(*first, *then)
+        finally:
+            await loop.store.close_soon()
+
+    assert [spent.standings[0].remaining for spent in asyncio.run(run_all())] == list(range(998, 748, -1))
+    assert trips == [200, 50]
+
+
+def test_redis_store_in_asyncio_and_blocking_threads_admit_exactly_the_limit(redis_url: str) -> None:
+    """Never more than the limit, whoever asks how: loops and threads of several processes on one Redis."""
+    buckets = [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
+
+    def in_asyncio() -> int:
+        return sum(sum(allowed(turn)) for turn in Loop(redis_url).run(*[[(buckets, 1)] * 20] * 5))
+
+    blocking = [patient(redis_url) for _ in range(8)]
+    counted = race(*[in_asyncio] * 8, *[lambda store=store: count_allowed(store, buckets, 20) for store in blocking])
+    assert sum(counted) == 300
+    assert blocking[0].spend(buckets[:1], 200).allowed
+    assert not blocking[0].spend(buckets[:1], 1).allowed
+
+
+def test_redis_store_in_asyncio_whose_server_forgot_the_script_teaches_it_again(
+    redis_url: str, client: "Redis"
+) -> None:
+    """Each is counted once."""
+    loop, one = Loop(redis_url), bucket(Limit(20, A_DAY))
+    loop.run([([one], 1)])
+    client.script_flush()
+    (outcomes,) = loop.run([([one], 1)] * 5)
+    assert allowed(outcomes) == [True] * 5
+    assert loop.store.spend([one], 1).standings[0].remaining == 13
+
+
+def test_redis_store_in_asyncio_with_one_bad_state_is_lost_to_that_caller_alone(
+    redis_url: str, client: "Redis"
+) -> None:
+    good, bad = bucket(Limit(3, A_DAY)), bucket(Limit(3, A_DAY), "bad")
+    client.set(bad.key, "nonsense")
+    ((before, lost, after),) = Loop(redis_url).run([([good], 1), ([bad], 1), ([good], 1)])
+    assert allowed([before, after]) == [True, True]
+    assert isinstance(lost, LimitStoreLostError)
+
+
+def test_redis_store_in_asyncio_at_a_closed_port_is_lost() -> None:
+    (outcomes,) = Loop(f"redis://127.0.0.1:{free_port()}/0").run([([bucket(Limit(3, 1))], 1)] * 3)
+    assert [type(one) for one in outcomes] == [LimitStoreLostError] * 3
+
+
+def test_redis_store_in_asyncio_that_never_answers_is_lost_to_all_at_once() -> None:
+    """On one connection, and nobody's call is sent a second time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        loop = Loop(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout_seconds=0.25)
+        (outcomes,) = loop.run([([bucket(Limit(3, 1))], 1)] * 100)
+        assert [type(one) for one in outcomes] == [LimitStoreLostError] * 100
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
+def test_redis_store_in_asyncio_with_a_caller_who_goes_away_answers_the_others(redis_url: str) -> None:
+    loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
+
+    async def run_all() -> bool:
+        gone, stays = (asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        try:
+            return (await stays).allowed
+        finally:
+            await loop.store.close_soon()
+
+    assert asyncio.run(run_all())
+
+
+def test_redis_store_in_asyncio_whose_loop_ends_leaves_nobody_waiting(redis_url: str) -> None:
+    """What is under way when a verifier stops."""
+    loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
+
+    async def leave() -> "asyncio.Task[Spend]":
+        task = asyncio.ensure_future(loop.store.spend_soon([one], 1))
+        await asyncio.sleep(0)
+        return task
+
+    task = asyncio.run(leave())
+    assert task.cancelled()
+    assert allowed(loop.run([([one], 1)])[0]) == [True]

@@ -1,5 +1,6 @@
 """The limits of a process: what is spent from which bucket, and what happens when the shared store is lost."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from keyvault.domain.errors import DependencyUnavailableError, ErrorCode
 from keyvault.domain.keys import KeyKind
 from keyvault.services import limits
 from keyvault.services.limit_stores import LimitStoreLostError, LocalStore, RedisStore
-from keyvault.services.limits import FailedProofs, Limiter, account_buckets, failed_proofs, limiter
+from keyvault.services.limits import FailedProofs, Limiter, StoreWatch, account_buckets, failed_proofs, limiter
 from tests.servers.redis import find_redis, redis_server
 from tests.servers.throwaway import free_port
 
@@ -220,6 +221,57 @@ def test_limiter_logs_each_loss_and_each_return_once(
     assert caplog.records[0].__dict__["why"] == "gone"
 
 
+def test_limiters_of_one_store_learn_of_its_loss_from_each_other(
+    store: FlakyStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lost store holds up one request a second in all, and is told about once."""
+    caplog.set_level(logging.WARNING, limits.__name__)
+    watch = StoreWatch(clock)
+    one, other = (Limiter(store, LocalStore(clock.micros), percent, watch=watch) for percent in (25, 50))
+    store.is_there = False
+    assert (drain(one, ACCOUNT_ONLY), drain(other, ACCOUNT_ONLY)) == (10, 20)
+    assert store.calls == 1
+    store.is_there = True
+    clock.seconds += 1
+    assert other.spend(ACCOUNT_ONLY, 1).binding.limit == ACCOUNT
+    assert one.spend(ACCOUNT_ONLY, 1).binding.limit == ACCOUNT
+    assert caplog.messages == ["limit store lost", "limit store back"]
+
+
+def test_limiter_in_asyncio_without_its_store_does_the_same(clock: Clock) -> None:
+    """A share of each limit, refused where the endpoint wants that, one attempt a second, and back again."""
+
+    class Soon(FlakyStore):
+        async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+            await asyncio.sleep(0)
+            return self.spend(buckets, cost)
+
+        async def close_soon(self) -> None:
+            """Nothing is open."""
+
+    store = Soon(clock)
+    shared = Limiter(store, LocalStore(clock.micros), 25, clock)
+
+    async def lose_and_find() -> None:
+        assert (await shared.spend_soon(BUCKETS, 1)).binding.limit == ENDPOINT
+        store.is_there = False
+        assert [(await shared.spend_soon(BUCKETS, 1)).allowed for _ in range(3)] == [True, True, False]
+        with pytest.raises(DependencyUnavailableError):
+            await shared.spend_soon(BUCKETS, 1, refuse_on_loss=True)
+        assert store.calls == 2
+        clock.seconds += 1
+        await shared.spend_soon(BUCKETS, 1)
+        await shared.spend_soon(BUCKETS, 1)
+        assert store.calls == 3
+        store.is_there = True
+        clock.seconds += 1
+        told = await asyncio.gather(*[shared.spend_soon(ACCOUNT_ONLY, 1) for _ in range(3)])
+        assert [one.binding.limit.count for one in told] == [40, 10, 10]
+        assert (await shared.spend_soon(ACCOUNT_ONLY, 1)).binding.limit == ACCOUNT
+
+    asyncio.run(lose_and_find())
+
+
 # ------------------------------------------------------------------------------------------------- a Redis is lost
 
 
@@ -269,6 +321,13 @@ def test_failed_proofs_of_other_addresses_are_counted_apart(proofs: FailedProofs
     for _ in range(101):
         proofs.note(ADDRESS)
     assert proofs.note("192.0.2.2") is None
+
+
+def test_failed_proofs_noted_here_are_the_same_count_without_redis(proofs: FailedProofs) -> None:
+    assert proofs.note_here(None) is None
+    assert [proofs.note_here(ADDRESS) for _ in range(50)] + [proofs.note(ADDRESS) for _ in range(50)] == [None] * 100
+    assert (proofs.note_here(ADDRESS), proofs.note(ADDRESS)) == (1, 1)
+    assert proofs.is_over(ADDRESS)
 
 
 @pytest.mark.parametrize("address", [None, "", "unknown", "192.0.2.1:4711", "192.0.2.1, 192.0.2.2", "192.0.2.300"])
@@ -386,3 +445,25 @@ def test_failed_proofs_as_configured_take_nothing_from_an_account(
             "kv:limit:{proof:2001:db8::/64}:100/60",
         ]
     assert failed_proofs() is failed_proofs()
+
+
+def test_failed_proofs_as_configured_know_that_the_limits_of_accounts_lost_redis(
+    settings: Settings, fresh_limits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, limits.__name__)
+    settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = f"redis://127.0.0.1:{free_port()}/0", 50
+    limiter().spend(ACCOUNT_ONLY, 1)
+    failed_proofs().note(ADDRESS)
+    assert caplog.messages == ["limit store lost"]
+
+
+def test_failed_proofs_noted_here_never_ask_redis(settings: Settings, redis_url: str, fresh_limits: None) -> None:
+    """An event loop does not wait; the bound is the limit once more for its process."""
+    settings.REDIS_URL, settings.LIMIT_FALLBACK_PERCENT = redis_url, 25
+    noted = [failed_proofs().note_here(ADDRESS) for _ in range(200)]
+    assert noted[:100] == [None] * 100
+    assert 1 in noted
+    assert failed_proofs().is_over(ADDRESS)
+    with Redis.from_url(redis_url) as client:
+        assert client.keys() == []
+    assert failed_proofs().note(ADDRESS) is None

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from django.db import IntegrityError as DatabaseIntegrityError
@@ -240,6 +241,21 @@ def test_key_of_a_version_that_is_not_loaded_is_no_wrong_key(scene: Scene, monke
     late.refresh()
     assert verdict(text) is None
     assert key.pepper_version == 2
+
+
+def test_peppers_that_are_missing_are_tried_for_once_in_a_while(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests miss them: a backend that is away is not asked at their rate."""
+    late, clock, tries = PepperRing(), [1_000.0], list[float]()
+    monkeypatch.setattr(late, "refresh", lambda: tries.append(clock[0]))
+    monkeypatch.setattr(late, "_missing", list)
+    monkeypatch.setattr("keyvault.services.peppers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for at in (1_000.0, 1_000.5, 1_000.9, 1_001.0, 1_001.5, 1_002.5):
+        clock[0] = at
+        with pytest.raises(VerifierStaleError):
+            late.loaded(SANDBOX)
+        assert late._thread is not None
+        late._thread.join()
+    assert tries == [1_000.0, 1_001.0, 1_002.5]
 
 
 def _as_before(peppers: Peppers) -> _Loaded:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+from django.conf import settings
 from django.db import IntegrityError, transaction
 
 import keyvault.services
@@ -26,6 +27,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, StateConflictError
 from keyvault.domain.issuance import COLLECT_WITHIN, Delivery
+from keyvault.domain.journal import Ended
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.notifications import NoticeKind
@@ -59,6 +61,7 @@ from keyvault.services import (
     endpoints,
     inbox,
     issuance,
+    journal,
     keys,
     leases,
     limit_overrides,
@@ -71,6 +74,7 @@ from keyvault.services import (
     pepper_propagation,
     pepper_versions,
     recording,
+    revocation_replays,
     tokens,
     webhook_endpoints,
 )
@@ -175,6 +179,19 @@ def _expire(scene: Scene) -> Callable[[], object]:
 def _revoke_own(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     return lambda: keys.revoke_own_key(grant(holder_of(key), P.KEYS_REVOKE_SELF, scene.sandbox), key)
+
+
+def _end_again(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    allowed = grant(HOST, P.REVOCATIONS_REPLAY, scene.sandbox)
+    return lambda: keys.end_again(allowed, key, RevocationReason.SUPERSEDED)
+
+
+def _replay(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox)
+    settings.JOURNAL.unlink(missing_ok=True)
+    journal.append_lines([Ended(1, now(), "key", key.key_id, "deactivated", "superseded")])
+    return lambda: revocation_replays.replay_revocations(grant(HOST, P.REVOCATIONS_REPLAY))
 
 
 def _create_order(scene: Scene) -> Callable[[], object]:
@@ -477,6 +494,8 @@ ACTS: dict[str, Act] = {
     "keys.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
     "orders.create_order": Act(_create_order, ["order.created"], []),
     "customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
+    "keys.end_again": Act(_end_again, ["key.revocation_replayed"], ["key"]),
+    "revocation_replays.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
     "customer_tokens.revoke_customer_token": Act(
         _revoke_customer_token, ["customer_token.revoked"], ["customer_token"]
     ),
@@ -609,6 +628,7 @@ INSIDE_ANOTHER = {
     "four_eyes.approving_operator": "decides, writes nothing",
     "four_eyes.note_command_line_approval": "inside the block of the approval",
     "break_glass.note_break_glass": "inside the block of the act",
+    "journal.announce_failure": "inside the block of what found it out",
     "material.announce_missing": "inside the block of what found it out",
     "notifications.announce": "inside the block of what happened",
     "notifications.announce_to": "inside the block of what happened",

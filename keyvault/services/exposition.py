@@ -1,0 +1,41 @@
+"""The meters in Prometheus' text format: no ids, no merchants, no material."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from keyvault.backends import meters  # noqa: F401  its meters are there before their first event
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+def expose_meters() -> bytes:
+    """Those of this process; with PROMETHEUS_MULTIPROC_DIR those of all processes of this host that have it."""
+    return generate_latest(_registry())
+
+
+def _registry() -> CollectorRegistry:
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not folder:
+        return REGISTRY
+    _forget_the_dead(Path(folder))
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]  # the library's
+    return registry
+
+
+def _forget_the_dead(folder: Path) -> None:
+    """Gauges of processes that have ended say nothing of now."""
+    for file in folder.glob("gauge_live*_*.db"):
+        pid = int(file.stem.rpartition("_")[2])
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            # Whoever was asked at the same time may have done it.
+            with suppress(FileNotFoundError):
+                mark_process_dead(pid, path=str(folder))  # type: ignore[no-untyped-call]  # the library's
+        except PermissionError:
+            continue

@@ -1,0 +1,109 @@
+"""Calls of one script of Redis by callers in asyncio: all of one turn of the loop go there together.
+
+One batch is under way at a time. What is asked for meanwhile goes with the next one, so that load makes batches
+larger and never opens a second connection, nor a thousand of them to a server that hangs.
+"""
+
+import asyncio
+from asyncio import AbstractEventLoop, Future, Task
+from collections.abc import Sequence
+from hashlib import sha1
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+
+_LARGEST_BATCH = 500
+"""So that a crowd does not look like a server that is too slow: these take some 50 ms of 250."""
+
+
+class _Call(NamedTuple):
+    keys: Sequence[str]
+    args: Sequence[int]
+    answer: "Future[Any]"
+
+
+class LimitPipeline:
+    """One connection, of the loop that runs."""
+
+    def __init__(self, url: str, script: str, timeout_seconds: float) -> None:
+        self._url = url
+        self._script = script
+        self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()  # as Redis names its scripts
+        self._timeout_seconds = timeout_seconds
+        self._loop: AbstractEventLoop | None = None
+        self._client: Redis | None = None
+        self._waiting: list[_Call] = []
+        self._flight: Task[None] | None = None
+
+    async def run(self, keys: Sequence[str], args: Sequence[int]) -> Any:
+        """What the script answers. Raises RedisError or OSError; a call is never sent twice."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._client, self._waiting, self._flight = loop, None, [], None
+        if self._client is None:
+            self._client = self._connected()
+        call = _Call(keys, args, loop.create_future())
+        self._waiting.append(call)
+        if self._flight is None:
+            self._flight = loop.create_task(self._fly(self._client))
+        return await call.answer
+
+    async def close(self) -> None:
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+        self._loop = self._client = None
+
+    def _connected(self) -> Redis:
+        return Redis.from_url(
+            self._url,
+            socket_timeout=self._timeout_seconds,
+            socket_connect_timeout=self._timeout_seconds,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    async def _fly(self, client: Redis) -> None:
+        batch: list[_Call] = []
+        why = "the loop ends"
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
+                async with asyncio.timeout(self._timeout_seconds):
+                    found = await self._send(client, batch)
+                for call, answer in zip(batch, found, strict=True):
+                    _deliver(call, answer)
+        except (RedisError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            # Those that wait for the next batch do not try it again, one after the other.
+            for call in [*batch, *self._waiting]:
+                _deliver(call, RedisConnectionError(why))
+            self._waiting, self._flight = [], None
+
+    async def _send(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
+        found = await self._evaluated(client, batch)
+        unknown = [place for place, answer in enumerate(found) if isinstance(answer, NoScriptError)]
+        if unknown:  # which means: not run
+            await client.script_load(self._script)
+            again = await self._evaluated(client, [batch[place] for place in unknown])
+            for place, answer in zip(unknown, again, strict=True):
+                found[place] = answer
+        return found
+
+    async def _evaluated(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
+        pipeline = client.pipeline(transaction=False)
+        for call in batch:
+            pipeline.evalsha(self._sha, len(call.keys), *call.keys, *call.args)
+        return await pipeline.execute(raise_on_error=False)
+
+
+def _deliver(call: _Call, answer: Any) -> None:
+    if call.answer.done():
+        return
+    if isinstance(answer, Exception):
+        call.answer.set_exception(answer)
+    else:
+        call.answer.set_result(answer)
