@@ -1,0 +1,577 @@
+"""The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
+
+    engine.verify_known(authorization, body) -> Answer | None      a question whose answer is in memory, and is yes
+    engine.step(question) -> Answer | Needs                        any question of the service plane, see `answering`
+
+Whoever gets `Needs` reads them from the primary database and asks again. Nothing is noted or spent by a step that ends
+in needs, so that asking again costs nothing but time.
+
+What is remembered is good as long as nobody has changed it. Before each decision the host's generation word is
+compared, and what was changed is forgotten before anybody answers; changes of other hosts come by `evict`, and
+`Freshness` says how long ago that was known to be all of them. A reading that a change came across serves the question
+that it was made for, and is not remembered.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from msgspec import UNSET, UnsetType
+
+from keyvault.access.catalog import Endpoint
+from keyvault.access.judgement import Judgement
+from keyvault.access.limits import LARGEST_COUNT, Bucket, Limit, Spend
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Service
+from keyvault.access.rule_book import RuleBook
+from keyvault.access.verification import TokenRecord, find_exposed, read_key
+from keyvault.domain.base62 import encode, random_digits
+from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import VerifierStaleError
+from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
+from keyvault.domain.keystring import KeyString
+from keyvault.domain.networks import is_within
+from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.freshness import Freshness
+from keyvault.hotpath.memory import RULES, Known, Memory, Subject, known_key
+from keyvault.hotpath.rendering import Template, identity_text
+from keyvault.hotpath.requests import Asked, read_asked, read_plain
+
+_MOST_USES: Final = 20_000
+_MOST_WAYS: Final = 4_096
+_MOST_ACCOUNTS: Final = 65_536
+_MOST_ADDRESSES: Final = 256
+
+
+class Budgets(Protocol):
+    """What limits are spent from, see `services.budgets`."""
+
+    is_local: bool
+
+    def try_spend(self, buckets: tuple[Bucket, ...], cost: int) -> tuple[int, ...] | None: ...
+
+    def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
+
+
+class Generation(Protocol):
+    """The host's word of changes, see `services.generation`."""
+
+    words: memoryview
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was judged, for whoever keeps the evidence; `endpoint` "" for none of the catalog."""
+
+    judgement: Judgement
+    request_id: str
+    door: str
+    environment: Environment
+    endpoint: str
+    source: str
+    user_agent: str
+    origin: str | None
+    is_probe: bool
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What an engine has of the world; the loader's to give. `loaded_peppers` asks nobody, and raises
+    VerifierStaleError where there are none yet; `peppers` may wait for them where the door may.
+    """
+
+    brand: str
+    environments: frozenset[Environment]
+    base_urls: Mapping[Environment, str]
+    generation: Generation
+    budgets: Budgets
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+    random_bytes: Callable[[int], bytes]
+    loaded_peppers: Callable[[PepperSet], Peppers]
+    peppers: Callable[[PepperSet], Peppers]
+    take_pepper: Callable[[Peppers, int], Peppers]
+    buckets: Callable[[KeyRecord, Endpoint, Limit | None, str], tuple[Bucket, ...]]
+    note_failed_proof: Callable[[str | None], int | None]
+    note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
+    note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
+    note_verdict: Callable[[Verdict], None]
+
+
+class Caller:
+    """A proved service token, as the fast way needs it."""
+
+    __slots__ = ("environments", "is_probe", "merchants", "source")
+
+    def __init__(self, service: Service, served: frozenset[Environment]) -> None:
+        """`served`: the environments of this process."""
+        may_verify = Permission.KEYS_VERIFY in service.permissions
+        environments = service.environments & served if may_verify else frozenset[Environment]()
+        self.environments = frozenset(environment.value for environment in environments)
+        self.merchants = service.merchants
+        self.source = f"token:{service.token_id}"
+        self.is_probe = service.is_probe
+
+
+class Way:
+    """A grant as every plain key gets it that asks the same: what of it does not depend on whose key it is."""
+
+    __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
+
+    def __init__(self, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
+        self.endpoint = endpoint
+        self.name = endpoint.name
+        self.rules = rules
+        self._judgement = judgement
+        self._templates: dict[tuple[Limit, ...], Template] = {}
+
+    def template(self, buckets: tuple[Bucket, ...]) -> Template:
+        """The answer under these limits."""
+        limits = tuple(bucket.limit for bucket in buckets)
+        found = self._templates.get(limits)
+        if found is None:
+            if len(self._templates) >= _MOST_WAYS:
+                self._templates.clear()
+            found = self._templates[limits] = Template(self._judgement, buckets)
+        return found
+
+
+class Purse:
+    """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
+
+    __slots__ = ("buckets", "most", "name", "rules", "template", "text")
+
+    def __init__(self, way: Way, buckets: tuple[Bucket, ...]) -> None:
+        self.buckets = buckets
+        self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
+        self.name = way.name
+        self.rules = way.rules
+        self.template = way.template(buckets)
+        self.text = self.template.text
+
+
+class Purses:
+    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is."""
+
+    __slots__ = ("by_name", "by_way")
+
+    def __init__(self) -> None:
+        self.by_way: dict[Way, Purse] = {}
+        self.by_name: dict[str | UnsetType, Purse] = {}
+
+
+class Holding:
+    """What the fast way has worked out of a plain key: one that is good, and of an active account."""
+
+    __slots__ = ("environment", "identity", "kind", "merchant", "networks", "purses", "within")
+
+    def __init__(self, record: KeyRecord, purses: Purses) -> None:
+        self.environment = record.environment.value
+        self.identity = identity_text(record)
+        self.kind = record.kind
+        self.merchant = record.merchant_id
+        self.networks = record.networks
+        self.purses = purses
+        self.within: dict[str, bool] | None = {} if record.networks else None
+        """Of a key that is good from certain networks: which addresses were found to be in them."""
+
+    def is_from_network(self, address: str | UnsetType | None) -> bool:
+        if not address or self.within is None:
+            return False
+        found = self.within.get(address)
+        if found is None:
+            if len(self.within) >= _MOST_ADDRESSES:
+                self.within.clear()
+            found = self.within[address] = is_within(address, self.networks)
+        return found
+
+
+class Missed:
+    """A question that lacks nothing but the key; `changes` is the engine's count when it was asked."""
+
+    __slots__ = ("asked", "caller", "changes", "is_plain", "keystring", "tag")
+
+    def __init__(
+        self, asked: Asked, caller: Caller, keystring: KeyString, tag: bytes, changes: int, *, is_plain: bool
+    ) -> None:
+        self.asked = asked
+        self.caller = caller
+        self.keystring = keystring
+        self.tag = tag
+        self.changes = changes
+        self.is_plain = is_plain
+
+
+Use = tuple[str, str, str, str, str, bool]
+"""A key's id, an endpoint's name, source, user agent, the page's origin, and whether it was a probe's."""
+
+
+class Engine:
+    """One for each process; its threads share it."""
+
+    def __init__(self, ports: Ports, freshness: Freshness, capacity: int) -> None:
+        self.ports = ports
+        self.freshness = freshness
+        self.memory = Memory(ports.random_bytes(32), capacity)
+        self.rules: RuleBook | None = None
+        self.lock = threading.Lock()
+        self.changes = 0
+        """Counts what was forgotten: a reading that began before is not remembered after it."""
+        self.answered_from_memory = 0
+        self.unread: tuple[KeyString, bytes] | None = None
+        """What the last decision of the fast way lacked, for whoever still has the lock."""
+        self._ways: dict[tuple[object, ...], Way] = {}
+        self._purses: dict[tuple[object, ...], Purses] = {}
+        self._uses: dict[Use, list[float]] = {}
+        self._base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
+        self._words = ports.generation.words
+        self._seen = ports.generation.since(-1)[0]
+        self._new_tag = self.memory.new_tag
+        self._keys_by_tag = self.memory.keys.by_tag
+        self._tokens_by_tag = self.memory.tokens.by_tag
+        self._may_vouch = freshness.may_vouch
+        self._monotonic = ports.monotonic
+        self._wall = ports.wall
+        self._try_spend = ports.budgets.try_spend
+        self._mark = f"{ports.brand}_"
+        self._next_id = _request_ids(ports.random_bytes).__next__
+
+    # --- what is remembered, and for how long -------------------------------------------------------------------
+
+    def evict(self, subjects: Iterable[Subject] | None) -> None:
+        """Forgets what hangs on these; None: everything."""
+        with self.lock:
+            self._evict(subjects)
+
+    def _evict(self, subjects: Iterable[Subject] | None) -> None:
+        self.changes += 1
+        if subjects is None:
+            self.memory.clear()
+            self._forget_rules()
+            self._purses.clear()
+            return
+        subjects = list(subjects)
+        self.memory.evict(subjects)
+        if any(kind in RULES for kind, _ in subjects):
+            self._forget_rules()
+
+    def _forget_rules(self) -> None:
+        self.rules = None
+        self._ways.clear()
+        for purses in self._purses.values():
+            # Emptied and not dropped: keys that are remembered still have them, and with them the replaced rules.
+            purses.by_way.clear()
+            purses.by_name.clear()
+
+    def catch_up(self) -> None:
+        """Forgets what this host has changed since the last look. Under the lock.
+
+        Where that cannot be read: everything, and nothing may be remembered until it can.
+        """
+        if self._words[0] != self._seen:
+            try:
+                seen, subjects = self.ports.generation.since(self._seen)
+            except OSError:
+                self._evict(None)
+                return
+            # First forgotten, then seen: whoever finds the word as it was seen may answer.
+            self._evict(subjects)
+            self._words = self.ports.generation.words
+            self._seen = seen
+
+    def may_remember(self) -> bool:
+        """Whether memory may be answered from now. Under the lock, after `catch_up`."""
+        has_caught_up = self._words[0] == self._seen
+        return has_caught_up and self.freshness.may_vouch(self.ports.monotonic(), self.ports.wall())
+
+    # --- the fast way -------------------------------------------------------------------------------------------
+
+    def verify_known(self, authorization: bytes, body: bytes) -> Answer | Missed | None:
+        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes. Missed: but for the key, which
+        `verify_missed` takes once it was read. Else None, and nothing done.
+
+        `authorization` is the whole header; the rest of the request was found to be as usual.
+        """
+        with self.lock:
+            wall = self._wall()
+            if self._words[0] != self._seen:
+                self.catch_up()
+                if not self.may_remember():
+                    return None
+            if not self._may_vouch(self._monotonic(), wall):
+                return None
+            made = self._new_tag()
+            made.update(authorization)
+            token = self._tokens_by_tag.get(made.digest())
+            if token is None or wall >= token.deadline:
+                return None
+            asked, is_plain = read_plain(body), True
+            if asked is None:
+                asked, is_plain = read_asked(body), False
+                if asked is None:
+                    return None
+            request_id = self._next_id()
+            self.unread = None
+            text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain)
+            if text is None:
+                unread, self.unread = self.unread, None
+                if unread is None:
+                    return None
+                return Missed(asked, token.about, *unread, self.changes, is_plain=is_plain)
+            self.answered_from_memory += 1
+            return Answer(200, text, request_id.decode())
+
+    def verify_missed(self, missed: Missed, record: KeyRecord | None) -> Answer | None:
+        """The answer once the key was read. None, and nothing done: when something was changed since it was asked, or
+        there is more to say of it."""
+        with self.lock:
+            self.catch_up()
+            if self.changes != missed.changes or not self.may_remember():
+                return None
+            if record is None:
+                self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
+                return None
+            known = self.memory.admit_key(record)
+            if not self._proves(missed.keystring, known, missed.tag):
+                return None
+            request_id = self._next_id()
+            text = self.decide_known(missed.asked, missed.caller, self._wall(), request_id, is_plain=missed.is_plain)
+            return None if text is None else Answer(200, text, request_id.decode())
+
+    def decide_known(
+        self,
+        asked: Asked,
+        caller: Caller,
+        wall: float,
+        request_id: bytes,
+        record: KeyRecord | None = None,
+        *,
+        is_plain: bool = False,
+    ) -> bytes | None:
+        """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
+
+        `record` was read for this question; else it is looked for in memory, which then has to be fresh. `is_plain`:
+        it is as `requests.read_plain` gives it. Under the lock, so that no use is noted with a time from before a
+        report that does not have it. Much of what it does is written out here, since a call costs as much as what is
+        called.
+        """
+        text, name, rules = asked.key, asked.endpoint, self.rules
+        cost, origin = 1, ""
+        if text is None:
+            return None
+        if not is_plain:
+            bearer = asked.customer_token
+            if (bearer is not UNSET and bearer is not None) or asked.dry_run is True:
+                return None
+            cost, origin = asked.cost or 1, asked.origin or ""
+            is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
+        if asked.user_agent and self._mark in asked.user_agent:
+            return None  # of what may be a key only a masked text is kept
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which no key has
+            return None
+        made = self._new_tag()
+        made.update(raw)
+        tag = made.digest()
+        known = self._keys_by_tag.get(tag) if record is None else None
+        if known is None:
+            known = self._prove(text, tag, asked.environment, record)
+            if known is None:
+                return None
+        holding: Holding | None = known.about
+        if (
+            holding is None
+            or rules is None
+            or wall >= known.deadline
+            or holding.environment != asked.environment
+            or holding.environment not in caller.environments
+            or (caller.merchants is not None and holding.merchant not in caller.merchants)
+            or (holding.within is not None and not holding.is_from_network(asked.client_ip))
+        ):
+            return None
+        purse = holding.purses.by_name.get(name) if is_plain else None
+        if purse is None or purse.rules is not rules:
+            purse = self._purse(asked, known.record, holding, rules)
+            if purse is None:
+                return None
+            if is_plain:
+                holding.purses.by_name[name] = purse
+        if cost > purse.most:
+            return None
+        standing = self._try_spend(purse.buckets, cost) if purse.buckets else ()
+        if standing is None:
+            return None
+        known.is_asked_for = True
+        if holding.kind is not KeyKind.PUBLIC:
+            origin = ""
+        agent, uses = asked.user_agent or "", self._uses
+        use = (
+            known.identity,
+            purse.name,
+            asked.client_ip or caller.source,
+            agent,
+            origin,
+            caller.is_probe,
+        )
+        tally = uses.get(use)
+        if tally is None and len(uses) >= _MOST_USES:
+            # Who it was is no longer told apart, before the next report; how many there were is.
+            use = (known.identity, purse.name, "", "", "", caller.is_probe)
+            tally = uses.get(use)
+        if tally is None:
+            uses[use] = [1, wall, wall]
+        else:
+            tally[0] += 1
+            tally[2] = wall
+        if len(standing) == 2:
+            return purse.text % (*standing, request_id, holding.identity, *standing)
+        return purse.template.fill(standing, request_id, holding.identity)
+
+    def _prove(self, text: str, tag: bytes, environment: str, record: KeyRecord | None) -> Known[KeyRecord] | None:
+        """The key that this string proves now; None: that is to be found out the whole way."""
+        memory = self.memory
+        keystring = read_key(
+            text,
+            environment=Environment(environment),
+            brand=self.ports.brand,
+            base_urls=self.ports.base_urls,
+        )
+        if not isinstance(keystring, KeyString):
+            return None
+        known = memory.keys.by_id.get(keystring.key_id)
+        if record is not None and (known is None or known.record is not record):
+            known = known_key(record)
+        if known is None:
+            if not memory.absent.has("key", keystring.key_id, self._monotonic()):
+                self.unread = (keystring, tag)
+            return None
+        return known if self._proves(keystring, known, tag) else None
+
+    def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:
+        """Whether the string is the key's; then it is known by its tag from now on."""
+        record = known.record
+        try:
+            peppers = self.ports.take_pepper(
+                self.ports.loaded_peppers(PEPPER_SET[record.environment]), record.pepper_version
+            )
+        except VerifierStaleError:
+            return False
+        if not peppers.matches(keystring.text, record.digest, record.pepper_version):
+            return False
+        self.ports.note_key_proof(record, keystring, peppers)
+        known.about = self._holding(record)
+        self.memory.keys.bind(known, tag)
+        return True
+
+    def _holding(self, record: KeyRecord) -> Holding | None:
+        """None for a key that there is more to say of."""
+        if not record.merchant_active or not record.account_active or record.state is not KeyState.ACTIVE:
+            return None
+        account = (
+            record.account_id,
+            record.account_version,
+            record.limit_count,
+            record.limit_seconds,
+            record.kind,
+        )
+        purses = self._purses.get(account)
+        if purses is None:
+            if len(self._purses) >= _MOST_ACCOUNTS:
+                # With all that leans on them: what a change of the rules has to empty must be listed here.
+                self.memory.clear()
+                self._purses.clear()
+            purses = self._purses[account] = Purses()
+        return Holding(record, purses)
+
+    def _purse(self, asked: Asked, record: KeyRecord, holding: Holding, rules: RuleBook) -> Purse | None:
+        question = self._question(asked, holding, rules)
+        way = None if question is None else self._ways.get(question)
+        if way is None or way.rules is not rules:
+            return None
+        purse = holding.purses.by_way.get(way)
+        if purse is None:
+            buckets: tuple[Bucket, ...] = ()
+            if way.endpoint.spends:
+                limit, setting = rules.endpoint_limit(record.account_id, record.environment, way.endpoint)
+                buckets = self.ports.buckets(record, way.endpoint, limit, setting)
+            purse = holding.purses.by_way[way] = Purse(way, buckets)
+        return purse
+
+    def learn(self, asked: Asked, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
+        """A grant of the whole way, so that the next one like it goes the fast way. Under the lock."""
+        record = judgement.record
+        if record is None or judgement.customer is not None or rules is not self.rules:
+            return
+        holding = self._holding(record)
+        question = None if holding is None else self._question(asked, holding, rules)
+        if question is None:
+            return
+        if len(self._ways) >= _MOST_WAYS:
+            self._ways.clear()
+        self._ways[question] = Way(judgement, endpoint, rules)
+
+    def _question(self, asked: Asked, holding: Holding, rules: RuleBook) -> tuple[object, ...] | None:
+        """What of a question makes a difference for a plain key. None for what has to be judged each time: a private
+        key with an origin, another merchant than the key's own, a key in the path."""
+        has_origin = asked.origin is not UNSET and asked.origin is not None
+        merchant, store, name = asked.merchant or None, asked.store or None, asked.endpoint
+        if has_origin and holding.kind is KeyKind.PRIVATE:
+            return None
+        if merchant is not None and merchant != holding.merchant:
+            return None
+        context = merchant
+        if name is UNSET:
+            path = asked.path or ""
+            if find_exposed(path) is not None:
+                return None
+            base = self._base_paths[asked.environment]
+            endpoint = rules.catalog.match(asked.method or "", path, base)
+            if not isinstance(endpoint, Endpoint):
+                return None
+            name = endpoint.name
+            context, store = endpoint.read_contexts(path, {}, merchant, store)
+            if context is not None and context != holding.merchant:
+                return None
+        elif store is not None:
+            store = store.strip() or None
+        return (
+            asked.environment,
+            name,
+            holding.kind,
+            has_origin,
+            merchant is not None,
+            context is not None,
+            store is not None,
+        )
+
+    # --- evidence -----------------------------------------------------------------------------------------------
+
+    def take_uses(self) -> tuple[Mapping[Use, list[float]], int]:
+        """The uses since the last time (count, first and last time in seconds of the epoch), and how many answers came
+        from memory. Every use of before the call is among them, or was."""
+        with self.lock:
+            uses, self._uses = self._uses, {}
+            from_memory, self.answered_from_memory = self.answered_from_memory, 0
+        return uses, from_memory
+
+
+def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Of the form of `mint_request_id`: random in front, so that no two processes share one, and then counted."""
+    front = random_digits(_ID_DIGITS - _COUNTED, random_bytes)
+    for high in count():
+        block = f"{front}{encode(high, _COUNTED - 2)}".encode()
+        for pair in _PAIRS:
+            yield block + pair
+
+
+_ID_DIGITS, _COUNTED = 22, 9
+_PAIRS = [encode(number, 2).encode() for number in range(62**2)]

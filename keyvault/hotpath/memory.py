@@ -1,0 +1,220 @@
+"""What one process knows: records by id, and by a tag of the whole string that has proved them. All of it bounded.
+
+A tag is a blake2b MAC under a key of this process that is written nowhere: whoever reads the memory of a cache by
+tags alone learns no string, and no string is ever a name in it.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, TypeVar
+
+from keyvault.access.customers import CustomerRecord
+from keyvault.access.verification import TokenRecord
+from keyvault.domain.keys import KeyRecord
+
+TAG_BYTES: Final = 16
+_NEVER = float("inf")
+
+Subject = tuple[str, str]
+
+R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
+
+
+class Known(Generic[R]):
+    """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
+
+    `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
+    """
+
+    __slots__ = ("about", "deadline", "identity", "is_asked_for", "record", "tag")
+
+    def __init__(self, identity: str, record: R, deadline: float) -> None:
+        self.identity = identity
+        self.record: R = record
+        self.deadline = deadline
+        self.tag: bytes | None = None
+        self.is_asked_for = False
+        self.about: Any = None
+
+
+def known_key(record: KeyRecord) -> Known[KeyRecord]:
+    return Known(record.key_id, record, _NEVER if record.expires_at is None else record.expires_at.timestamp())
+
+
+class Shelf(Generic[R]):
+    """At most `capacity` of one kind. The oldest goes first, unless it was asked for since it was last looked at."""
+
+    __slots__ = ("_capacity", "_on_drop", "by_id", "by_tag")
+
+    def __init__(self, capacity: int, on_drop: Callable[[Known[R]], None] | None = None) -> None:
+        self._capacity = capacity
+        self._on_drop: Callable[[Known[R]], None] | None = on_drop
+        self.by_id: OrderedDict[str, Known[R]] = OrderedDict()
+        self.by_tag: dict[bytes, Known[R]] = {}
+
+    def put(self, known: Known[R]) -> None:
+        self.drop(known.identity)
+        chances = _SECOND_CHANCES
+        while len(self.by_id) >= self._capacity:
+            # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
+            _, oldest = self.by_id.popitem(last=False)
+            if oldest.is_asked_for and chances:
+                chances -= 1
+                oldest.is_asked_for = False
+                self.by_id[oldest.identity] = oldest
+            else:
+                self._forget(oldest)
+        self.by_id[known.identity] = known
+
+    def bind(self, known: Known[R], tag: bytes) -> None:
+        """From here on the string of that tag is known to prove it; nothing where it was dropped meanwhile."""
+        if self.by_id.get(known.identity) is not known:
+            return
+        if known.tag is not None:
+            self.by_tag.pop(known.tag, None)
+        known.tag = tag
+        self.by_tag[tag] = known
+
+    def drop(self, identity: str) -> None:
+        known = self.by_id.pop(identity, None)
+        if known is not None:
+            self._forget(known)
+
+    def clear(self) -> None:
+        self.by_id.clear()
+        self.by_tag.clear()
+
+    def _forget(self, known: Known[R]) -> None:
+        if known.tag is not None:
+            self.by_tag.pop(known.tag, None)
+        if self._on_drop is not None:
+            self._on_drop(known)
+
+
+class Absent:
+    """Ids that were looked up and are nobody's, for a short while: bounded, the oldest goes first."""
+
+    __slots__ = ("_capacity", "_seconds", "_until")
+
+    def __init__(self, capacity: int, seconds: float) -> None:
+        self._capacity = capacity
+        self._seconds = seconds
+        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def put(self, kind: str, identity: str, now: float) -> None:
+        """`now` in monotonic seconds."""
+        self._until.pop((kind, identity), None)
+        if len(self._until) >= self._capacity:
+            self._until.popitem(last=False)
+        self._until[kind, identity] = now + self._seconds
+
+    def has(self, kind: str, identity: str, now: float) -> bool:
+        return self._until.get((kind, identity), 0.0) > now
+
+    def drop(self, subject: Subject) -> None:
+        self._until.pop(subject, None)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+
+class Memory:
+    """The shelves of a process, and which records hang on what a change may be about."""
+
+    def __init__(self, tag_key: bytes, capacity: int) -> None:
+        self.new_tag = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES).copy
+        """For whoever makes tags by the hundred thousand a second: `update` it with the text, and take its digest."""
+        self._by_credential: dict[str, set[str]] = {}
+        self._by_account: dict[str, set[str]] = {}
+        self.keys: Shelf[KeyRecord] = Shelf(capacity, self._unlist)
+        self.customers: Shelf[CustomerRecord] = Shelf(capacity)
+        self.tokens: Shelf[TokenRecord] = Shelf(capacity)
+        self.absent = Absent(_MOST_ABSENT, _ABSENT_SECONDS)
+
+    def tag(self, text: bytes) -> bytes:
+        made = self.new_tag()
+        made.update(text)
+        return made.digest()
+
+    def admit_key(self, record: KeyRecord) -> Known[KeyRecord]:
+        known = known_key(record)
+        self.keys.put(known)
+        for index, name in ((self._by_credential, record.credential_id), (self._by_account, _account(record))):
+            listed = index.get(name)
+            if listed is None:
+                index[name] = {record.key_id}
+            else:
+                listed.add(record.key_id)
+        return known
+
+    def admit_customer(self, record: CustomerRecord) -> Known[CustomerRecord]:
+        known = Known(record.token_id, record, record.expires_at.timestamp())
+        self.customers.put(known)
+        return known
+
+    def admit_token(self, record: TokenRecord) -> Known[TokenRecord]:
+        known = Known(record.service.token_id, record, record.expires_at.timestamp())
+        self.tokens.put(known)
+        return known
+
+    def evict(self, subjects: Iterable[Subject]) -> None:
+        """Whatever hangs on these is read anew by whoever asks for it next."""
+        for subject in subjects:
+            kind, identity = subject
+            self.absent.drop(subject)
+            match kind:
+                case "key":
+                    self.keys.drop(identity)
+                case "customer_token":
+                    self.customers.drop(identity)
+                case "service_token":
+                    self.tokens.drop(identity)
+                case "credential":
+                    self._drop_all(self._by_credential.get(identity))
+                case "account":
+                    self._drop_all(self._by_account.get(identity))
+                case "merchant":
+                    for account in [name for name in self._by_account if name.partition("/")[0] == identity]:
+                        self._drop_all(self._by_account.get(account))
+                case _:
+                    # Of what no record is made of; an unknown kind is of a newer release, and may be about anything.
+                    if kind not in RULES:
+                        self.clear()
+
+    def clear(self) -> None:
+        for shelf in (self.keys, self.customers, self.tokens):
+            shelf.clear()
+        self.absent.clear()
+        self._by_credential.clear()
+        self._by_account.clear()
+
+    def _drop_all(self, identities: set[str] | None) -> None:
+        for identity in list(identities or ()):
+            self.keys.drop(identity)
+
+    def _unlist(self, known: Known[KeyRecord]) -> None:
+        record = known.record
+        for index, name in ((self._by_credential, record.credential_id), (self._by_account, _account(record))):
+            identities = index.get(name)
+            if identities is not None:
+                identities.discard(record.key_id)
+                if not identities:
+                    del index[name]
+
+
+RULES: Final = frozenset({"endpoint", "limit"})
+"""Kinds of subjects that change the rules, and no record."""
+
+_SECOND_CHANCES: Final = 64
+"""Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
+
+_MOST_ABSENT: Final = 10_000
+_ABSENT_SECONDS: Final = 1.0
+
+
+def _account(record: KeyRecord) -> str:
+    return f"{record.merchant_id}/{record.environment}"

@@ -1,0 +1,305 @@
+"""What verify is asked, read strictly: of two ways to read a body neither is taken.
+
+read_asked(body) -> Asked | None           the fast way, for bodies that leave nothing to say
+read_verify(body) -> Asked                 the whole way: raises RequestInvalidError with every fault
+read_batch(body) -> list[Asked]
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from keyvault.access.limits import LARGEST_COUNT
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.redaction import redact
+from keyvault.wire.json_bodies import read_object
+
+MOST_REQUESTS: Final = 100
+"""Of one batch."""
+
+_Name = Annotated[str, Meta(min_length=1, max_length=100)]
+_Path = Annotated[str, Meta(min_length=1, max_length=8192)]
+_Merchant = Annotated[str, Meta(min_length=1, max_length=64)]
+_Store = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class Asked(Struct, forbid_unknown_fields=True, gc=False):
+    """One question. UNSET: not there; None where null says so. Bounds are those of the table below."""
+
+    key: str | None
+    environment: Literal["sandbox", "production"]
+    endpoint: _Name | UnsetType = UNSET
+    method: str | UnsetType = UNSET
+    path: _Path | UnsetType = UNSET
+    merchant: _Merchant | UnsetType | None = UNSET
+    store: _Store | UnsetType | None = UNSET
+    customer_token: str | UnsetType | None = UNSET
+    client_ip: str | UnsetType | None = UNSET
+    origin: Annotated[str, Meta(max_length=500)] | UnsetType | None = UNSET
+    user_agent: Annotated[str, Meta(max_length=1000)] | UnsetType | None = UNSET
+    cost: Annotated[int, Meta(ge=1, le=LARGEST_COUNT)] | UnsetType = UNSET
+    dry_run: bool | UnsetType = UNSET
+
+    def __repr__(self) -> str:
+        """Whoever prints it sees neither key nor customer token."""
+        return f"Asked({self.environment}, {self.endpoint or self.method})"
+
+
+class AskedBatch(Struct, forbid_unknown_fields=True, gc=False):
+    requests: Annotated[list[Asked], Meta(min_length=1, max_length=MOST_REQUESTS)]
+
+
+_decode = msgspec.json.Decoder(Asked).decode
+_decode_batch = msgspec.json.Decoder(AskedBatch).decode
+_encode = msgspec.json.Encoder().encode
+_UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read_asked(body: bytes) -> Asked | None:
+    """None: read it the whole way. A name that came twice is not seen by the decoder: but in a text without escapes
+    there are more quotes then than what was decoded takes."""
+    if b"\\" in body:
+        return None
+    try:
+        asked = _decode(body)
+    except _UNREADABLE:
+        return None
+    return asked if _encode(asked).count(b'"') == body.count(b'"') and _is_plain(asked) else None
+
+
+def read_plain(body: bytes) -> Asked | None:
+    """Only what nearly every question is made of: key, environment, endpoint and perhaps client_ip, then user_agent.
+
+    In a text without escapes a quote begins or ends a string: with as many quotes as these fields have, none came twice
+    and no other field is there, however it is spaced.
+    """
+    if b"\\" in body:
+        return None
+    try:
+        asked = _decode(body)
+    except _UNREADABLE:
+        return None
+    if asked.endpoint is UNSET or asked.key is None:
+        return None
+    quotes, address, agent = body.count(b'"'), asked.client_ip, asked.user_agent
+    if address is UNSET:
+        return asked if quotes == 12 else None
+    if quotes != (16 if agent is UNSET else 18 if agent is None else 20):
+        return None
+    canonical = _canonical_address(address) if address else None
+    if canonical is None:
+        return None
+    asked.client_ip = canonical
+    return asked
+
+
+def read_asked_batch(body: bytes) -> list[Asked] | None:
+    """The same for a batch."""
+    if b"\\" in body:
+        return None
+    try:
+        batch = _decode_batch(body)
+    except _UNREADABLE:
+        return None
+    if _encode(batch).count(b'"') != body.count(b'"') or not all(map(_is_plain, batch.requests)):
+        return None
+    return batch.requests
+
+
+def _is_plain(asked: Asked) -> bool:
+    """What the decoder's types cannot say. An address is put into its canonical form."""
+    address = asked.client_ip
+    if address:
+        canonical = _canonical_address(address)
+        if canonical is None:
+            return False
+        asked.client_ip = canonical
+    elif address == "":
+        return False
+    if asked.endpoint is not UNSET:
+        return asked.method is UNSET and asked.path is UNSET
+    return isinstance(asked.method, str) and isinstance(asked.path, str) and _METHOD.fullmatch(asked.method) is not None
+
+
+# --- the whole way ----------------------------------------------------------------------------------------
+
+
+def read_verify(body: bytes) -> Asked:
+    """Raises RequestInvalidError, listing every fault with its JSON Pointer."""
+    faults: list[Fault] = []
+    asked = _read_one(_read_object(body), "", faults)
+    if asked is None:
+        raise RequestInvalidError("The request does not fit.", faults)
+    return asked
+
+
+def read_batch(body: bytes) -> list[Asked]:
+    """One malformed one refuses them all. Raises RequestInvalidError."""
+    value = _read_object(body)
+    faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
+    if faults:
+        raise RequestInvalidError("The request does not fit.", faults)
+    asked: list[Asked | None] = []
+    match value.get("requests", UNSET):
+        case [*each] if 1 <= len(each) <= MOST_REQUESTS:
+            asked = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
+        case []:
+            faults.append(Fault("/requests", "Ensure this field has at least 1 elements."))
+        case [*_]:
+            faults.append(Fault("/requests", f"Ensure this field has no more than {MOST_REQUESTS} elements."))
+        case other:
+            faults.append(Fault("/requests", _absence(other) or "Not a list."))
+    if faults:
+        raise RequestInvalidError("The request does not fit.", faults)
+    return [one for one in asked if one is not None]
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    try:
+        return read_object(body)
+    except ValueError as error:
+        raise RequestInvalidError(str(error), [Fault("", str(error))]) from None
+
+
+_UNKNOWN = "There is no such field."
+_METHOD = re.compile("[A-Z]{1,16}")
+
+
+def _read_one(value: Any, pointer: str, faults: list[Fault]) -> Asked | None:
+    """None, and something added to the faults."""
+    found = [*_faults_of(value, pointer)]
+    faults += found
+    if found:
+        return None
+    asked = Asked(**value)
+    if isinstance(asked.client_ip, str):
+        asked.client_ip = _canonical_address(asked.client_ip)
+    return asked
+
+
+def _faults_of(value: Any, pointer: str) -> Iterator[Fault]:
+    if not isinstance(value, dict):
+        yield Fault(pointer, "Not an object.")
+        return
+    unknown = sorted(set(value) - set(_FIELDS))
+    if unknown:
+        yield from (Fault(f"{pointer}/{_escaped(name)}", _UNKNOWN) for name in unknown)
+        return
+    is_whole = True
+    for name, (may_be_null, find_fault) in _FIELDS.items():
+        given = value.get(name, UNSET)
+        if given is UNSET and name not in {"key", "environment"}:
+            continue
+        fault = _absence(given) if given is UNSET or (given is None and not may_be_null) else None
+        if fault is None and given is not None:
+            fault = find_fault(given)
+        if fault is not None:
+            is_whole = False
+            yield Fault(f"{pointer}/{name}", fault)
+    by_name, by_line = "endpoint" in value, {"method", "path"} & set(value)
+    if is_whole and (by_name == bool(by_line) or (by_line and len(by_line) != 2)):
+        yield Fault(pointer, "Give `endpoint`, or both `method` and `path`.")
+
+
+def _absence(given: object) -> str | None:
+    if given is UNSET:
+        return "This field is required."
+    return "This field may not be null." if given is None else None
+
+
+def _escaped(name: str) -> str:
+    """A JSON Pointer's token. A client's own name of a field may be a key, which no answer repeats, or hold half a
+    surrogate pair, which none can be written with."""
+    return redact(name.encode(errors="backslashreplace").decode()).replace("~", "~0").replace("/", "~1")
+
+
+def _raw_text(value: object) -> str | None:
+    """Of whatever characters: what is wrong with it is for the verdict to say."""
+    return None if isinstance(value, str) else "Not a string."
+
+
+def _text(longest: int, *, may_be_blank: bool = False) -> Callable[[object], str | None]:
+    def find_fault(value: object) -> str | None:
+        if not isinstance(value, str):
+            return "Not a string."
+        if value == "" and not may_be_blank:
+            return "This field may not be blank."
+        if len(value) > longest:
+            return f"Ensure this field has no more than {longest} characters."
+        if "\x00" in value:
+            return "Null characters are not allowed."
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            return "Half a surrogate pair is not allowed."
+        return None
+
+    return find_fault
+
+
+def _method(value: object) -> str | None:
+    fault = _text(16)(value)
+    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Not of the form that is asked for."
+
+
+def _address(value: object) -> str | None:
+    fault = _text(64)(value)
+    if fault is not None or not isinstance(value, str):
+        return fault
+    if _canonical_address(value) is not None:
+        return None
+    return "A zone means something on one machine only." if "%" in value else "Not an IP address."
+
+
+@lru_cache(maxsize=16_384)
+def _canonical_address(text: str) -> str | None:
+    """IPv4 or IPv6 in its canonical form, an IPv4-mapped one as IPv4; None for what is none."""
+    if len(text) > 64 or "%" in text:
+        return None
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _cost(value: object) -> str | None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return "Not an integer."
+    if value < 1:
+        return "Ensure this value is greater than or equal to 1."
+    return None if value <= LARGEST_COUNT else f"Ensure this value is less than or equal to {LARGEST_COUNT}."
+
+
+def _boolean(value: object) -> str | None:
+    return None if isinstance(value, bool) else "Not a boolean."
+
+
+def _environment(value: object) -> str | None:
+    if isinstance(value, str) and value in set(Environment):
+        return None
+    text = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else type(value).__name__
+    shown = redact(text)[:64]
+    return f'"{shown}" is not a valid choice.'
+
+
+_FIELDS: dict[str, tuple[bool, Callable[[object], str | None]]] = {
+    "key": (True, _raw_text),
+    "environment": (False, _environment),
+    "endpoint": (False, _text(100)),
+    "method": (False, _method),
+    "path": (False, _text(8192)),
+    "merchant": (True, _text(64)),
+    "store": (True, _text(128)),
+    "customer_token": (True, _raw_text),
+    "client_ip": (True, _address),
+    "origin": (True, _text(500, may_be_blank=True)),
+    "user_agent": (True, _text(1000, may_be_blank=True)),
+    "cost": (False, _cost),
+    "dry_run": (False, _boolean),
+}
+"""Of each field: whether it may be null, and what is wrong with a value that is not."""

@@ -1,0 +1,247 @@
+"""The door of an event loop: what needs the database waits, and all that waits at once is read for at once.
+
+A question joins the next reading, never one that is under way: that one may have begun before a change which this
+question has to see.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Final, Protocol
+
+from keyvault.access.limits import Bucket, Spend
+from keyvault.access.rule_book import RuleBook
+from keyvault.domain.errors import DependencyUnavailableError
+from keyvault.domain.keys import KeyRecord
+from keyvault.hotpath.answering import KEY, RULES, VERIFY, Answering, Found, Headers, Needs, Question
+from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.blocking import StoreAwayError, lack, whole
+from keyvault.hotpath.engine import Engine, Missed
+from keyvault.wire.headers import join_headers
+
+LANES: Final = 2
+"""Readings under way at once: one is waited for while the other is worked on."""
+
+SLOW_LANE: Final = 2
+"""Questions of addresses that have failed too often that are read for in one reading."""
+
+
+class SoonStore(Protocol):
+    """The primary database. Raises StoreAwayError."""
+
+    async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]: ...
+
+    async def read_rules(self, known: RuleBook | None) -> RuleBook: ...
+
+
+class SoonBudgets(Protocol):
+    async def spend_soon(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
+
+
+class IsOver(Protocol):
+    def __call__(self, address: str | None, /) -> bool:
+        """Whether this address has failed too often lately."""
+
+
+Waiting = tuple[Question, Needs, "asyncio.Future[Answer]"]
+MissedKey = tuple[Missed, list[tuple[bytes, bytes]], bytes, "asyncio.Future[Answer]"]
+
+
+class WaitingDoor:
+    """One for each process, in the loop that `answer` is called in."""
+
+    def __init__(self, engine: Engine, store: SoonStore, budgets: SoonBudgets, is_over: IsOver) -> None:
+        self._engine = engine
+        self._answering = Answering(engine)
+        self._store = store
+        self._budgets = budgets
+        self._is_over = is_over
+        self._waiting: list[Waiting] = []
+        self._slow: list[Waiting] = []
+        self._missed: list[MissedKey] = []
+        self._lanes: set[asyncio.Task[None]] = set()
+        self._working = 0
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def answer(
+        self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
+    ) -> Answer | Awaitable[Answer]:
+        """Of a path that is the engine's. `headers` as they were sent; `body` None: too large, and not read."""
+        if target == _VERIFY and method == b"POST" and body is not None:
+            authorization = _only_plain(headers)
+            if authorization is not None:
+                known = self._engine.verify_known(authorization, body)
+                if type(known) is Answer:
+                    return known
+                if type(known) is Missed and not self._is_over(known.asked.client_ip or None):
+                    return self._miss(known, headers, body)
+        question = self._ask(method, target, headers, body)
+        found = self._step(question)
+        if isinstance(found, Answer):
+            return found
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._wait(question, found, future)
+        return future
+
+    def _ask(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Question:
+        return self._answering.ask(
+            method.decode("latin-1"), target.decode("latin-1"), Headers(join_headers(headers)), body
+        )
+
+    def _step(self, question: Question) -> Answer | Needs:
+        try:
+            return self._answering.step(question)
+        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+            return self._answering.break_off(question)
+
+    def _miss(self, missed: Missed, headers: list[tuple[bytes, bytes]], body: bytes) -> "asyncio.Future[Answer]":
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._missed.append((missed, headers, body, future))
+        self._open_lane()
+        return future
+
+    def _wait(self, question: Question, needs: Needs, future: "asyncio.Future[Answer]") -> None:
+        waiting = self._slow if self._is_over(needs.address) else self._waiting
+        waiting.append((question, needs, future))
+        self._open_lane()
+
+    def _open_lane(self) -> None:
+        if self._working < LANES:
+            self._working += 1
+            lane = self._loop.create_task(self._work())
+            self._lanes.add(lane)
+            lane.add_done_callback(self._lanes.discard)
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting or self._slow or self._missed:
+                await self._work_once()
+        finally:
+            # In the same breath as the last look: whoever asks from now on opens another lane.
+            self._working -= 1
+
+    async def _work_once(self) -> None:
+        # What came in this turn of the loop is read for together.
+        await asyncio.sleep(0)
+        batch, self._waiting = self._waiting, []
+        missed, self._missed = self._missed, []
+        batch += self._slow[:SLOW_LANE]
+        del self._slow[:SLOW_LANE]
+        batch = [each for each in batch if not each[2].done()]
+        try:
+            if missed:
+                await self._read_missed(missed)
+            if batch:
+                await self._read(batch)
+                for question, _, future in batch:
+                    self._go_on(question, future)
+        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the lane goes on
+            waiting = [(question, future) for question, _, future in batch]
+            waiting += [(self._ask(b"POST", _VERIFY, headers, body), future) for _, headers, body, future in missed]
+            for question, future in waiting:
+                if not future.done():
+                    future.set_result(self._answering.break_off(question))
+
+    def _go_on(self, question: Question, future: "asyncio.Future[Answer]") -> None:
+        if future.done():
+            return  # it was given up
+        found = self._step(question)
+        if isinstance(found, Needs):
+            self._wait(question, found, future)
+        else:
+            future.set_result(found)
+
+    async def _read_missed(self, missed: "list[MissedKey]") -> None:
+        """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way."""
+        found: Mapping[str, Found] | None = None
+        with suppress(StoreAwayError):  # which the whole way finds out again, and says
+            found = await self._store.find(KEY, frozenset(each.keystring.key_id for each, _, _, _ in missed))
+        for each, headers, body, future in missed:
+            if future.done():
+                continue  # it was given up
+            answer = None
+            if found is not None:
+                record = found.get(each.keystring.key_id)
+                answer = self._engine.verify_missed(each, record if isinstance(record, KeyRecord) else None)
+            if answer is None:
+                self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
+            else:
+                future.set_result(answer)
+
+    async def _read(self, batch: list[Waiting]) -> None:
+        wanted: defaultdict[str, set[str]] = defaultdict(set)
+        for _, needs, _ in batch:
+            for kind, ids in needs.ids.items():
+                wanted[kind] |= ids
+        away: StoreAwayError | None = None
+        for kind, every in wanted.items():
+            ids = frozenset(every)
+            stamp = self._answering.stamp()
+            try:
+                if away is not None:
+                    raise away
+                if kind == RULES:
+                    rules = await self._store.read_rules(self._engine.rules)
+                    self._answering.admit_rules(rules, stamp)
+                    for question, needs, _ in batch:
+                        if kind in needs.ids:
+                            question.rules = rules
+                else:
+                    found = whole(ids, await self._store.find(kind, ids))
+                    self._answering.admit(kind, found, stamp)
+                    for question, needs, _ in batch:
+                        for identity in needs.ids.get(kind, ()):
+                            question.found[kind, identity] = found[identity]
+            except StoreAwayError as error:
+                away = error
+                for question, needs, _ in batch:
+                    lack(question, kind, needs.ids.get(kind, frozenset()), error)
+        await self._pay(batch)
+
+    async def _pay(self, batch: list[Waiting]) -> None:
+        owed = [
+            (question, payment)
+            for question, needs, future in batch
+            if not future.done()  # it was given up
+            for payment in needs.payments
+        ]
+        if not owed:
+            return
+        spends = (
+            self._budgets.spend_soon(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
+            for _, payment in owed
+        )
+        for (question, payment), spend in zip(owed, await asyncio.gather(*spends, return_exceptions=True), strict=True):
+            if isinstance(spend, Spend | DependencyUnavailableError):
+                question.paid[payment.number] = spend
+            elif isinstance(spend, BaseException):
+                raise spend
+
+
+_VERIFY: Final = VERIFY.encode()
+
+
+def _only_plain(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """The Authorization header of a request whose other headers make no difference; None: look at them all."""
+    authorization: bytes | None = None
+    is_json = False
+    for name, value in headers:
+        size = len(name)
+        if size == _AUTHORIZATION_LENGTH and name.lower() == b"authorization":
+            if authorization is not None:
+                return None
+            authorization = value
+        elif size == _CONTENT_TYPE_LENGTH and name.lower() == b"content-type":
+            if is_json or value != b"application/json":
+                return None
+            is_json = True
+    return authorization if is_json else None
+
+
+_AUTHORIZATION_LENGTH: Final = len(b"authorization")
+_CONTENT_TYPE_LENGTH: Final = len(b"content-type")

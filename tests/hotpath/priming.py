@@ -1,0 +1,95 @@
+"""Engines for tests: the real one on the test's own database, whose feed the test confirms by hand."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+from django.conf import settings
+
+from keyvault.hotpath.answering import VERIFY, Headers
+from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.blocking import BlockingDoor
+from keyvault.hotpath.engine import Engine, Ports
+from keyvault.hotpath.freshness import Freshness
+from keyvault.hotpath.loader import make_engine
+from keyvault.hotpath.memory import Subject
+from keyvault.hotpath.stores import DatabaseStore
+from keyvault.services.budgets import LocalBudgets
+from keyvault.services.limit_stores import LocalStore
+from keyvault.services.limits import Limiter, failed_proofs
+from keyvault.services.peppers import load_peppers
+
+encode = msgspec.json.encode
+
+T = TypeVar("T")
+
+
+def outside_the_loop(read: Callable[[], T]) -> T:
+    """By the test's own connection, whose transaction no other sees: in a running loop Django would open another."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return read()
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+class Still:
+    """The generation of a host on which nobody changes anything."""
+
+    def __init__(self) -> None:
+        self.words = memoryview(bytearray(8)).cast("Q")
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
+        return 0, []
+
+
+@dataclass(frozen=True)
+class Primed:
+    """An engine and its blocking door. `ask` of one that may not remember reads the database for each question."""
+
+    engine: Engine
+    door: BlockingDoor
+    may_remember: bool
+
+    def ask(self, token: str, asked: Mapping[str, Any], path: str = VERIFY) -> Answer:
+        return self.send("POST", path, {"authorization": f"Bearer {token}"}, encode(asked))
+
+    def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+        if self.may_remember:
+            self.engine.freshness.confirm(time.monotonic(), time.time())
+        return self.door.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
+
+    @property
+    def from_memory(self) -> int:
+        """How many it has answered the fast way."""
+        return self.engine.answered_from_memory
+
+
+def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None = None, **ports: Any) -> Primed:
+    """An engine that knows nothing yet, with limits of its own: each time full, or standing still (`full` False)."""
+    hours = count()
+    store = LocalStore((lambda: next(hours) * 3_600_000_000) if full else lambda: 0)
+    limiter = Limiter(store, None, 100)
+    budgets = LocalBudgets(limiter, store)
+    made: Ports = replace(make_engine(failed_proofs().note, load_peppers).ports, **{"budgets": budgets, **ports})
+    engine = Engine(made, Freshness(settings.MAX_STALENESS_SECONDS), capacity or settings.VERIFIER_KEYS)
+    return Primed(engine, BlockingDoor(engine, DatabaseStore(), budgets), may_remember)
+
+
+def masked(answer: Answer) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
+    """All of it but for the request's id."""
+    body = answer.body.replace(answer.request_id.encode(), b"*")
+    return answer.status, tuple(sorted(answer.headers)), body
+
+
+def unnumbered(answer: Answer) -> tuple[int, bytes]:
+    """Its status and body but for ids, and for what is left of the limits."""
+    status, _, body = masked(answer)
+    body = re.sub(rb"r=\d+;t=\d+", b"r=*;t=*", body)
+    return status, re.sub(rb'"remaining":\d+,"reset_seconds":\d+', b"*", body)

@@ -1,0 +1,515 @@
+"""When an engine answers from memory, what it remembers, and what it says when it can vouch for nothing."""
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.access.rule_book import RuleBook
+from keyvault.domain.keystring import StringScope, checksum
+from keyvault.hotpath import answering
+from keyvault.hotpath.answering import BATCH, VERIFY, Found
+from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.engine import Verdict
+from keyvault.hotpath.memory import Subject
+from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.waiting import WaitingDoor
+from keyvault.models import Key
+from keyvault.services.keys import get_key, suspend_key
+from keyvault.services.usage import UsageLog
+from tests.api.integration import losing
+from tests.doors.golden import forged
+from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+
+from .priming import Primed, Still, encode, outside_the_loop, prime
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
+
+
+@dataclass
+class Clock:
+    """Both clocks of a machine, told apart by what the test does to them."""
+
+    monotonic_now: float = 1_000.0
+    wall_now: float = field(default_factory=time.time)
+
+    def monotonic(self) -> float:
+        return self.monotonic_now
+
+    def wall(self) -> float:
+        return self.wall_now
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.monotonic_now += seconds
+        self.wall_now += seconds
+
+
+@dataclass(frozen=True)
+class Stage:
+    key: Key
+    text: str
+    token: str
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {"key": self.text, "environment": "sandbox", "endpoint": "orders.create"}
+
+
+@pytest.fixture
+def stage(db: None) -> Stage:
+    make_merchant("acme")
+    key, text = issue(account())
+    _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.SANDBOX)
+    return Stage(key, text.reveal(), token.reveal())
+
+
+def decision(answer: Answer) -> tuple[int, str]:
+    found = json.loads(answer.body)
+    return found["status"], found["code"] or "allowed"
+
+
+ALLOWED = (200, "allowed")
+
+
+def suspend(stage: Stage) -> None:
+    """In a transaction that no engine hears of: it is the test's own, and never commits."""
+    key = get_key(stage.key.key_id)
+    assert key is not None
+    suspend_key(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.KEYS_SUSPEND, account()), key)
+
+
+def prime_by(clock: Clock) -> Primed:
+    return prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
+
+
+def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
+    """Until the question is answered from memory."""
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    assert primed.from_memory
+
+
+# --- whether memory may be answered from ------------------------------------------------------------------
+
+
+def test_engine_not_yet_confirmed_reads_the_database_for_each_question(stage: Stage) -> None:
+    primed = prime(may_remember=False)
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    suspend(stage)
+    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+    assert not primed.from_memory
+    assert not primed.engine.memory.keys.by_id
+
+
+@pytest.mark.parametrize("step", ["the bound", "forwards", "backwards"])
+def test_engine_that_was_not_confirmed_lately_reads_through(stage: Stage, step: str) -> None:
+    """Guarantee: memory that is older than the bound, or whose age a step of the clock makes unknown, is not used."""
+    clock = Clock()
+    primed = prime_by(clock)
+    remember(primed, clock, stage)
+    suspend(stage)
+    clock.pass_seconds(1.9)
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, "this is memory, or nothing is shown"
+    if step == "the bound":
+        clock.pass_seconds(0.1)
+    else:
+        clock.wall_now += 5 if step == "forwards" else -5
+    for _ in range(2):
+        assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+        (found,) = json.loads(primed.ask(stage.token, {"requests": [stage.asked]}, BATCH).body)["decisions"]
+        assert found["code"] == "key_not_active"
+
+
+@pytest.mark.parametrize("lost", [answering.KEY, answering.TOKEN, answering.RULES])
+def test_engine_that_is_stale_and_cannot_read_says_yes_to_nothing(stage: Stage, lost: str) -> None:
+    """Guarantee: what was a yes a moment ago is none without somebody to vouch for it."""
+    clock = Clock()
+    primed = prime_by(clock)
+    remember(primed, clock, stage)
+    clock.pass_seconds(2.0)
+    gateway = {"x-service-token": stage.token, "x-api-key": stage.text, "x-original-method": "POST"}
+    gateway |= {"x-original-uri": "/sandbox/merchants/orders", "x-original-host": "127.0.0.1"}
+    with losing(lost):
+        for answer in (
+            primed.ask(stage.token, stage.asked),
+            primed.ask(stage.token, {"requests": [stage.asked] * 3}, BATCH),
+            primed.send("GET", "/v1/authorize/nginx", gateway),
+        ):
+            assert b'"allowed":true' not in answer.body
+            assert b"503" in answer.body
+            assert answer.status != 200 or lost == answering.KEY
+        if lost == answering.KEY:
+            assert decision(primed.ask(stage.token, stage.asked)) == (503, "verifier_stale")
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+
+
+def test_engine_whose_feed_went_back_says_yes_to_nothing_for_ever(stage: Stage) -> None:
+    """Guarantee: a database that lacks revocations which this process was told of is read through by nobody: a key that
+    it brought back to life is as good as unknown until a restart, whatever is confirmed meanwhile."""
+    clock = Clock()
+    primed = prime_by(clock)
+    remember(primed, clock, stage)
+    before = primed.from_memory
+    primed.engine.freshness.lose()
+    gateway = {"x-service-token": stage.token, "x-api-key": stage.text, "x-original-method": "POST"}
+    gateway |= {"x-original-uri": "/sandbox/merchants/orders", "x-original-host": "127.0.0.1"}
+    for _ in range(2):
+        for answer in (
+            primed.ask(stage.token, stage.asked),
+            primed.ask(stage.token, {"requests": [stage.asked] * 3}, BATCH),
+            primed.send("GET", "/v1/authorize/nginx", gateway),
+        ):
+            assert decision(answer) == (503, "verifier_stale")
+        primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    assert primed.from_memory == before
+
+
+def test_engine_whose_feed_goes_back_between_reading_and_judging_says_no(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read a moment before the loss was found out is not judged by any more."""
+    primed = prime(may_remember=False)
+    find = DatabaseStore.find
+
+    def find_and_lose(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        found = find(store, of, ids, address)
+        if of == answering.KEY:
+            primed.engine.freshness.lose()
+        return found
+
+    monkeypatch.setattr(DatabaseStore, "find", find_and_lose)
+    assert decision(primed.ask(stage.token, stage.asked)) == (503, "verifier_stale")
+
+
+def test_engine_that_cannot_read_what_its_host_changed_forgets_everything_and_reads_through(stage: Stage) -> None:
+    """Guarantee: a host without a file descriptor to spare answers by its database, and neither by what was, nor with a
+    fault."""
+    clock, host = Clock(), Unreadable()
+    primed = prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall, generation=host)
+    remember(primed, clock, stage)
+    suspend(stage)
+    assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, "this is memory, or nothing is shown"
+    before = primed.from_memory
+    host.words[0], host.is_out = 1, True
+    for _ in range(2):
+        assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+        (found,) = json.loads(primed.ask(stage.token, {"requests": [stage.asked]}, BATCH).body)["decisions"]
+        assert found["code"] == "key_not_active"
+    assert primed.from_memory == before
+    assert not primed.engine.memory.keys.by_id
+    host.is_out = False
+    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+    assert primed.engine.memory.keys.by_id
+
+
+class Unreadable(Still):
+    """The generation of a host that has run out of file descriptors, from time to time."""
+
+    is_out = False
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
+        if self.is_out:
+            raise OSError("too many open files")
+        return self.words[0], []
+
+
+def test_engine_judges_deadlines_when_it_reads_them(stage: Stage) -> None:
+    """Guarantee: an expired key is no good at its very second, though nothing was changed and all is in memory."""
+    key, text = issue(account(), label="short-lived", expires_in_days=1)
+    assert key.expires_at is not None
+    asked = {**stage.asked, "key": text.reveal()}
+    clock = Clock()
+    primed = prime_by(clock)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, asked)) == ALLOWED
+    clock.pass_seconds(key.expires_at.timestamp() - clock.wall_now - 0.001)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    before = primed.from_memory
+    assert decision(primed.ask(stage.token, asked)) == ALLOWED
+    assert primed.from_memory == before + 1
+    clock.pass_seconds(0.001)
+    assert decision(primed.ask(stage.token, asked)) == (401, "key_expired")
+
+
+def test_engine_service_token_that_expires_in_memory_is_none(stage: Stage) -> None:
+    row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=1)
+    clock = Clock()
+    primed = prime_by(clock)
+    for _ in range(3):
+        primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+        assert decision(primed.ask(token.reveal(), stage.asked)) == ALLOWED
+    clock.pass_seconds(row.expires_at.timestamp() - clock.wall_now)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    assert primed.ask(token.reveal(), stage.asked).status == 401
+
+
+# --- what is remembered -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [answering.KEY, answering.TOKEN, answering.RULES])
+def test_engine_reading_that_a_change_came_across_is_not_remembered(
+    stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: what was read before a change, and came after it, answers its own question and no other."""
+    primed = prime()
+    find, read_rules = DatabaseStore.find, DatabaseStore.read_rules
+
+    def find_late(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        found = find(store, of, ids, address)
+        if of == kind:
+            primed.engine.evict([("key", "somebody else's")])
+        return found
+
+    def read_late(store: DatabaseStore, known: RuleBook | None) -> RuleBook:
+        rules = read_rules(store, known)
+        if kind == answering.RULES:
+            primed.engine.evict([("key", "somebody else's")])
+        return rules
+
+    monkeypatch.setattr(DatabaseStore, "find", find_late)
+    monkeypatch.setattr(DatabaseStore, "read_rules", read_late)
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    memory = primed.engine.memory
+    remembered = {
+        answering.KEY: memory.keys.by_id,
+        answering.TOKEN: memory.tokens.by_id,
+        answering.RULES: primed.engine.rules,
+    }
+    assert not remembered.pop(kind)
+    assert all(remembered.values())
+
+
+def test_engine_flooded_with_ids_that_are_nobodys_stays_bounded_and_asks_once_for_each(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    primed = prime()
+    looked: list[str] = []
+    find = DatabaseStore.find
+
+    def find_and_count(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        looked.extend(ids)
+        return find(store, of, ids, address)
+
+    monkeypatch.setattr(DatabaseStore, "find", find_and_count)
+    monkeypatch.setattr(primed.engine.memory.absent, "_capacity", 5)
+    head, tail = stage.text[:11], stage.text[27:]
+    assert stage.text[11:27] == stage.key.key_id
+    unknown = [f"{head}{number:016d}{tail[:-6]}" for number in range(50)]
+    for text in unknown:
+        asked = {**stage.asked, "key": text + checksum(text)}
+        for _ in range(2):
+            assert decision(primed.ask(stage.token, asked)) == (401, "credential_invalid")
+        assert len(primed.engine.memory.absent) <= 5
+    assert len(looked) == len(set(looked)) == 51, "one look-up for each, and one for the service token"
+
+
+def test_engine_with_room_for_few_keys_answers_for_many(stage: Stage) -> None:
+    primed = prime(capacity=2)
+    texts = [stage.text] + [issue(account(), label=f"number {number}")[1].reveal() for number in range(4)]
+    for text in texts * 3:
+        assert decision(primed.ask(stage.token, {**stage.asked, "key": text})) == ALLOWED
+        assert len(primed.engine.memory.keys.by_id) <= 2
+        assert len(primed.engine.memory.keys.by_tag) <= 2
+
+
+def test_engine_limits_that_change_for_ever_leave_nothing_behind(stage: Stage) -> None:
+    """Rules that were replaced are held by nobody, however long a key is remembered."""
+    primed = prime()
+    remember_rules(primed, stage)
+    for _ in range(20):
+        primed.engine.evict([("limit", "any")])
+        remember_rules(primed, stage)
+    gc.collect()
+    books = [each for each in gc.get_objects() if isinstance(each, RuleBook)]
+    assert len(books) <= 2
+
+
+def remember_rules(primed: Primed, stage: Stage) -> None:
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    assert primed.engine.rules is not None
+
+
+# --- whom a question waits with ---------------------------------------------------------------------------
+
+
+class HeldStore:
+    """Reads at once, and hands over when it is told to."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[str, frozenset[str], asyncio.Event]] = []
+        self._store = DatabaseStore()
+        self.holds = False
+
+    async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
+        found = outside_the_loop(lambda: self._store.find(kind, ids, None))
+        if kind == answering.KEY and self.holds:
+            released = asyncio.Event()
+            self.readings.append((kind, ids, released))
+            await released.wait()
+        return found
+
+    async def read_rules(self, known: RuleBook | None) -> RuleBook:
+        return outside_the_loop(lambda: self._store.read_rules(known))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1_000):
+        if is_so():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never was")
+
+
+def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> asyncio.Future[Answer]:
+    headers = [(b"Authorization", f"Bearer {stage.token}".encode()), (b"Content-Type", b"application/json")]
+    found = door.answer(b"POST", VERIFY.encode(), headers, encode({**stage.asked, "key": key or stage.text}))
+    assert not isinstance(found, Answer)
+    return asyncio.ensure_future(found)
+
+
+def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
+    """Guarantee: a question that is asked after a change is not answered by a reading from before it."""
+
+    async def run() -> None:
+        primed, store = prime(may_remember=False), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(door, stage)
+        store.holds = True
+        first = asks(door, stage)
+        await until(lambda: len(store.readings) == 1)
+        outside_the_loop(lambda: suspend(stage))
+        second = asks(door, stage)
+        await until(lambda: len(store.readings) == 2)
+        store.readings[1][2].set()
+        assert decision(await second) == (401, "key_not_active")
+        store.readings[0][2].set()
+        assert decision(await first) == ALLOWED, "it was asked before"
+
+    asyncio.run(run())
+
+
+def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> None:
+    texts = [stage.text] + [issue(account(), label=f"number {number}")[1].reveal() for number in range(3)]
+
+    async def run() -> None:
+        primed, store = prime(may_remember=False), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        store.holds = True
+        waiting = [asks(door, stage, text) for text in texts * 5]
+        await until(lambda: len(store.readings) == 1)
+        (_, ids, released), *_ = store.readings
+        assert len(ids) == len(texts)
+        released.set()
+        assert [decision(answer) for answer in await asyncio.gather(*waiting)] == [ALLOWED] * 20
+        assert len(store.readings) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("ours"), StoreAwayError("gone")])
+def test_engine_reading_that_fails_is_an_answer_to_all_that_waited_for_it(
+    stage: Stage, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next ones are read for as ever."""
+
+    async def run() -> None:
+        primed, store = prime(may_remember=False), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        with monkeypatch.context() as patch:
+
+            async def fail(kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
+                raise error
+
+            patch.setattr(store, "find", fail)
+            for answer in await asyncio.gather(asks(door, stage), asks(door, stage)):
+                assert answer.status == (500 if isinstance(error, ZeroDivisionError) else 503)
+        assert decision(await asks(door, stage)) == ALLOWED
+
+    asyncio.run(run())
+
+
+def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None:
+    """Guarantee: whoever was told already that there is no answer has nothing spent or noted for him."""
+    noted: list[Verdict] = []
+    other = issue(account(), label="never read for")[1].reveal()
+
+    async def run() -> None:
+        primed, store = prime(may_remember=False, note_verdict=noted.append), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        store.holds = True
+        late, never = asks(door, stage), asks(door, stage, other)
+        never.cancel()
+        await until(lambda: len(store.readings) == 1)
+        late.cancel()
+        ((_, ids, released),) = store.readings
+        released.set()
+        await until(lambda: not door._lanes)
+        assert (len(ids), len(store.readings), noted) == (1, 1, [])
+
+    asyncio.run(run())
+
+
+# --- secrets ----------------------------------------------------------------------------------------------
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that is held by it, but for code."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type) or callable(each):
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += gc.get_referents(each)
+
+
+def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:
+    """Guarantee: whoever reads the memory of an engine that has answered for keys finds records, digests and tags; and
+    no string, nor the secret part of one, as a name or as a value."""
+    primed = prime()
+    agent = f"shop/1 {stage.text}"
+    for _ in range(3):
+        primed.ask(stage.token, stage.asked)
+        primed.ask(stage.token, {**stage.asked, "user_agent": agent})
+        primed.ask(stage.token, {**stage.asked, "key": forged(stage.text)})
+        primed.ask(stage.token, {"requests": [stage.asked]}, BATCH)
+    assert primed.from_memory
+    secrets = [text[27:60] for text in (stage.text, stage.token, forged(stage.text))]
+    held = [each.encode() if isinstance(each, str) else each for each in reachable(_state(primed))]
+    texts = [each for each in held if isinstance(each, bytes)]
+    assert len(texts) > 20
+    for secret in secrets:
+        assert not [each for each in texts if secret.encode() in each]
+
+
+def _state(primed: Primed) -> list[object]:
+    """What the engine keeps; not its ports, which are the process's: peppers and settings."""
+    engine = primed.engine
+    names = [name for name in vars(engine) if name not in {"ports", "lock"} and not callable(getattr(engine, name))]
+    return [getattr(engine, name) for name in names]
+
+
+def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLog) -> None:
+    primed = prime()
+    for _ in range(3):
+        primed.ask(stage.token, stage.asked)
+    known = next(iter(primed.engine.memory.keys.by_id.values()))
+    question = answering.Question("POST", VERIFY, answering.Headers(authorization=stage.token), b"", lambda n: b"x" * n)
+    for each in (primed.engine, known, known.about, known.record, question, primed.engine.ports.budgets):
+        assert stage.text[27:60] not in repr(each)
+        assert stage.token[27:60] not in repr(each)

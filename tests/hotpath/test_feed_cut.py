@@ -1,0 +1,45 @@
+"""A small share of `make faults ARGS=feed`: real verifier processes of two hosts, cut off from what they must know."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from django.test import override_settings
+
+from keyvault.services.feed import generation
+from tests.factories import own_keystore
+from tests.faults import feed_cuts
+from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged
+from tests.faults.results import Result
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+CUTS = (feed_cuts.kill_listeners, feed_cuts.freeze, feed_cuts.step_clock)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Path]:
+    """A data folder of the test's own: generation, journal and keystore of others tell of other databases."""
+    folder = tmp_path / "here"
+    folder.mkdir(mode=0o700)
+    with own_keystore(folder), override_settings(JOURNAL=folder / "revocations.journal"):
+        generation.cache_clear()
+        try:
+            yield folder
+        finally:
+            generation.cache_clear()
+
+
+def test_verifiers_cut_off_from_the_feed_give_no_stale_yes(data: Path, tmp_path: Path) -> None:
+    """LISTEN connections killed again and again, a process stopped while a key is revoked, the clock stepped while
+    nothing can be confirmed: on the writer's host no yes after the act returned, elsewhere none after its receipt or
+    after MAX_STALENESS; good keys are refused for no other reason than that there is no verdict, and allowed again."""
+    result = Result("cuts")
+    dice = random.Random(6)  # noqa: S311  a test's own dice
+    with staged(tmp_path, result, dice, victims=VICTIMS_OF_A_CUT * len(CUTS), tokens=2, workers=1, rate=150) as stage:
+        perform(stage, CUTS)
+    assert result.violations == []
+    assert result.n == len(CUTS)
+    for place in ("same host", "elsewhere"):
+        assert result.counts[f"asked after it, {place}"]

@@ -1,0 +1,228 @@
+"""What was changed is seen by the next question: every act of the services against every tier of what an engine knows.
+
+Three engines have been asked every question before the act: one on the host of the act that has proved each string, one
+there that has read each record and proved nothing, and one on another host, which learns of it from the feed alone.
+Afterwards each of them answers as one that knows nothing, and reads.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.domain.environments import Environment
+from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
+from keyvault.hotpath.loader import make_follower
+from keyvault.models import Change
+from keyvault.models.recording import RecordedModel
+from keyvault.services import customer_tokens, keys, tokens
+from keyvault.services.feed import FeedWentBackError
+from tests.doors.golden import forged
+from tests.factories import issue, make_token, now
+from tests.services.conftest import Scene
+from tests.services.rows import lift_triggers
+from tests.services.test_customer_tokens import token_of
+from tests.services.test_recording import ACTS, WISH
+
+from .priming import Primed, Still, prime, unnumbered
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("usage")]
+
+MOVED = {
+    "endpoint": "endpoints.withdraw_endpoint",
+    "limit": "limit_overrides.set_endpoint_limit",
+    "account": "merchants.suspend_account",
+    "merchant": "merchants.suspend_merchant",
+    "credential": "credentials.restrict_credential",
+    "key": "keys.revoke_key",
+    "customer_token": "customer_tokens.revoke_customer_token",
+    "service_token": "tokens.revoke_service_token",
+}
+"""Of each kind of subject an act that must change an answer here: else this file would prove nothing of the kind."""
+
+ALTERING = [name for name, act in ACTS.items() if act.changes]
+
+Asked = tuple[str, dict[str, Any]]
+"""A service token, and what is asked with it."""
+
+
+class Minted:
+    """Every string that the services have made since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.strings: list[KeyString] = []
+        self.planned: list[KeyString] = []
+        for module in (customer_tokens, keys, tokens):
+            monkeypatch.setattr(module, "mint_keystring", self._mint)
+
+    def _mint(
+        self, brand: str, kind: StringKind, scope: StringScope, random_bytes: Callable[[int], bytes]
+    ) -> KeyString:
+        made = self.planned.pop() if self.planned else mint_keystring(brand, kind, scope, random_bytes)
+        self.strings.append(made)
+        return made
+
+    def texts(self, *kinds: StringKind) -> list[tuple[str, Environment]]:
+        return [
+            (each.text.reveal(), environment)
+            for each in self.strings
+            if each.kind in kinds
+            for environment in Environment
+            if each.scope in {STRING_SCOPE[environment], StringScope.ALL}
+        ]
+
+    def questions(self) -> Iterator[Asked]:
+        """Whatever can be asked with them."""
+        services = dict.fromkeys(text for text, _ in self.texts(StringKind.SERVICE_TOKEN))
+        ours = next(iter(services))
+        bearers = self.texts(StringKind.CUSTOMER_TOKEN)
+        for key, environment in self.texts(StringKind.PRIVATE, StringKind.PUBLIC):
+            asked = {"key": key, "environment": environment}
+            by_name = {**asked, "endpoint": "orders.create"}
+            yield from ((service, by_name) for service in services)
+            yield from ((ours, {**asked, "endpoint": name}) for name in ("client.configuration", WISH.name))
+            yield ours, {**asked, "method": "GET", "path": f"/{environment}/merchants/orders/ord_00000000000000000000"}
+            yield ours, {**by_name, "client_ip": "192.0.2.9", "origin": "https://shop.example"}
+            for bearer, of in bearers:
+                if of is environment:
+                    yield ours, {**asked, "endpoint": "customers.me", "customer_token": bearer}
+
+
+@pytest.fixture
+def minted(monkeypatch: pytest.MonkeyPatch) -> Minted:
+    return Minted(monkeypatch)
+
+
+def answers(primed: Primed, asked: list[Asked]) -> list[tuple[int, bytes]]:
+    return [unnumbered(primed.ask(*each)) for each in asked]
+
+
+def fresh(asked: list[Asked]) -> list[tuple[int, bytes]]:
+    return answers(prime(may_remember=False), asked)
+
+
+def prove_nothing(primed: Primed, asked: list[Asked]) -> None:
+    """Reads every record by its id, for strings that are wrong."""
+    for service, question in asked:
+        wrong: dict[str, Any] = {name: forged(question[name]) for name in ("key", "customer_token") if name in question}
+        primed.ask(forged(service), question)
+        primed.ask(service, {**question, **wrong})
+        if "customer_token" in wrong:
+            primed.ask(service, {**question, "customer_token": wrong["customer_token"]})
+
+
+@pytest.mark.parametrize("name", ALTERING)
+def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scene, minted: Minted, name: str) -> None:
+    """Guarantee: once an act has returned, no engine of its host answers by what was before, nor does any engine of
+    another host that has seen the feed since; whatever it had in memory, and in which tier."""
+    make_token(*SERVICE_PERMISSIONS)
+    token_of(issue(scene.sandbox)[0])
+    act = ACTS[name].prepare(scene)
+    asked = list(minted.questions())
+    proved, read, elsewhere = prime(), prime(), prime(generation=Still())
+    follower = make_follower(elsewhere.engine, "test")
+    follower.poll_once()
+    before = fresh(asked)
+    for primed in (proved, elsewhere):
+        assert answers(primed, asked) == answers(primed, asked) == before
+    assert proved.from_memory or not any(b'"allowed":true' in body for _, body in before)
+    prove_nothing(read, asked)
+    assert len(read.engine.memory.keys.by_id)
+    assert not read.engine.memory.keys.by_tag
+
+    act()
+
+    follower.poll_once()
+    asked = list(minted.questions())
+    expected = fresh(asked)
+    for primed in (proved, read, elsewhere):
+        assert answers(primed, asked) == expected
+        assert answers(primed, asked) == expected
+    if name in MOVED.values():
+        assert expected[: len(before)] != before
+
+
+def kinds() -> dict[str, type[RecordedModel]]:
+    """The kinds of subjects that a row may alter."""
+    found: dict[str, type[RecordedModel]] = {}
+    for model in RecordedModel.__subclasses__():
+        if not model._meta.abstract:
+            subject = model().alters()
+            if subject is not None:
+                found[subject[0]] = model
+    return found
+
+
+def test_engine_every_kind_of_subject_has_an_act_that_moves_an_answer() -> None:
+    """A new kind of subject is shown here to reach what engines know."""
+    assert set(kinds()) == set(MOVED)
+    for kind, name in MOVED.items():
+        assert kind in ACTS[name].changes
+
+
+def test_engine_every_kind_of_subject_is_evicted_by_its_name() -> None:
+    """A kind that memory does not know makes it forget everything: so that nobody forgets to tell it of a new one, the
+    known ones are known by name."""
+    for kind in kinds():
+        primed = prime()
+        primed.engine.memory.absent.put("key", "someone", 0.0)
+        primed.engine.evict([(kind, "nobody")])
+        assert len(primed.engine.memory.absent) == 1, kind
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("kind", [StringKind.PRIVATE, StringKind.CUSTOMER_TOKEN, StringKind.SERVICE_TOKEN])
+def test_engine_that_has_looked_for_what_is_made_afterwards_finds_it(
+    scene: Scene, minted: Minted, kind: StringKind, is_elsewhere: bool
+) -> None:
+    """An id that was nobody's a moment ago is not remembered as nobody's once it is somebody's."""
+    _, service = make_token(*SERVICE_PERMISSIONS)
+    key, text = issue(scene.sandbox)
+    primed = prime(generation=Still()) if is_elsewhere else prime()
+    follower = make_follower(primed.engine, "test")
+    follower.poll_once()
+    planned = mint_keystring("kv", kind, STRING_SCOPE[Environment.SANDBOX], lambda size: bytes(range(7, 7 + size)))
+    asked: dict[str, Any] = {"key": text.reveal(), "environment": "sandbox", "endpoint": "customers.me"}
+    token = service.reveal()
+    if kind is StringKind.PRIVATE:
+        asked |= {"key": planned.text.reveal(), "endpoint": "orders.create"}
+    elif kind is StringKind.CUSTOMER_TOKEN:
+        asked["customer_token"] = planned.text.reveal()
+    else:
+        asked["endpoint"], token = "orders.create", planned.text.reveal()
+    refused = primed.ask(token, asked)
+    assert b'"allowed":true' not in refused.body
+    assert len(primed.engine.memory.absent) == 1
+    minted.planned.append(planned)
+    if kind is StringKind.PRIVATE:
+        issue(scene.sandbox, label="another")
+    elif kind is StringKind.CUSTOMER_TOKEN:
+        token_of(key)
+    else:
+        make_token(*SERVICE_PERMISSIONS, name="another", scope=StringScope.SANDBOX)
+    assert not minted.planned
+    if is_elsewhere:
+        follower.poll_once()
+    assert b'"allowed":true' in primed.ask(token, asked).body
+
+
+def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(scene: Scene) -> None:
+    """Guarantee: after a fail-over to a replica that lacks a revocation the key is not good again, though the database
+    that questions are read through from says so."""
+    _, service = make_token(*SERVICE_PERMISSIONS)
+    key, text = issue(scene.sandbox)
+    asked = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}
+    primed = prime(generation=Still())
+    follower = make_follower(primed.engine, "test")
+    follower.poll_once()
+    assert b'"allowed":true' in primed.ask(service.reveal(), asked).body
+    lost = Change.objects.create(subject_kind="key", subject_id=key.key_id, at=now())
+    follower.poll_once()
+    lift_triggers()
+    lost.delete()
+    with pytest.raises(FeedWentBackError):
+        follower.poll_once()
+    answer = primed.ask(service.reveal(), asked)
+    assert (answer.status, json.loads(answer.body)["code"]) == (503, "verifier_stale")

@@ -1,0 +1,199 @@
+"""Uses that the fast way has counted arrive, all of them, and none is older than a report that does not have it."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyKind
+from keyvault.hotpath import engine as engine_module
+from keyvault.hotpath.answering import BATCH
+from keyvault.hotpath.loader import uses_of
+from keyvault.models import Key, KeyUse, UseBucket
+from keyvault.models.usage import Outcome
+from keyvault.services.usage import SeenUse, UsageLog
+from tests.factories import account, issue, make_merchant, make_token
+
+from .priming import Primed, prime
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def keys(db: None) -> dict[KeyKind, tuple[Key, str]]:
+    make_merchant("acme")
+    made = {kind: issue(account(), kind=kind) for kind in KeyKind}
+    return {kind: (key, text.reveal()) for kind, (key, text) in made.items()}
+
+
+@pytest.fixture
+def token(db: None) -> str:
+    return make_token(P.KEYS_VERIFY)[1].reveal()
+
+
+@pytest.fixture
+def primed(db: None, usage: UsageLog) -> Primed:
+    made = prime()
+    usage.add_source(lambda: uses_of(made.engine))
+    return made
+
+
+def question(text: str, **more: Any) -> dict[str, Any]:
+    return {"key": text, "environment": "sandbox", "endpoint": "orders.create", **more}
+
+
+def written() -> Counter[tuple[str, ...]]:
+    found: Counter[tuple[str, ...]] = Counter()
+    for row in UseBucket.objects.all():
+        found[row.key_id, row.source, row.user_agent, row.endpoint, row.origin, row.outcome] += row.count
+    return found
+
+
+def test_uses_of_the_fast_way_are_written_exactly(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
+) -> None:
+    """By key, source, user agent, endpoint and, of public keys, origin; whichever way each of them went."""
+    private, public = keys[KeyKind.PRIVATE], keys[KeyKind.PUBLIC]
+    expected: Counter[tuple[str, ...]] = Counter()
+    from_memory = 0
+    for round_number in range(7):
+        for agent in ("shop/1", "shop/2", ""):
+            for address in ("192.0.2.1", "192.0.2.2"):
+                asked = question(private[1], user_agent=agent, client_ip=address)
+                assert b'"allowed":true' in primed.ask(token, asked).body
+                expected[private[0].key_id, address, agent, "orders.create", "", "allowed"] += 1
+        for origin in ("https://shop.example", "https://other.example"):
+            asked = question(public[1], endpoint="client.configuration", origin=origin, client_ip="192.0.2.1")
+            assert b'"allowed":true' in primed.ask(token, asked).body
+            expected[public[0].key_id, "192.0.2.1", "", "client.configuration", origin, "allowed"] += 1
+        several = [question(private[1], client_ip="192.0.2.3")] * 5
+        primed.ask(token, {"requests": several}, BATCH)
+        expected[private[0].key_id, "192.0.2.3", "", "orders.create", "", "allowed"] += 5
+        if round_number % 3 == 0:
+            from_memory += primed.from_memory  # which is counted anew after each report
+            usage.flush()
+    assert from_memory + primed.from_memory > 50
+    usage.flush()
+    assert written() == expected
+    counts = dict(KeyUse.objects.values_list("key_id", "count"))
+    for key, _ in keys.values():
+        assert counts[key.key_id] == sum(count for (key_id, *_), count in expected.items() if key_id == key.key_id)
+    usage.flush()
+    assert written() == expected
+
+
+def test_uses_without_an_address_are_the_token_s(
+    keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog
+) -> None:
+    row, token = make_token(P.KEYS_VERIFY)
+    for _ in range(4):
+        primed.ask(token.reveal(), question(keys[KeyKind.PRIVATE][1]))
+    usage.flush()
+    assert set(UseBucket.objects.values_list("source", "count")) == {(f"token:{row.token_id}", 4)}
+
+
+def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: Primed, usage: UsageLog) -> None:
+    """A test call of our own is no sign of life, from memory as from the database."""
+    _, probe = make_token(P.KEYS_VERIFY, is_probe=True)
+    for _ in range(5):
+        primed.ask(probe.reveal(), question(keys[KeyKind.PRIVATE][1]))
+    assert primed.from_memory
+    usage.flush()
+    assert set(UseBucket.objects.values_list("outcome", "count")) == {(Outcome.PROBED, 5)}
+    assert not KeyUse.objects.exists()
+
+
+def test_uses_of_dry_runs_and_of_refusals_are_none(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog
+) -> None:
+    text = keys[KeyKind.PRIVATE][1]
+    for _ in range(3):
+        primed.ask(token, question(text))
+    usage.flush()
+    UseBucket.objects.all().delete()
+    for _ in range(3):
+        primed.ask(token, question(text, dry_run=True))
+        primed.ask(token, question(text[:-6] + "000000"))
+    usage.flush()
+    assert not UseBucket.objects.exists()
+
+
+def test_uses_beyond_the_bound_are_counted_all_the_same(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a flood of sources only the first are told apart; how many there were is known."""
+    monkeypatch.setattr(engine_module, "_MOST_USES", 10)
+    key, text = keys[KeyKind.PRIVATE]
+    for number in range(200):
+        primed.ask(token, question(text, user_agent=f"shop/{number}", client_ip=f"192.0.2.{number}"))
+        assert len(primed.engine._uses) <= 12
+    assert primed.from_memory > 150
+    usage.flush()
+    assert sum(UseBucket.objects.values_list("count", flat=True)) == 200
+    assert KeyUse.objects.get().count == 200
+    assert KeyUse.objects.get().key_id == key.key_id
+
+
+def test_uses_whose_report_failed_are_in_the_next(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
+    with monkeypatch.context() as patch:
+        patch.setattr("keyvault.services.usage._write", lambda counts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            usage.flush()
+    primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
+    usage.flush()
+    assert KeyUse.objects.get().count == 6
+
+
+def test_uses_are_never_older_than_a_report_that_was_given_without_them(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: silence is observed. However reports and uses come across each other, each use is in the first report
+    whose watermark is behind its time."""
+    clock = [time.time()]
+
+    def tick() -> float:
+        clock[0] += 0.001
+        return clock[0]
+
+    def now() -> datetime:
+        return datetime.fromtimestamp(tick(), UTC)
+
+    log = UsageLog(now=now)
+    monkeypatch.setattr("keyvault.hotpath.loader.usage_log", log)
+    primed = prime(wall=tick, may_remember=False)
+    text = keys[KeyKind.PRIVATE][1]
+    taken: list[SeenUse] = []
+
+    def take() -> Iterable[SeenUse]:
+        # Between the watermark and this: in this report as well, which is no harm.
+        ask()
+        taken[:] = uses_of(primed.engine)
+        return taken
+
+    def ask() -> None:
+        primed.engine.freshness.confirm(time.monotonic(), clock[0])
+        assert b'"allowed":true' in primed.ask(token, question(text)).body
+
+    log.add_source(take)
+    for _ in range(3):
+        ask()
+    log.flush()
+    for _ in range(10):
+        ask()
+        assert primed.from_memory == 1, "this is about the fast way"
+        asked_before = now()
+        log.flush()
+        assert taken[0].first_at < asked_before
+        assert taken[0].count == 2
+        assert not list(uses_of(primed.engine)), "all that was noted before is in the report"
+        ask()
+        (late,) = uses_of(primed.engine)
+        assert late.first_at > asked_before

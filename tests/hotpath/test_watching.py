@@ -1,0 +1,125 @@
+"""Who asks the dedicated verifier about its health is answered, whatever its database does."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Iterator
+
+import pytest
+
+from keyvault.hotpath import loader, stores
+from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.loader import Verifier
+from keyvault.hotpath.server import DRAIN_SECONDS
+from keyvault.management.supervisor import STOP_SECONDS
+from keyvault.services.impatience import ANSWER_SECONDS
+from keyvault.services.usage import usage_log
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def no_sources() -> Iterator[None]:
+    """Each engine is a source of uses of the process."""
+    before = usage_log._sources[:]
+    yield
+    usage_log._sources[:] = before
+
+
+@pytest.fixture
+def goes_on() -> Iterator[threading.Event]:
+    """What `hanging` waits for; set in the end, whatever became of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hanging(goes_on: threading.Event) -> tuple[int, bytes, str]:
+    goes_on.wait()
+    return 200, b'{"status":"ready"}', "application/json"
+
+
+async def told(answer: Answer | Awaitable[Answer]) -> tuple[int, str]:
+    """Status, and what the body says of it."""
+    answer = answer if isinstance(answer, Answer) else await answer
+    found = json.loads(answer.body)
+    return answer.status, found["code"] if "code" in found else found["status"]
+
+
+@pytest.mark.parametrize("target", [b"/healthz", b"/healthz?x=1"])
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> None:
+    answer = Verifier().handle(method, target, [], b"")
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.body) == (200, b'{"status":"ok"}')
+    assert answer.all_headers()["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize("target", [b"/healthz", b"/readyz", b"/metrics?x=1"])
+def test_watched_address_takes_nothing_but_reads(target: bytes) -> None:
+    answer = Verifier().handle(b"POST", target, [], b"")
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.all_headers()["Allow"]) == (405, "GET, HEAD")
+
+
+def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
+) -> None:
+    """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setitem(loader._WATCHED, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(loader._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
+
+    async def ask() -> None:
+        verifier = Verifier()
+        waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
+        await asyncio.sleep(0)
+        assert await told(verifier.handle(b"GET", b"/healthz", [], b"")) == (200, "ok")
+        assert await told(verifier.handle(b"GET", b"/metrics?x=1", [], b"")) == (200, "fine")
+        assert await waiting == (503, "dependency_unavailable")
+        assert await told(verifier.handle(b"GET", b"/readyz", [], b"")) == (503, "dependency_unavailable")
+        goes_on.set()
+        while await told(verifier.handle(b"GET", b"/readyz", [], b"")) != (200, "ready"):
+            pass
+
+    asyncio.run(ask())
+
+
+class Stopped:
+    """Stands for what is stopped in the end."""
+
+    def __init__(self, name: str, stopped: list[str], failure: Exception | None = None) -> None:
+        self.name, self.stopped, self.failure = name, stopped, failure
+
+    def stop(self) -> None:
+        self.stopped.append(self.name)
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
+    monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event
+) -> None:
+    """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
+    stopped = list[str]()
+    monkeypatch.setitem(loader._WATCHED, "/readyz", lambda: hanging(goes_on))
+    verifier = Verifier()
+    monkeypatch.setattr(loader, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
+    monkeypatch.setattr(loader, "refusal_log", Stopped("refusals", stopped))
+    monkeypatch.setattr(verifier, "_follower", Stopped("follower", stopped))
+
+    async def stop() -> None:
+        waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
+        await asyncio.sleep(0)
+        await verifier.stop()
+        assert stopped == ["uses", "refusals", "follower"]
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(stop())
+
+
+def test_end_fits_within_what_the_supervisor_waits() -> None:
+    """Guarantee: who answers until the last moment is not killed before he has written what he noted."""
+    turn_and_job = 2 * ANSWER_SECONDS
+    assert DRAIN_SECONDS + loader.END_SECONDS + turn_and_job < STOP_SECONDS
