@@ -39,12 +39,14 @@ class Tone(StrEnum):
 class Done:
     """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made.
 
-    `beside`: what goes with the secret; `then`: the acts on the row that whoever has it does next.
+    `url`: the page that shows it, where that is not the row's. `beside`: what goes with the secret; `then`: the acts
+    on the row that whoever has it does next.
     """
 
     message: str
     secret: Plaintext | None = None
     row: Model | None = None
+    url: str = ""
     beside: Facts | None = None
     then: tuple[str, ...] = ()
 

@@ -16,6 +16,7 @@ from django.urls import reverse
 from keyvault.access.catalog import Endpoint, Miss
 from keyvault.access.decision import Denial
 from keyvault.access.endpoints import METHODS
+from keyvault.access.judgement import before_proof
 from keyvault.access.panel import authorization_panel, limit_words
 from keyvault.access.verification import INVALID, find_exposed
 from keyvault.admin.acts import Cleaned
@@ -29,7 +30,7 @@ from keyvault.services.limit_overrides import account_limit_in_force, endpoint_l
 from keyvault.services.lookup import BASE_URLS
 from keyvault.services.merchants import find_account
 from keyvault.services.refusals import find_refusal
-from keyvault.services.verification import Judgement, Presented, before_proof, explain_described, judge_presented
+from keyvault.services.verification import Judgement, Presented, explain_described, judge_presented
 from keyvault.wire.problems import PROBLEM_TYPES
 
 _WHOLE_KEY = (

@@ -7,23 +7,27 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
-from django.http import HttpRequest
-from django.urls import reverse
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
-from keyvault.admin.cells import Detail, Facts, Line, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import Detail, Facts, Line, Link, Waiting, badge, link, moment, mono, short_moment
 from keyvault.admin.enforcement import may
 from keyvault.admin.exposures import ExposedFilter, exposure_tables, exposures
 from keyvault.admin.noun import NounAdmin
+from keyvault.admin.pages import page
+from keyvault.admin.receipts import receipt_cell, receipt_detail, receipt_url
 from keyvault.admin.usage import use_facts, use_tables
+from keyvault.domain.errors import NotFoundError
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
 from keyvault.services.keys import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.material import read_public_string
+from keyvault.services.receipts import find_receipt
 
 REASONS = {
     RevocationReason.SUPERSEDED: "superseded: another key took its place",
@@ -61,13 +65,13 @@ def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
 
 
 def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
-    revoke_key(grant, key, RevocationReason(cleaned["reason"]))
-    return Done(f"Key {key} is revoked: refused for ever.")
+    record = revoke_key(grant, key, RevocationReason(cleaned["reason"]))
+    return Done(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
 
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
-    report_compromise(grant, key)
-    return Done(f"Key {key} is reported compromised: refused for ever.")
+    record = report_compromise(grant, key)
+    return Done(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
 
 
 def _can_become(state: KeyState) -> Any:
@@ -167,6 +171,24 @@ class KeyAdmin(NounAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("credential__account__merchant", "use")
+
+    def get_urls(self) -> list[URLPattern]:
+        show = self.guarded(self.view_permissions, ("GET", "HEAD"), self._receipt_view)
+        return [
+            *super().get_urls(),
+            path("<str:object_id>/receipt/<int:sequence>/", show, name="keyvault_key_receipt"),
+        ]
+
+    def _receipt_view(self, request: HttpRequest, object_id: str, sequence: int) -> HttpResponse:
+        """Who has confirmed a change of the key. Raises NotFoundError on a change of anything else."""
+        key = self.fresh(request, object_id)
+        receipt = find_receipt(sequence)
+        if receipt is None or receipt.subject != key.alters():
+            raise NotFoundError("The key has no such change.")
+        detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
+        crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
+        context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
+        return page(self.admin_site, request, "detail", context)
 
     @admin.display(ordering="credential__account__merchant_id")
     def account(self, key: Key) -> str:
@@ -271,6 +293,8 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
         yield "Ended by", key.get_retirement_display()
     if key.reason:
         yield "Reason", REASONS[RevocationReason(key.reason)]
+    if key.state in DEAD_STATES:
+        yield "End confirmed by", receipt_cell(key)
     yield "Expires", moment(key.expires_at, missing="never")
     yield from use_facts(key)
 

@@ -234,7 +234,7 @@ class NounAdmin(Guarded, _ModelAdmin):
         return self._done(request, done, done.row)
 
     def _done(self, request: HttpRequest, done: Done, row: Model | None) -> HttpResponse:
-        """To the row, with a word; or, where there is a secret, the page that shows it and no redirect."""
+        """To the row or what else shows it, with a word; where there is a secret, the page with it and no redirect."""
         url = self.url_of(row) if row is not None else self.list_url()
         if done.secret is not None:
             back = Link(self.plural if row is None else self.name_of(row), url)
@@ -252,7 +252,7 @@ class NounAdmin(Guarded, _ModelAdmin):
                 then=[self._link(row, act.name, act.label) for act in self.acts if row and act.name in done.then],
             )
         messages.success(request, done.message)
-        return HttpResponseRedirect(url)
+        return HttpResponseRedirect(done.url or url)
 
     # --- what the views share -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind, KeyState, Retirement
 from keyvault.domain.revocation import RevocationReason
+from keyvault.services.receipts import Standing
 
 
 def _one_of(values: Any, **options: Any) -> serializers.ChoiceField:
@@ -61,10 +62,33 @@ class CredentialsBody(serializers.Serializer[Any]):
     next_cursor = serializers.CharField(allow_null=True)
 
 
+class VerifierBody(serializers.Serializer[Any]):
+    """`expired`: it was silent for longer than its staleness bound, answers from memory no longer, and is not waited
+    for. Times are by the database's clock."""
+
+    verifier_id = serializers.CharField()
+    door = serializers.CharField()
+    state = _one_of(Standing)
+    confirmed_at = serializers.DateTimeField(allow_null=True)
+    seen_at = serializers.DateTimeField()
+
+
+class ReceiptBody(serializers.Serializer[Any]):
+    """Who has applied a change. `complete`: no verifier is waited for."""
+
+    sequence = serializers.IntegerField()
+    complete = serializers.BooleanField()
+    changed_at = serializers.DateTimeField(allow_null=True)
+    verifiers = VerifierBody(many=True)
+
+
 class RevokedBody(serializers.Serializer[Any]):
+    """`receipt` is there when the request said how long it would wait for one."""
+
     key_id = serializers.CharField()
     state = _one_of(KeyState)
-    sequence = serializers.IntegerField(allow_null=True)
+    sequence = serializers.IntegerField()
+    receipt = ReceiptBody(required=False)
 
 
 @extend_schema_field({"$ref": "#/components/schemas/Problem"})

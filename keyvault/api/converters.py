@@ -16,6 +16,13 @@ class RotationIdConverter(StringConverter):
     regex = "rot_[0-9A-Za-z]{20}"
 
 
+class SequenceConverter(StringConverter):
+    """Digits; some of them are beyond every sequence, and found to be none."""
+
+    regex = "[0-9]{1,19}"
+
+
 register_converter(KeyIdConverter, "key_id")
 register_converter(RequestIdConverter, "request_id")
 register_converter(RotationIdConverter, "rotation_id")
+register_converter(SequenceConverter, "sequence")

@@ -22,6 +22,7 @@ from keyvault.domain.errors import (
     KeyvaultError,
     RequestInvalidError,
 )
+from keyvault.domain.redaction import redact
 from keyvault.wire.problems import CONTENT_TYPE, Problem, problem
 
 _log = logging.getLogger(__name__)
@@ -133,12 +134,13 @@ def _faults(detail: Any, pointer: str) -> Iterator[Fault]:
     """REST framework's nested details, flat, each with its JSON Pointer."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
-            # A client's own name of a field may hold half a surrogate pair, which no answer can be written with.
-            shown = str(name).encode(errors="backslashreplace").decode()
+            # A client's own name of a field may be a key, which no answer repeats, or hold half a surrogate pair, which
+            # none can be written with.
+            shown = redact(str(name).encode(errors="backslashreplace").decode())
             step = "" if name == "non_field_errors" else f"/{shown.replace('~', '~0').replace('/', '~1')}"
             yield from _faults(inner, pointer + step)
     elif isinstance(detail, list):
         for index, inner in enumerate(detail):
             yield from _faults(inner, pointer if isinstance(inner, str) else f"{pointer}/{index}")
     else:
-        yield Fault(pointer, str(detail))
+        yield Fault(pointer, redact(str(detail)))  # a choice that is none is quoted

@@ -37,13 +37,13 @@ class RequestMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        request_id = mint_request_id(secrets.token_bytes)
-        request.request_id = request_id  # type: ignore[attr-defined]  # read back by `request_id_of`
+        request.request_id = mint_request_id(secrets.token_bytes)  # type: ignore[attr-defined]  # for `request_id_of`
         response = self.get_response(request)
+        request_id = request_id_of(request)
         response[REQUEST_ID] = request_id
         if not request.path_info.startswith("/static/"):
             response["Cache-Control"] = "no-store"
-        if response.status_code >= 400:
+        if response.status_code >= 400 and not getattr(response, "is_logged", False):
             # The path may hold what somebody mistook for a place to put a key. Redacted before it is cut, since
             # half a key no longer has the shape of one.
             _log.info(

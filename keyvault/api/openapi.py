@@ -15,6 +15,7 @@ from rest_framework import serializers
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
+from keyvault.wire.headers import PREFERENCE_APPLIED
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY, REPLAYED
 from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
 
@@ -92,6 +93,13 @@ def _idempotency_key(required: bool) -> OpenApiParameter:
 NEEDED, MAY_BE_SENT = _idempotency_key(required=True), _idempotency_key(required=False)
 """The Idempotency-Key of an operation."""
 
+PREFER_WAIT = OpenApiParameter(
+    "Prefer",
+    {"type": "string"},
+    OpenApiParameter.HEADER,
+    description="`wait=5` (RFC 7240): wait up to so many seconds, at most 10, for the receipt to be complete.",
+)
+
 _TEXT: Any = {"type": "string"}
 PROBLEM = {
     "type": "object",
@@ -134,6 +142,10 @@ HEADERS: dict[str, dict[str, Any]] = {
     REPLAYED: {
         "description": "There when this is the answer of an earlier attempt.",
         "schema": {"type": "string", "const": "true"},
+    },
+    PREFERENCE_APPLIED: {
+        "description": "There when `Prefer` was: for how many seconds the server was ready to wait.",
+        "schema": {"type": "string", "pattern": "^wait=[0-9]+$"},
     },
 }
 
@@ -241,12 +253,14 @@ def _forget_enum_names(node: Any) -> None:
 def _add_headers(operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     replays = any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ()))
+    waits = any(parameter["name"] == PREFER_WAIT.name for parameter in operation.get("parameters", ()))
     is_limited = "429" in responses and "x-authorization" in operation
     for status, response in responses.items():
         needed, possible = ["X-Request-Id", "Cache-Control", *_NEEDED.get(status, ())], [*_POSSIBLE.get(status, ())]
         if status < "300":
             needed += ["RateLimit-Policy", "RateLimit"] if is_limited else ()
             possible += [REPLAYED] if replays else ()
+            possible += [PREFERENCE_APPLIED] if waits else ()
         response["headers"] = {
             **response.get("headers", {}),
             **{name: {"$ref": f"#/components/headers/{name}"} for name in needed},

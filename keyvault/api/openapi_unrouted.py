@@ -1,4 +1,5 @@
-"""Operations of the OpenAPI page that are no method of a view: one view serves all endpoints, another all gateways."""
+"""Operations of the OpenAPI page that are no method of a view: one view serves all endpoints, and the verifier's engine
+answers verify, its batch and the gateways."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from rest_framework.views import APIView
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint
 from keyvault.access.panel import authorization_panel
+from keyvault.api.bodies import DecisionBody, DecisionsBody
 from keyvault.api.integration import IntegrationView, Server
 from keyvault.api.openapi import (
     NEEDED,
@@ -20,6 +22,7 @@ from keyvault.api.openapi import (
     documented,
     is_based_on_origin,
 )
+from keyvault.api.serializers import VerifyBatchRequest, VerifyRequest
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind
 from keyvault.wire.gateways import AUTH_CODE, AUTH_STATUS, NAMES, Dialect, nginx_status
@@ -54,7 +57,7 @@ _UPSTREAM_CODES = (
 
 def add_unrouted(endpoints: list[Any]) -> list[Any]:
     """drf-spectacular's preprocessing hook. Takes and gives paths, each with a method and what stands for its view."""
-    return [*endpoints, *_integration_plane(), *_forward_auth()]
+    return [*endpoints, *_integration_plane(), *_verify(), *_forward_auth()]
 
 
 def _stand_in(path: str, method: str, document: Documenter) -> tuple[str, str, str, Any]:
@@ -142,6 +145,18 @@ def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
         text = "The origin that asked, where the key's account lists it."
         yield _told("Access-Control-Allow-Origin", text, [status], is_always=False)
         yield _told("Vary", "Holds Origin.", [status])
+
+
+# --- the verifier -----------------------------------------------------------------------------------------
+
+
+def _verify() -> Iterator[Any]:
+    one = documented("keys_verify", summary="Judges one key.", takes=VerifyRequest, answers={200: DecisionBody})
+    several = documented(
+        "keys_verify_batch", summary="Judges up to 100.", takes=VerifyBatchRequest, answers={200: DecisionsBody}
+    )
+    yield _stand_in("/v1/keys/verify", "POST", one)
+    yield _stand_in("/v1/keys/verify-batch", "POST", several)
 
 
 # --- forward-auth -----------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """The service plane's routes."""
 
-from django.urls import path, re_path
+from django.urls import path
 
 from keyvault.api import converters  # noqa: F401  registers the ids used below
 from keyvault.api.views.docs import DocsView, OpenAPIView
-from keyvault.api.views.forward_auth import ForwardAuthView
 from keyvault.api.views.health import HealthView, ReadinessView
 from keyvault.api.views.issuance import (
     CollectionView,
@@ -15,8 +14,7 @@ from keyvault.api.views.issuance import (
 )
 from keyvault.api.views.keys import CredentialsView, KeyView, RevokeView
 from keyvault.api.views.metrics import MetricsView
-from keyvault.api.views.verification import VerifyBatchView, VerifyView
-from keyvault.wire.gateways import Dialect
+from keyvault.api.views.revocations import RevocationView
 
 urlpatterns = [
     path("healthz", HealthView.as_view()),
@@ -24,14 +22,9 @@ urlpatterns = [
     path("metrics", MetricsView.as_view()),
     path("v1/openapi.json", OpenAPIView.as_view(), name="openapi"),
     path("v1/docs", DocsView.as_view()),
-    path("v1/keys/verify", VerifyView.as_view()),
-    path("v1/keys/verify-batch", VerifyBatchView.as_view()),
-    path("v1/authorize/traefik", ForwardAuthView.as_view(dialect=Dialect.TRAEFIK)),
-    path("v1/authorize/nginx", ForwardAuthView.as_view(dialect=Dialect.NGINX)),
-    # The rest is the client's path, as it was sent; a newline is no end of it.
-    re_path(r"^v1/authorize/envoy/[\s\S]*", ForwardAuthView.as_view(dialect=Dialect.ENVOY)),
     path("v1/keys/<key_id:key_id>", KeyView.as_view()),
     path("v1/keys/<key_id:key_id>/revoke", RevokeView.as_view()),
+    path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
     path("v1/issuance-requests/<request_id:request_id>", IssuanceRequestView.as_view()),

@@ -73,11 +73,15 @@ def _undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`orphan_signal` is what it gets when the supervisor dies: one that has children of its own ends them first."""
+    """`orphan_signal` is what it gets when the supervisor dies: one that has children of its own ends them first.
+
+    `descriptors` of ours are open in it, under the same numbers.
+    """
 
     name: str
     command: tuple[str, ...]
     orphan_signal: signal.Signals = signal.SIGKILL
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -131,6 +135,8 @@ class Supervisor:
     folder: Path
     logs: Path
     say: Callable[[str], None] = _say
+    stops_together: bool = False
+    """All are asked to end at once: programs that need nothing of each other, and take their time over it."""
     _children: list[_Child] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -189,6 +195,9 @@ class Supervisor:
         """Asks each to end, the last started first, then kills what has not. Repeatable, bounded, undisturbed."""
         deadline = time.monotonic() + STOP_SECONDS
         with _undisturbed():
+            for child in self._children if self.stops_together else ():
+                if child.process is not None:
+                    os.kill(child.process.pid, signal.SIGTERM)
             for child in reversed(self._children):
                 if child.process is None:
                     continue
@@ -207,6 +216,7 @@ class Supervisor:
                 folder=self.folder,
                 output=log,
                 orphan_signal=child.program.orphan_signal,
+                descriptors=child.program.descriptors,
             )
         finally:
             os.close(log)
@@ -221,6 +231,7 @@ def start_leashed(
     folder: Path,
     output: int | None = None,
     orphan_signal: signal.Signals = signal.SIGKILL,
+    descriptors: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """The command in a session of its own, tied to the life of the calling thread. `output` None: ours."""
     leash = [sys.executable, "-I", "-S", _LEASH, str(os.getpid()), str(int(orphan_signal))]
@@ -232,6 +243,7 @@ def start_leashed(
         env=dict(environ),
         cwd=folder,
         start_new_session=True,
+        pass_fds=descriptors,
     )
 
 

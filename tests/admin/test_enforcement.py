@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from django.contrib import admin
@@ -32,6 +32,7 @@ from keyvault.models import (
 )
 from keyvault.services.connections import set_connection
 from keyvault.services.issuance import collect_key
+from keyvault.services.keys import last_sequence
 from keyvault.services.limit_overrides import set_endpoint_limit
 from keyvault.services.webhook_endpoints import add_endpoint as add_webhook
 from keyvault.services.webhook_endpoints import send_test
@@ -112,6 +113,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_credential_change": frozenset({P.KEYS_READ}),
     "keyvault_key_changelist": frozenset({P.KEYS_READ}),
     "keyvault_key_change": frozenset({P.KEYS_READ}),
+    "keyvault_key_receipt": frozenset({P.KEYS_READ}),
     "keyvault_key_show": frozenset({P.KEYS_READ}),
     "keyvault_key_suspend": frozenset({P.KEYS_SUSPEND}),
     "keyvault_key_resume": frozenset({P.KEYS_RESUME}),
@@ -259,6 +261,7 @@ def every_address(desk: Desk) -> list[tuple[str, str]]:
     found = []
     for name, path in patterns(admin.site.get_urls()):
         path = path.replace("(?P<url>.*)$", "no/such/page/")
+        path = path.replace("<int:sequence>", str(last_sequence(cast(Key, rows["keyvault_key"]))))
         if "<str:object_id>" in path:
             path = path.replace("<str:object_id>", str(rows["_".join(name.split("_")[:2])].pk))
         found.append((name, path))

@@ -1,13 +1,16 @@
 """Keys in the console: suspended, resumed, revoked with a reason, reported; shown only when public."""
 
+import re
+
 import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.models import AuditEntry, Key
-from keyvault.services.keys import get_key, suspend_key
+from keyvault.models import AuditEntry, Key, Verifier
+from keyvault.services.keys import get_key, last_sequence, suspend_key
 from keyvault.services.lookup import find_key_record
 from tests.factories import grant, issue, now
+from tests.verifiers import confirm, fall_silent, make_verifier
 
 from .desk import Desk, address, browser, hidden, text_of
 
@@ -146,3 +149,55 @@ def test_key_search_finds_it_by_its_id(desk: Desk) -> None:
     text = text_of(browser(desk.tam).get("/admin/keyvault/key/", {"q": key.pk}))
     assert key.pk in text
     assert other.pk not in text
+
+
+# --- receipts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["revoke", "report-compromise"])
+def test_key_ended_leads_to_its_receipt_which_renews_itself_until_it_is_complete(desk: Desk, act: str) -> None:
+    """Who has confirmed, who is waited for and who is expired, each by name; then a page that stays as it is."""
+    first, _, third = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
+    fall_silent(third)
+    key, _ = issue(desk.sandbox)
+    client = browser(desk.responder)
+    answer = client.post(address(f"keyvault_key_{act}", key.pk), {"reason": "superseded"}, follow=True)
+    sequence = last_sequence(fresh(key))
+    page = address("keyvault_key_receipt", key.pk, sequence)
+    assert answer.redirect_chain == [(page, 302)]
+    assert "for ever" in text_of(answer)
+    confirm(first, sequence)
+    text = text_of(client.get(page))
+    assert 'http-equiv="refresh"' in text
+    assert "1 of 2 verifiers" in text
+    states = re.findall(r"<code>(verifier-\d)</code>.*?badge-(\w+)", text, re.DOTALL)
+    assert states == [("verifier-1", "confirmed"), ("verifier-2", "waiting"), ("verifier-3", "expired")]
+    for verifier in Verifier.objects.exclude(pk="verifier-1"):
+        confirm(verifier, sequence)
+    text = text_of(client.get(page))
+    assert 'http-equiv="refresh"' not in text
+    assert "3 of 3 verifiers" in text
+
+
+def test_key_page_links_the_receipt_of_its_end(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    client = browser(desk.responder)
+    page = address("keyvault_key_change", key.pk)
+    assert "/receipt/" not in text_of(client.get(page))
+    client.post(address("keyvault_key_revoke", key.pk), {"reason": "superseded"})
+    assert "none is live" in text_of(client.get(page))
+    make_verifier()
+    text = text_of(client.get(page))
+    assert address("keyvault_key_receipt", key.pk, last_sequence(fresh(key))) in text
+    assert "0 of 1 verifiers" in text
+
+
+def test_key_receipt_of_what_is_no_change_of_the_key_is_not_found(desk: Desk) -> None:
+    """Another key's change is not shown under this one's name."""
+    key, _ = issue(desk.sandbox)
+    other, _ = issue(desk.sandbox, label="other")
+    client = browser(desk.responder)
+    assert client.get(address("keyvault_key_receipt", key.pk, last_sequence(key))).status_code == 200
+    for number in (0, last_sequence(other), 2**40, 2**63, 10**30):
+        assert client.get(address("keyvault_key_receipt", key.pk, number)).status_code == 404
+    assert client.get(address("keyvault_key_receipt", "0" * 16, last_sequence(key))).status_code == 404

@@ -23,7 +23,7 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """The usage log of the doors, without its thread: a test flushes it by hand."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.api.views.verification", "keyvault.api.integration"):
+    for door in ("keyvault.hotpath.loader", "keyvault.api.integration"):
         monkeypatch.setattr(f"{door}.usage_log", log)
     return log
 

@@ -1,9 +1,11 @@
 """A merchant's backend and a browser, for the tests of the integration plane."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from unittest import mock
 
 from django.test import Client
 
@@ -12,6 +14,9 @@ from keyvault.access.principals import HOST, KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
+from keyvault.hotpath.answering import RULES, Found
+from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import Account, Key
 from keyvault.services.recording import recorded
 from tests.factories import SANDBOX, account, grant, issue
@@ -53,6 +58,24 @@ def asking(client: Client) -> Ask:
         return response
 
     return send
+
+
+@contextmanager
+def losing(what: str) -> Iterator[None]:
+    """The engine's database is lost when it is asked for this: `KEY`, `TOKEN`, `CUSTOMER` or `RULES`."""
+    find = DatabaseStore.find
+
+    def find_or_lose(store: DatabaseStore, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        if kind == what:
+            raise StoreAwayError
+        return find(store, kind, ids, address)
+
+    with mock.patch.object(DatabaseStore, "find", find_or_lose):
+        if what != RULES:
+            yield
+            return
+        with mock.patch.object(DatabaseStore, "read_rules", side_effect=StoreAwayError):
+            yield
 
 
 def change_account(merchant_id: str = "acme", environment: Environment = SANDBOX, **changes: Any) -> Account:

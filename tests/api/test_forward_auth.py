@@ -5,17 +5,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from django.db import OperationalError
 from django.test import Client
 
 from keyvault.access.endpoints import EndpointWish
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.api.middleware import RAW_PATH
-from keyvault.api.views import forward_auth
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
+from keyvault.hotpath import answering, loader
+from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import KeyUse, Operator, UseBucket
 from keyvault.models.keys import OriginHeader
 from keyvault.services.credentials import restrict_credential
@@ -26,7 +26,7 @@ from keyvault.services.usage import UsageLog
 from keyvault.wire.gateways import NAMES, Dialect
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 
-from .integration import asking, change_account, issue_token, private, public
+from .integration import asking, change_account, issue_token, losing, private, public
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -52,13 +52,13 @@ def token(db: None) -> str:
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> RefusalLog:
     log = RefusalLog()
-    monkeypatch.setattr(forward_auth, "refusal_log", log)
+    monkeypatch.setattr(loader, "refusal_log", log)
     return log
 
 
 @pytest.fixture
 def gateway(token: str, usage: UsageLog, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr(forward_auth, "usage_log", usage)
+    monkeypatch.setattr(loader, "usage_log", usage)
     client = Client(raise_request_exception=False)
 
     def send(
@@ -226,19 +226,24 @@ def test_gateway_passes_on_when_to_come_back(dialect: Dialect, gateway: Gateway)
 
 
 @EVERY
-def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
+@pytest.mark.parametrize("lost", [answering.KEY, answering.TOKEN, answering.RULES])
+def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, lost: str, gateway: Gateway) -> None:
     key = private()
-    for place, code in (("find_key_record", "verifier_stale"), ("judge_presented", "dependency_unavailable")):
-        where = "keyvault.services.verification" if place == "find_key_record" else "keyvault.api.views.forward_auth"
-        with mock.patch(f"{where}.{place}", side_effect=OperationalError("gone")):
-            response = gateway(dialect, key=key)
-        assert verdict(dialect, response) == (503, code)
-        assert int(response["Retry-After"]) >= 1
+    with losing(lost):
+        response = gateway(dialect, key=key)
+    assert verdict(dialect, response) == (503, "verifier_stale")
+    assert int(response["Retry-After"]) >= 1
 
 
 @EVERY
 def test_gateway_that_meets_a_fault_of_ours_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
-    with mock.patch.object(forward_auth, "judge_presented", side_effect=ZeroDivisionError):
+    with mock.patch.object(answering, "judge", side_effect=ZeroDivisionError):
+        assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
+
+
+@EVERY
+def test_gateway_whose_look_up_meets_a_fault_of_ours_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
+    with mock.patch.object(DatabaseStore, "find", side_effect=ZeroDivisionError):
         assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
 
 
@@ -287,7 +292,7 @@ def test_gateway_refuses_the_host_of_the_other_environment(
     dialect: Dialect, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases = {Environment.SANDBOX: "https://sandbox.example", Environment.PRODUCTION: "https://api.example"}
-    monkeypatch.setattr(forward_auth, "BASE_URLS", bases)
+    monkeypatch.setattr(loader, "BASE_URLS", bases)
     key, uri = private(), "/merchants/orders"
     # A host that cannot be read might be either: with hosts of their own, that is no way round the comparison.
     for host in ("api.example", "API.example:443", "api.example.", "", "[::1"):

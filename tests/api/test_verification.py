@@ -4,7 +4,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import OperationalError
 
 from keyvault.access.endpoints import EndpointWish
 from keyvault.access.limits import Limit
@@ -15,6 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.revocation import RevocationReason
+from keyvault.hotpath.answering import KEY
 from keyvault.models import Key, KeyUse, Merchant, UseBucket
 from keyvault.models.keys import OriginHeader
 from keyvault.services.credentials import restrict_credential
@@ -29,7 +29,7 @@ from keyvault.services.usage import UsageLog
 from tests.factories import grant, issue, make_token, the_operator
 
 from .conftest import Call
-from .integration import holder_of
+from .integration import holder_of, losing
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -475,7 +475,8 @@ def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_pass
     """By the end client's address, not the gateway's: one guesser does not lock out everybody behind it."""
     # The clock stands, so that nothing is given back meanwhile.
     proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
-    monkeypatch.setattr("keyvault.services.verification.failed_proofs", lambda: proofs)
+    for module in ("loader", "stores"):
+        monkeypatch.setattr(f"keyvault.hotpath.{module}.failed_proofs", lambda: proofs)
     batch = {"requests": [{"key": "x", "environment": "sandbox", "endpoint": "orders.create"}] * 100}
     for each in batch["requests"]:
         each["client_ip"] = "192.0.2.9"
@@ -489,16 +490,10 @@ def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_pass
     assert ask(call, key[1], client_ip="192.0.2.9")["allowed"] is True
 
 
-def test_verify_lost_database_is_verifier_stale(
-    call: Call, key: tuple[Key, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_lost_database_is_verifier_stale(call: Call, key: tuple[Key, str]) -> None:
     """Neither yes nor no; and the call itself has answered: 200 with a decision."""
-
-    def fail(key_id: str) -> None:
-        raise OperationalError("gone")
-
-    monkeypatch.setattr("keyvault.services.verification.find_key_record", fail)
-    answer = ask(call, key[1])
+    with losing(KEY):
+        answer = ask(call, key[1])
     assert outcome(answer) == (503, "verifier_stale", None)
     assert answer["headers"]["Retry-After"] == "1"
     assert "key_id" not in answer

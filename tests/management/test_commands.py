@@ -16,7 +16,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import parse_keystring
 from keyvault.management.commands.run import _demo_curl
 from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator, ServiceToken
+from keyvault.services import receipts
 from rotation.services.engine import advance_rotation
+from tests.verifiers import confirm, make_verifier
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,6 +31,12 @@ def run(*words: str) -> Any:
     lines = output.getvalue().splitlines()
     assert len(lines) == 1
     return json.loads(lines[0])
+
+
+def tell(*words: str) -> str:
+    output = io.StringIO()
+    call_command(*words, stdout=output)
+    return output.getvalue()
 
 
 @pytest.fixture
@@ -137,6 +145,22 @@ def test_revoke_key_answers_and_repeats(seeded: Any) -> None:
         run("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "auditor")
 
 
+def test_revoke_key_that_waits_answers_with_the_receipt(seeded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Revoked either way: the exit is 0 with a receipt that is not complete too."""
+    issued = issue()
+    words = ("revoke_key", issued["key_id"], "--reason", "superseded", "--by", "admin", "--wait")
+    verifier = make_verifier()
+    assert run(*words, "0")["receipt"]["complete"] is False
+    sequence = run(*words, "0")["sequence"]
+    monkeypatch.setattr(receipts, "sleep", lambda seconds: confirm(verifier, sequence))
+    answer = run(*words, "5")
+    assert (answer["receipt"]["sequence"], answer["receipt"]["complete"]) == (sequence, True)
+    assert [row["state"] for row in answer["receipt"]["verifiers"]] == ["confirmed"]
+    told = tell(*words, "0")
+    assert "receipt: complete" in told
+    assert "verifier-1: confirmed, 20" in told
+
+
 def test_collect_key_by_request_is_for_whoever_asked_and_once(seeded: Any) -> None:
     issued = issue()
     words = ("collect_key", "--request", issued["request_id"], "--reveal", "--by")
@@ -191,6 +215,8 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
         (["revoke_key", "x", "--reason", "superseded", "--by", "nobody"], 1),
         (["issue_key"], 2),
         (["revoke_key", "x", "--reason", "because", "--by", "tam"], 2),
+        (["revoke_key", "x", "--reason", "superseded", "--by", "tam", "--wait", "-1"], 2),
+        (["revoke_key", "x", "--reason", "superseded", "--by", "tam", "--wait", "soon"], 2),
     ],
 )
 @pytest.mark.django_db(transaction=True)

@@ -11,13 +11,15 @@ from keyvault.access.rules import Target, operation
 from keyvault.api.bodies import CredentialsBody, KeyBody, RevokedBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
-from keyvault.api.openapi import documented, in_path
+from keyvault.api.openapi import PREFER_WAIT, documented, in_path
 from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, Key
 from keyvault.services.keys import describe_key, get_key, last_sequence, revoke_key
+from keyvault.services.receipts import describe_receipt, wait_for_receipt
+from keyvault.wire.headers import PREFERENCE_APPLIED, read_preference_wait
 
 _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 
@@ -36,10 +38,12 @@ class RevokeView(ServiceView):
     @documented(
         "keys_revoke",
         summary="Ends a key for ever; repeatable.",
+        description="It has ended when this is answered, whatever the receipt says: that tells which verifiers have "
+        "confirmed it by then.",
         takes=RevokeRequest,
         answers={202: RevokedBody},
         codes=[ErrorCode.STATE_CONFLICT],
-        parameters=[_KEY_ID],
+        parameters=[_KEY_ID, PREFER_WAIT],
     )
     def post(self, request: Request, key_id: str) -> Response:
         form = RevokeRequest(data=request.data)
@@ -49,7 +53,13 @@ class RevokeView(ServiceView):
             self.grant_for(key.credential.account), key, RevocationReason(form.validated_data["reason"])
         )
         sequence = record.sequence or last_sequence(key)
-        return Response({"key_id": key.key_id, "state": key.state, "sequence": sequence}, status=202)
+        answer = {"key_id": key.key_id, "state": key.state, "sequence": sequence}
+        wait_seconds = read_preference_wait(request.headers.get("Prefer"))
+        if wait_seconds is None:
+            return Response(answer, status=202)
+        receipt, waited_seconds = wait_for_receipt(sequence, wait_seconds)
+        applied = {PREFERENCE_APPLIED: f"wait={waited_seconds}"}
+        return Response({**answer, "receipt": describe_receipt(receipt)}, status=202, headers=applied)
 
 
 class CredentialsView(ServiceView):

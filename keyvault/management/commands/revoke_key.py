@@ -10,6 +10,7 @@ from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.management.answers import AnsweringCommand
 from keyvault.services.keys import get_key, last_sequence, revoke_key
+from keyvault.services.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
 
 
 class Command(AnsweringCommand):
@@ -19,6 +20,12 @@ class Command(AnsweringCommand):
         parser.add_argument("key_id")
         parser.add_argument("--reason", required=True, choices=[reason.value for reason in RevocationReason])
         parser.add_argument("--by", required=True, metavar="OPERATOR")
+        parser.add_argument(
+            "--wait",
+            type=_seconds,
+            metavar="SECONDS",
+            help=f"then wait until every verifier has confirmed it, for at most so long and {LONGEST_WAIT_SECONDS} s",
+        )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         key = get_key(options["key_id"])
@@ -26,4 +33,28 @@ class Command(AnsweringCommand):
             raise NotFoundError(f"There is no key {options['key_id']}.")
         grant = self.grant(self.operator(options["by"]), Permission.KEYS_REVOKE, key.credential.account)
         record = revoke_key(grant, key, RevocationReason(options["reason"]))
-        return {"key_id": key.key_id, "state": key.state, "sequence": record.sequence or last_sequence(key)}
+        sequence = record.sequence or last_sequence(key)
+        answer = {"key_id": key.key_id, "state": key.state, "sequence": sequence}
+        if options["wait"] is None:
+            return answer
+        receipt, _ = wait_for_receipt(sequence, options["wait"])
+        return {**answer, "receipt": describe_receipt(receipt)}
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        told = super().words({name: value for name, value in answer.items() if name != "receipt"})
+        return f"{told}\n{_words_of(answer['receipt'])}" if "receipt" in answer else told
+
+
+def _words_of(receipt: Mapping[str, Any]) -> str:
+    lines = [f"receipt: {'complete' if receipt['complete'] else 'not complete: some verifiers have yet to confirm'}"]
+    for verifier in receipt["verifiers"]:
+        at = verifier["confirmed_at"]
+        lines.append(f"  - {verifier['verifier_id']}: {verifier['state']}{'' if at is None else f', {at.isoformat()}'}")
+    return "\n".join(lines)
+
+
+def _seconds(text: str) -> int:
+    """Raises ValueError, which argparse words."""
+    if not text.isascii() or not text.isdecimal():
+        raise ValueError
+    return int(text)

@@ -1,0 +1,33 @@
+"""The receipt of a change: which verifiers have confirmed it."""
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.access.permissions import Permission
+from keyvault.api.bodies import ReceiptBody
+from keyvault.api.enforcement import ServiceView
+from keyvault.api.openapi import documented, in_path
+from keyvault.domain.errors import NotFoundError
+from keyvault.services.receipts import describe_receipt, find_account_of, find_receipt
+
+
+class RevocationView(ServiceView):
+    permission = Permission.KEYS_READ
+
+    @documented(
+        "revocations_read",
+        summary="Which verifiers have confirmed a revocation.",
+        description="Of any other change too. One of an account that the token is not for is as absent as none.",
+        answers={200: ReceiptBody},
+        parameters=[in_path("sequence", "^[0-9]{1,19}$")],
+    )
+    def get(self, request: Request, sequence: str) -> Response:
+        receipt = find_receipt(int(sequence))
+        if receipt is None:
+            raise NotFoundError
+        account = find_account_of(receipt.subject)
+        if account is not None:
+            self.grant_for(account)
+        elif self.service.merchants is not None:
+            raise NotFoundError
+        return Response(describe_receipt(receipt))

@@ -1,0 +1,183 @@
+"""The dedicated verifier in the foreground: a process for each core, with nothing but verification in it."""
+
+import hashlib
+import json
+import os
+import select
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import connections
+
+from keyvault.backends.private_files import ensure_private_directory
+from keyvault.management.commands.run import port_number
+from keyvault.management.service import CHECKOUT, READY_SECONDS, ServiceError
+from keyvault.management.supervisor import Program, StopRequestedError, Supervisor, stopping_on_signals
+
+MOST_WORKERS = 256
+BACKLOG = 2048
+
+
+class Command(BaseCommand):
+    help = (
+        "Serves verify, verify-batch, forward-auth, health and metrics, and nothing else, by several processes that "
+        "share one port or Unix socket, until SIGTERM or Ctrl-C; then answers what was asked and ends. The ordinary "
+        "server is not needed for it to run, its database is."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        cores = len(os.sched_getaffinity(0))
+        parser.add_argument("--workers", type=worker_count, default=cores, help=f"processes; here {cores} unless told")
+        place = parser.add_mutually_exclusive_group(required=True)
+        place.add_argument("--port", type=port_number)
+        place.add_argument("--socket", type=Path, help="path of a Unix socket, for whoever may write to it (mode 0660)")
+        parser.add_argument("--host", default="127.0.0.1", help="an address of this machine; 127.0.0.1 unless told")
+        parser.add_argument("--json", action="store_true", help="one JSON object on standard output, once it serves")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            with stopping_on_signals():
+                if options["socket"] is not None:
+                    with listening_at(options["socket"].absolute()) as listener:
+                        self._serve({"socket": str(options["socket"].absolute())}, options, listener)
+                else:
+                    host, port = options["host"], options["port"]
+                    refuse_taken(host, port)
+                    self._serve({"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}, options)
+        except StopRequestedError as stop:
+            self.stderr.write(f"{stop}: everything has stopped.")
+        except ServiceError as error:
+            raise CommandError(str(error)) from None
+
+    def _serve(self, place: dict[str, str], options: dict[str, Any], listener: socket.socket | None = None) -> None:
+        if not settings.REDIS_URL:
+            self.stderr.write(
+                "Without KEYVAULT_REDIS_URL each process counts limits for itself: "
+                f"{options['workers']} of them, and the ordinary server, each allow the whole of every limit."
+            )
+        connections.close_all()
+        told, tells = os.pipe()
+        os.set_blocking(told, False)
+        with Supervisor(
+            _programs(options, tells, listener),
+            _environ(next(iter(place.values()))),
+            CHECKOUT,
+            settings.DATA_DIR / "logs",
+            stops_together=True,
+        ) as workers:
+            ready = wait_until_ready(workers, told)
+            answer = {**place, "workers": len(ready), "pids": ready}
+            where = next(iter(place.values()))
+            self.stdout.write(
+                json.dumps(answer)
+                if options["json"]
+                else f"{len(ready)} verifiers answer at {where}. Ctrl-C stops them."
+            )
+            self.stdout.flush()
+            while True:
+                workers.wait(3600)
+                workers.tend()
+                _read_ready(told)
+
+
+def worker_count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= MOST_WORKERS:
+        raise ValueError
+    return count
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Raises ServiceError when somebody listens there: with SO_REUSEPORT the workers would share his requests."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # Not SO_REUSEPORT. SO_REUSEADDR passes over connections that are still closing, never over a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            why = error.strerror or "no address of this machine"
+            raise ServiceError(f"Port {port} on {host} cannot be used: {why}. Choose another --port.") from None
+
+
+@contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """A Unix socket that is removed in the end. Raises ServiceError where somebody else's is, or no socket at all."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise ServiceError(f"{path} is there already, and is no socket. Choose another --socket.")
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ServiceError(f"Somebody listens at {path}. Stop that, or choose another --socket.")
+        path.unlink()  # of a verifier that was killed
+    with socket.socket(socket.AF_UNIX) as listener:
+        before = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ServiceError(f"{path} cannot be used: {error.strerror or error}.") from None
+        finally:
+            os.umask(before)
+        try:
+            listener.listen(BACKLOG)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def wait_until_ready(workers: Supervisor, told: int) -> list[int]:
+    """The workers' process ids once all answer. Raises ServiceError, with the end of a log, when one does not."""
+    deadline = time.monotonic() + READY_SECONDS
+    ready: list[int] = []
+    while True:
+        ready += _read_ready(told)
+        if len(ready) == len(workers.programs):
+            return sorted(ready)
+        ended = [program.name for program in workers.programs if not workers.is_running(program.name)]
+        if ended or time.monotonic() > deadline:
+            name = ended[0] if ended else workers.programs[0].name
+            what = "has ended" if ended else "is not ready in time"
+            raise ServiceError(f"{name} {what}.\n{workers.log_tail(name)}")
+        select.select([told], [], [], 0.1)
+
+
+def _read_ready(told: int) -> list[int]:
+    with suppress(BlockingIOError):
+        return [int(line) for line in os.read(told, 65536).split()]
+    return []
+
+
+def _programs(options: dict[str, Any], tells: int, listener: socket.socket | None) -> tuple[Program, ...]:
+    command = [sys.executable, "-m", "keyvault.project.verifier", "--ready", str(tells)]
+    descriptors = [tells]
+    if listener is None:
+        command += ["--host", options["host"], "--port", str(options["port"])]
+    else:
+        command += ["--listener", str(listener.fileno())]
+        descriptors.append(listener.fileno())
+    return tuple(
+        Program(f"verifier-{number}", tuple(command), descriptors=tuple(descriptors))
+        for number in range(1, options["workers"] + 1)
+    )
+
+
+def _environ(place: str) -> dict[str, str]:
+    """Workers add their meters up, beside those of the ordinary server and of other verifiers on the same data."""
+    digest = hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
+    folder = ensure_private_directory(settings.DATA_DIR / f"metrics-verifier-{digest}")
+    for file in folder.glob("*.db"):
+        file.unlink()
+    return {
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        "PROMETHEUS_MULTIPROC_DIR": str(folder),
+        **os.environ,
+    }

@@ -1,0 +1,294 @@
+"""`manage.py replay_revocations`, and the start that is refused until it was run."""
+
+import io
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.journal import Ended, Looked
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Change, CustomerToken, Key, Merchant, Notice, ServiceToken
+from keyvault.services import keys, offboarding, revocation_replays, tokens
+from keyvault.services.audit import verify_audit
+from keyvault.services.journal import append_lines, describe_ended
+from keyvault.services.revocation_replays import compare_journal, read_counter
+from keyvault.services.start import require_current, require_ready
+from tests.factories import grant, issue, make_merchant, make_token, now
+from tests.services.conftest import Scene, make_scene
+from tests.services.rows import dump_tables, last_body
+from tests.services.test_customer_tokens import token_of
+from tests.services.test_keys import verdict
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, settings: Any) -> Path:
+    settings.JOURNAL = tmp_path / "revocations.journal"
+    return Path(settings.JOURNAL)
+
+
+@pytest.fixture
+def scene(db: None) -> Scene:
+    return make_scene()
+
+
+def replay(*more: str) -> tuple[int, Any]:
+    """The exit status, and the answer."""
+    output, code = io.StringIO(), 0
+    try:
+        call_command("replay_revocations", *more, "--json", stdout=output)
+    except SystemExit as end:
+        code = int(str(end.code))
+    return code, json.loads(output.getvalue())
+
+
+def told(kind: str, name: str, state: str = "", reason: str = "", sequence: int = 1) -> Ended:
+    """A line of what had ended before the backup came back."""
+    return Ended(sequence, now(), kind, name, state, reason)
+
+
+def test_replay_ends_every_kind_again(scene: Scene) -> None:
+    """Revoked, compromised, in the making: each is ended as it had been, with its reason, through the audit log."""
+    revoked, text = issue(scene.sandbox, label="revoked")
+    leaked, _ = issue(scene.sandbox, label="leaked")
+    suspended, _ = issue(scene.sandbox, label="suspended")
+    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
+    engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
+    staged, _ = keys.stage_key(engine, revoked.credential, expires_in_days=9)
+    burned, _ = keys.stage_key(engine, leaked.credential, expires_in_days=9)
+    service, _ = make_token()
+    customer, _ = token_of(leaked)
+    make_merchant("globex")
+    assert verdict(text) is None
+    append_lines(
+        [
+            told("key", revoked.key_id, "deactivated", "superseded", sequence=7),
+            told("key", leaked.key_id, "deactivated", "superseded"),
+            told("key", leaked.key_id, "compromised", "key_compromise"),
+            told("key", suspended.key_id, "deactivated", "privilege_withdrawn"),
+            told("key", staged.key_id, "deactivated", "cessation_of_operation"),
+            told("key", burned.key_id, "destroyed"),
+            told("service_token", service.token_id),
+            told("customer_token", customer.token_id),
+            told("merchant", "globex"),
+        ]
+    )
+    notices = Notice.objects.count()
+    with pytest.raises(ImproperlyConfigured, match=r"8 that were revoked live again.*manage.py replay_revocations"):
+        require_current()
+    code, answer = replay()
+    assert (code, answer["ok"], len(answer["replayed"]), answer["left"], answer["unknown"]) == (0, True, 8, [], [])
+    rows = {key.key_id: (key.state, key.retirement, key.reason) for key in Key.objects.all()}
+    assert rows == {
+        revoked.key_id: ("deactivated", "revoked", "superseded"),
+        leaked.key_id: ("compromised", None, "key_compromise"),
+        suspended.key_id: ("deactivated", "revoked", "privilege_withdrawn"),
+        staged.key_id: ("destroyed", None, None),
+        burned.key_id: ("destroyed", None, None),
+    }
+    assert ServiceToken.objects.get(pk=service.pk).revoked_at is not None
+    assert CustomerToken.objects.get(pk=customer.pk).revoked_at is not None
+    assert Merchant.objects.get(pk="globex").status == "offboarded"
+    assert verdict(text) == "key_revoked"
+    entry = AuditEntry.objects.filter(event="key.revocation_replayed").order_by("id").first()
+    assert entry is not None
+    body = json.loads(bytes(entry.body))
+    assert (body["actor"], body["details"]["key_id"]) == ("system:host", revoked.key_id)
+    assert body["details"]["journal"]["sequence"] == 7
+    assert AuditEntry.objects.filter(event__endswith="_replayed").count() == 8
+    assert Change.objects.filter(subject_kind="key", subject_id=revoked.key_id).count() == 3, "verifiers learn of it"
+    assert Notice.objects.count() == notices, "everybody was told at the time"
+    assert verify_audit().first_broken is None
+    require_current()
+
+
+def test_replay_of_a_compromise_marks_a_key_that_is_merely_revoked(scene: Scene) -> None:
+    """The backup knows of the revocation and not of the report that came after."""
+    key, _ = issue(scene.sandbox)
+    keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
+    append_lines([told("key", key.key_id, "compromised", "key_compromise")])
+    assert replay()[0] == 0
+    assert (Key.objects.get(pk=key.pk).state, last_body("key.revocation_replayed")["details"]["was"]) == (
+        "compromised",
+        "deactivated",
+    )
+
+
+def test_replay_passes_over_customer_tokens_that_have_expired(scene: Scene, django_assert_num_queries: Any) -> None:
+    """They verify no more, revoked or not: start asks the database nothing about them."""
+    key, _ = issue(scene.sandbox)
+    token, _ = token_of(key)
+    line = told("customer_token", token.token_id)
+    append_lines([replace(line, sequence=read_counter(), expires_at=now())])
+    with django_assert_num_queries(1):  # the sequence of changes
+        found = compare_journal()
+    assert (found.lost, found.highest) == ({}, read_counter())
+    append_lines([replace(line, expires_at=now() + timedelta(seconds=60))])
+    assert list(compare_journal().lost) == [("customer_token", token.token_id)]
+    assert replay()[0] == 0
+    assert CustomerToken.objects.get(pk=token.pk).revoked_at is not None
+
+
+def test_replay_is_repeatable_and_dry_run_changes_nothing(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    append_lines([told("key", key.key_id, "deactivated", "superseded", sequence=read_counter() + 50)])
+    before = dump_tables()
+    code, answer = replay("--dry-run")
+    assert (code, answer["ok"]) == (1, False), "nothing is mended by it"
+    assert answer["left"] == [{"kind": "key", "id": key.key_id}]
+    assert dump_tables() == before
+    assert replay()[0] == 0
+    before = dump_tables()
+    code, answer = replay()
+    assert (code, answer["replayed"]) == (0, [])
+    assert dump_tables() == before
+
+
+def test_replay_lists_what_the_database_does_not_know() -> None:
+    """What is in no row proves nothing, so it is told and is no reason to refuse."""
+    make_scene()
+    append_lines([told("key", "Unknown1", "deactivated", "superseded"), told("merchant", "nobody")])
+    require_current()
+    code, answer = replay()
+    assert code == 0
+    assert answer["unknown"] == [{"kind": "key", "id": "Unknown1"}, {"kind": "merchant", "id": "nobody"}]
+
+
+def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene) -> None:
+    """Start is refused while the database ends before the journal, though nothing that it knows was lost."""
+    highest = read_counter() + 1000
+    append_lines([Looked(highest)])
+    with pytest.raises(ImproperlyConfigured, match=f"the journal knows of {highest}.*manage.py replay_revocations"):
+        require_current()
+    code, answer = replay()
+    assert (code, answer["sequence_before"], answer["sequence"]) == (0, highest - 1000, highest)
+    assert last_body("changes.sequence_moved")["details"]["to"] == highest
+    key, _ = issue(scene.sandbox)
+    assert min(Change.objects.filter(subject_id=key.key_id).values_list("sequence", flat=True)) > highest
+    require_current()
+
+
+def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
+    """A database made anew beside an old journal, which is how a wrong data folder looks too."""
+    if connection.vendor == "sqlite":
+        with connection.cursor() as cursor:
+            cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'keyvault_change'")
+        assert read_counter() == 0
+    append_lines([Looked(read_counter() + 77)])
+    expected = compare_journal().highest
+    assert (replay()[0], read_counter()) == (0, expected)
+
+
+def test_replay_of_a_damaged_journal_ends_what_it_can_and_exits_1(scene: Scene, path: Path) -> None:
+    """A line that went bad is told by its number, with what to do; the others are heeded all the same."""
+    key, _ = issue(scene.sandbox)
+    append_lines([told("key", key.key_id, "deactivated", "superseded"), Looked(1)])
+    path.write_bytes(path.read_bytes() + b"garbage\n")
+    with pytest.raises(ImproperlyConfigured, match=r"line 3 is not as it was written.*replay_revocations"):
+        require_current()
+    code, answer = replay()
+    assert (code, answer["damaged"], len(answer["replayed"])) == (1, [3], 1)
+    assert Key.objects.get(pk=key.pk).state == "deactivated"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    assert replay()[0] == 0
+    require_current()
+
+
+def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, _ = issue(scene.sandbox)
+    append_lines([told("key", key.key_id, "deactivated", "superseded")])
+
+    def lose(*_: object, **__: object) -> None:
+        raise StateConflictError("Somebody else changed this meanwhile.")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(revocation_replays, "end_again", lose)
+        code, answer = replay()
+    assert (code, answer["left"]) == (1, [{"kind": "key", "id": key.key_id}])
+    assert replay()[0] == 0
+
+
+def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = [issue(scene.sandbox, label=f"key {number}")[0] for number in range(3)]
+    append_lines([told("key", key.key_id, "deactivated", "superseded") for key in ended])
+    real = keys.end_again
+    done: list[Any] = []
+
+    def die(*arguments: Any, **details: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(real(*arguments, **details))
+
+    with monkeypatch.context() as killed:
+        killed.setattr(revocation_replays, "end_again", die)
+        with pytest.raises(KeyboardInterrupt):
+            replay()
+    code, answer = replay()
+    assert (code, len(answer["replayed"])) == (0, 2)
+    assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
+
+
+def test_replay_without_a_journal_has_nothing_to_do() -> None:
+    code, answer = replay()
+    assert (code, answer["lines"], answer["replayed"]) == (0, 0, [])
+    require_current()
+
+
+def test_replay_of_a_journal_that_cannot_be_read_says_so(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(CommandError, match="cannot be read: Is a directory"):
+        replay()
+    with pytest.raises(ImproperlyConfigured, match="cannot be read: Is a directory"):
+        require_current()
+
+
+def test_replay_in_words_says_what_was_done(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    append_lines([told("key", key.key_id, "deactivated", "superseded"), told("key", "Unknown1")])
+    output = io.StringIO()
+    call_command("replay_revocations", stdout=output)
+    for text in (f"revoked again: key {key.key_id}", "1 are in no row", "is not behind the journal"):
+        assert text in output.getvalue()
+
+
+def test_replay_reads_a_long_journal_in_batches(scene: Scene, django_assert_max_num_queries: Any) -> None:
+    """Start looks at every line: so many ids at a time, and never one by one."""
+    key, _ = issue(scene.sandbox)
+    append_lines([told("key", f"Unknown{number}", "deactivated", "superseded") for number in range(5_000)])
+    append_lines([told("key", key.key_id, "deactivated", "superseded")])
+    with django_assert_max_num_queries(20):
+        found = compare_journal()
+    assert (list(found.lost), len(found.unknown)) == ([("key", key.key_id)], 5_000)
+
+
+def test_what_ends_by_itself_agrees_with_the_journal(scene: Scene) -> None:
+    """Whatever the service has ended and noted, the database has too: a start after an ordinary day is not refused."""
+    ends = [issue(scene.sandbox, label=str(reason))[0] for reason in RevocationReason]
+    for key, reason in zip(ends, RevocationReason, strict=True):
+        keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, reason)
+    token, _ = make_token()
+    tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
+    offboarding.offboard_merchant(grant(scene.admin, P.MERCHANTS_OFFBOARD), scene.merchant, "gone")
+    subjects = [("key", key.key_id) for key in ends] + [("service_token", token.token_id), ("merchant", "acme")]
+    append_lines(describe_ended(subjects, read_counter(), now()))
+    require_current()
+    assert replay()[1]["replayed"] == []
+
+
+def test_start_is_refused_while_the_database_is_behind() -> None:
+    """What the server and the workers make sure of before they serve."""
+    make_scene()
+    append_lines([Looked(read_counter() + 1)])
+    with pytest.raises(ImproperlyConfigured, match="the database is behind the revocation journal"):
+        require_ready()
