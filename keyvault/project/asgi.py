@@ -4,9 +4,12 @@ Loading it fails where serving would go wrong: `keyvault.project.wsgi` sees to t
 catalog fail here and not at the first request.
 """
 
-from keyvault.project.bridge import Bridge
 from keyvault.project.wsgi import application as wsgi_application
+from keyvault.project.wsgi import verifier
 
-application = Bridge(wsgi_application)
+# isort: split
+from keyvault.project.bridge import Bridge
+
+application = Bridge(wsgi_application, verifier.door.verify_known)
 
 from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

@@ -111,6 +111,13 @@ def _networks(text: str) -> tuple[IPNetwork, ...]:
         raise ValueError(f"networks such as 10.0.0.0/8,fd00::/8, with commas ({error})") from error
 
 
+def _staleness(text: str) -> float:
+    """Above the pace of the feed, or no verifier would ever be fresh."""
+    if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", text) or not 0.5 <= float(text) <= 60:
+        raise ValueError("seconds, 0.5 to 60")
+    return float(text)
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -241,6 +248,31 @@ SETTINGS: tuple[Setting, ...] = (
         "While Redis is lost, each server process counts for itself up to this share of every limit: 100 divided by "
         "the number of processes keeps the sum.",
         _percent,
+    ),
+    Setting(
+        "KEYVAULT_LIMITS",
+        "leased",
+        "How verifiers share limits in Redis: `leased`, each takes a small budget at a time and spends it in memory, "
+        "or `strict`, each request is counted there, exactly.",
+        _choice("leased", "strict"),
+    ),
+    Setting(
+        "KEYVAULT_MAX_STALENESS",
+        "2",
+        "Seconds, 0.5 to 60: a process that has not confirmed the change feed for so long judges nothing from memory "
+        "any more. It asks the database, and answers 503 `verifier_stale` where that does not answer.",
+        _staleness,
+    ),
+    Setting(
+        "KEYVAULT_VERIFIER_KEYS",
+        "100000",
+        "So many keys, customer tokens and service tokens each process that verifies keeps in memory.",
+        _count(1),
+    ),
+    Setting(
+        "KEYVAULT_JOURNAL",
+        "revocations.journal",
+        "File of the revocation journal, outside the database and not restored with it. Relative to the data folder.",
     ),
     Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",

@@ -7,12 +7,17 @@ from django.urls import include, path, re_path
 from keyvault.api.integration import IntegrationView, require_whole
 from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
+from keyvault.hotpath.answering import BATCH, ENVOY, GATEWAYS, VERIFY
+from keyvault.project.verifying import verifying_view
 from rotation.api import SERVERS as ROTATION_SERVERS
 
 _SERVERS = {**SERVERS, **ROTATION_SERVERS}
 require_whole(_SERVERS)
 
 urlpatterns = [
+    *(path(address.removeprefix("/"), verifying_view) for address in (VERIFY, BATCH, *GATEWAYS)),
+    # The rest is the client's path, as it was sent; a newline is no end of it.
+    re_path(rf"^{ENVOY.removeprefix('/')}[\s\S]*", verifying_view),
     path("", include("keyvault.api.urls")),
     path("", include("rotation.urls")),
     *(

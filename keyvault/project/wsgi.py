@@ -1,4 +1,7 @@
-"""The WSGI application, for Granian or any other server. Loading it fails where serving would go wrong."""
+"""The WSGI application, for Granian or any other server: the engine in front of Django.
+
+Loading it fails where serving would go wrong.
+"""
 
 import os
 
@@ -6,12 +9,16 @@ from django.core.wsgi import get_wsgi_application
 from django.db import connection
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
-application = get_wsgi_application()
+django = get_wsgi_application()
 
-from keyvault.services.start import require_ready  # noqa: E402  models are there once Django is set up
-from keyvault.services.usage import usage_log  # noqa: E402  likewise
+from keyvault.hotpath.loader import load_blocking  # noqa: E402  models are there once Django is set up
+from keyvault.hotpath.wsgi import Mounted  # noqa: E402  likewise
+from keyvault.project.verifying import is_welcome  # noqa: E402  likewise
+from keyvault.services.start import require_ready  # noqa: E402  likewise
 
 require_ready()
+verifier = load_blocking()
 # Not with the first verdict only: a new pepper is taken into use when every process that may judge by it has it.
-usage_log.start()
+verifier.start()
 connection.close()
+application = Mounted(django, verifier.door, is_welcome)

@@ -4,16 +4,17 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from django.core.exceptions import RequestDataTooBig
 from django.core.handlers.wsgi import WSGIRequest
 
-from keyvault.project.bridge import Bridge
+from keyvault.project.bridge import Bridge, VerifyKnown
 
 Message = dict[str, Any]
 LIMIT = 65_536
+JSON = (b"content-type", b"application/json")
 
 
 class Application:
@@ -43,7 +44,9 @@ def ask(
     application: Any,
     *headers: tuple[bytes, bytes],
     raw_path: bytes = b"/a",
+    query: bytes = b"a=%2f\xc3\xa9",
     body: Iterable[Message] = (),
+    verify_known: VerifyKnown | None = None,
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes, int]:
     """Status, headers and body of the answer, and how many messages were taken."""
     waiting, taken, sent = list(body), [], list[Message]()
@@ -62,12 +65,12 @@ def ask(
         "scheme": "http",
         "path": "unused",
         "raw_path": raw_path,
-        "query_string": b"a=%2f\xc3\xa9",
+        "query_string": query,
         "headers": headers,
         "server": ("127.0.0.1", "8000"),
         "client": ("192.0.2.1", "1234"),
     }
-    asyncio.run(Bridge(application)(scope, receive, send))
+    asyncio.run(Bridge(application, verify_known)(scope, receive, send))
     start, end = sent
     return start["status"], start["headers"], end["body"], len(taken)
 
@@ -249,6 +252,19 @@ def test_bridge_content_type_that_can_be_read_is_handed_on_as_it_is(sent: str) -
     application = Application()
     ask(application, (b"content-type", sent.encode()))
     assert application.environs[0]["CONTENT_TYPE"] == sent
+
+
+def test_bridge_whose_engine_meets_a_fault_in_the_loop_goes_the_whole_way(caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: a fault of ours is told to the log, and its client has an answer all the same."""
+
+    def fail(*asked: object) -> NoReturn:
+        raise ZeroDivisionError
+
+    application = Application()
+    headers = ((b"host", b"127.0.0.1:8000"), (b"authorization", b"x"), (b"content-length", b"2"), JSON)
+    answer = ask(application, *headers, raw_path=b"/v1/keys/verify", query=b"", body=[chunk(b"{}")], verify_known=fail)
+    assert answer[2] == b"ok"
+    assert [record.message for record in caplog.records if record.exc_info] == ["unhandled"]
 
 
 def test_bridge_path_and_query_above_the_limit_are_refused_before_anybody_is_asked() -> None:

@@ -1,0 +1,41 @@
+"""A worker of the dedicated verifier, started by `manage.py verifier`; listens on a port or on a socket it was given.
+
+    python -m keyvault.project.verifier --port 8100 --host 127.0.0.1 --ready 5
+    python -m keyvault.project.verifier --listener 4 --ready 5
+
+`--ready` is a descriptor that gets one line, the process id, once requests are answered.
+"""
+
+import argparse
+import os
+import socket
+
+import django
+
+from keyvault.hotpath.server import listen, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m keyvault.project.verifier")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--listener", type=int, help="descriptor of a socket that listens")
+    parser.add_argument("--ready", type=int, required=True)
+    asked = parser.parse_args()
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
+    django.setup()
+    # Models are there once Django is set up.
+    from keyvault.hotpath.loader import load_async
+    from keyvault.services.start import require_ready
+
+    require_ready()
+
+    def tell_ready() -> None:
+        os.write(asked.ready, f"{os.getpid()}\n".encode())
+
+    listening = socket.socket(fileno=asked.listener) if asked.port is None else listen(asked.host, asked.port)
+    run(load_async, listening, tell_ready)
+
+
+if __name__ == "__main__":
+    main()
