@@ -14,6 +14,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, Tone
 from keyvault.admin.credentials import CredentialAdmin
 from keyvault.admin.keys import WHAT_REPORTING_DOES, KeyAdmin, is_last, warn_of_last
+from keyvault.admin.receipts import receipt_url
 from keyvault.domain.keys import DEAD_STATES, KeyState, may_become
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys import usable_keys
@@ -72,7 +73,8 @@ class ReissueForm(ActForm):
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
     response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
-    return Done(f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip())
+    told = f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip()
+    return Done(told, url=receipt_url(key, response.sequence))
 
 
 def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:

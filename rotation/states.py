@@ -88,7 +88,8 @@ class Facts:
     `has_left`: the merchant is gone for good, and its credentials get no keys any more.
     `stalled_from`: of a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last found dead with uses that it may not have reported.
-    `is_accepted`: every verifier would accept the replacement. `is_delivered`: it is where the merchant reads it.
+    `is_accepted`: every verifier would accept the replacement; `unconfirmed`: which ones have yet to say so.
+    `is_delivered`: it is where the merchant reads it.
     `is_told`: everybody has been told whom the plan wants told before it counts as delivered; `telling_failed`: nobody
     will be any more.
     `quarantined_at`: when the key that is being retired was suspended by us; None: it is not.
@@ -108,6 +109,7 @@ class Facts:
     has_approval: bool = False
     approval_expires_at: datetime | None = None
     is_accepted: bool = False
+    unconfirmed: tuple[str, ...] = ()
     is_delivered: bool = False
     is_told: bool = True
     telling_failed: bool = False
@@ -279,8 +281,17 @@ def _in_emergency(facts: Facts, now: datetime) -> Wait | Act | Move:
 
 def _when_staged(facts: Facts, now: datetime) -> Wait | Move:
     if not facts.is_accepted:
-        return Wait("every verifier to accept the replacement")
+        return Wait(f"every verifier to accept the replacement{_named(facts.unconfirmed)}")
     return Move(S.PUBLISHING, "every verifier accepts the replacement")
+
+
+_MOST_NAMED = 3
+
+
+def _named(waited_for: tuple[str, ...]) -> str:
+    """The first few of them, after a colon."""
+    more = f" and {len(waited_for) - _MOST_NAMED} more" if len(waited_for) > _MOST_NAMED else ""
+    return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
 
 
 def _when_publishing(facts: Facts, now: datetime) -> Wait | Act | Move:

@@ -1,26 +1,15 @@
-"""Who has to say that they would accept a new key before it is given to anybody, and who has.
+"""Who has to confirm that they would accept a new key before it is given to anybody, and who has.
 
-Every verification reads the database today, so that nobody has to: a key is accepted everywhere as soon as its
-activation is committed. A verifier that caches registers here, and its confirmation is waited for.
+A verifier answers from memory, and could refuse what it has not heard of yet: each live one confirms the change by
+which the key became active. One that is silent for longer than its staleness bound reads the database for each
+verdict, so that it accepts the key too and is not waited for.
 """
 
-from collections.abc import Callable
-from datetime import datetime
-
-from keyvault.domain.keys import KeyState
 from keyvault.models import Key
-
-Unconfirmed = Callable[[Key, datetime], list[str]]
-"""Names the live verifiers that have not confirmed the key's activation, their staleness bound not yet past."""
-
-
-def _nobody_caches(key: Key, now: datetime) -> list[str]:
-    return []
+from keyvault.services import receipts
+from keyvault.services.keys import last_sequence
 
 
-list_unconfirmed: Unconfirmed = _nobody_caches
-
-
-def is_accepted_everywhere(key: Key, now: datetime) -> bool:
-    """Whether every verifier would accept the key now."""
-    return KeyState(key.state) is KeyState.ACTIVE and not list_unconfirmed(key, now)
+def list_unconfirmed(key: Key) -> list[str]:
+    """The ids of the verifiers that are waited for: live, and without the newest change of the key."""
+    return receipts.list_unconfirmed(last_sequence(key))

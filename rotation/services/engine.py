@@ -53,7 +53,8 @@ SWEEP_SECONDS = 2.0
 _MOST_AT_ONCE = 500
 
 ACCEPTED_WITHIN_SECONDS = 8.0
-"""Longer than any verifier's staleness bound, and shorter than the lease."""
+"""Longer than a verifier's staleness bound is by default, and shorter than the lease. Whoever has to be waited for any
+longer costs the staged key: the next turn makes another one."""
 
 _LOOK_SECONDS = 0.05
 pause = time.sleep
@@ -163,7 +164,7 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
         step = next_step(facts, now)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
         is_held = rotation.state == S.STAGED and effects.holds(rotation.replacement_id)
-        if isinstance(step, Wait) and is_held and _is_soon_accepted(rotation, clock):
+        if isinstance(step, Wait) and is_held and _is_soon_accepted(rotation):
             # Only this process has the string: the next turn would have had to make another one.
             continue
         if isinstance(step, Wait):
@@ -180,12 +181,12 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
     return Wait("its next turn"), clock()
 
 
-def _is_soon_accepted(rotation: Rotation, clock: Callable[[], datetime]) -> bool:
+def _is_soon_accepted(rotation: Rotation) -> bool:
     """Waits, within the lease: verifiers confirm, or their staleness bound passes, within a few seconds."""
     assert rotation.replacement is not None  # noqa: S101  staged
     until = time.monotonic() + ACCEPTED_WITHIN_SECONDS
     while time.monotonic() < until:
-        if not acceptance.list_unconfirmed(rotation.replacement, clock()):
+        if not acceptance.list_unconfirmed(rotation.replacement):
             return True
         pause(_LOOK_SECONDS)
     return False

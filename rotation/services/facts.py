@@ -17,7 +17,7 @@ from rotation.deployers import DEPLOYERS
 from rotation.events import RotationState
 from rotation.models import Evidence, EvidenceKind, Rotation
 from rotation.policy import DeliveryChannel
-from rotation.services.acceptance import is_accepted_everywhere
+from rotation.services import acceptance
 from rotation.states import Facts, KeyFacts
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
@@ -31,6 +31,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     """Reads only."""
     observation = observe(now)
     plan, replacement = rotation.approved_plan, rotation.replacement
+    unconfirmed = [] if replacement is None else acceptance.list_unconfirmed(replacement)
     ways = [DEPLOYERS[channel].find_standing(rotation) for channel in plan.channels if channel is not _BACKEND]
     rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
     # Nothing follows from tries of an old public key: shipped apps go on with it.
@@ -52,7 +53,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         has_left=rotation.credential.account.merchant.status == MerchantStatus.OFFBOARDED,
         has_approval=rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed,
         approval_expires_at=rotation.approval_expires_at,
-        is_accepted=replacement is not None and is_accepted_everywhere(replacement, now),
+        is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
+        unconfirmed=tuple(unconfirmed),
         is_delivered=rotation.delivered_at is not None,
         is_told=all(way.arrived_at is not None for way in ways),
         telling_failed=any(way.has_failed for way in ways),
@@ -89,7 +91,9 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 def _traffic(key: Key) -> dict[str, Any]:
     buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=Outcome.ALLOWED)
-    seen = buckets.aggregate(count=Sum("count"), sources=Count("source", distinct=True), first=Min("first_at"))
+    seen = buckets.aggregate(
+        count=Sum("count"), sources=Count("source", distinct=True, filter=~Q(source="")), first=Min("first_at")
+    )
     return {"count": seen["count"] or 0, "sources": seen["sources"], "first_used_at": seen["first"]}
 
 

@@ -125,6 +125,11 @@ def assert_all_held(text: str) -> None:
     assert quarantine is not None
     assert int(quarantine[1]) == int(quarantine[2]) >= 1
     assert re.match(r"\d+ ms", figures["from revoke to first refusal"])
+    receipt = re.fullmatch(
+        r"complete: 1 verifier has confirmed, the last (\d+) ms after it was asked for",
+        figures["receipt of the revocation"],
+    )
+    assert receipt is not None
     assert figures["audit log"].endswith("entries, intact")
     assert figures["secrets found in files"] == "0, of 4 issued"
     assert figures["errors in the logs"] == "0"

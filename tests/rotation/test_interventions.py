@@ -18,7 +18,7 @@ from rotation.events import OPEN
 from rotation.events import RotationState as S
 from rotation.models import Rotation
 from rotation.policy import Proof
-from rotation.services import facts
+from rotation.services import acceptance, engine
 from rotation.services.interventions import abort_rotation
 from rotation.services.planning import Wish
 from rotation.services.reports import get_rotation
@@ -76,7 +76,8 @@ def _emergency(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
 
 
 def _staged(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
-    patch.setattr(facts, "is_accepted_everywhere", lambda key, now: False)
+    patch.setattr(acceptance, "list_unconfirmed", lambda key: ["verifier-1"])
+    patch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     return advance(begun(clock), clock)
 
 

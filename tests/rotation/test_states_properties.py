@@ -50,6 +50,7 @@ KNOWN = {
     "has_approval": st.booleans(),
     "approval_expires_at": st.none() | moments,
     "is_accepted": st.booleans(),
+    "unconfirmed": st.lists(st.text("verifier-1", min_size=1), max_size=5).map(tuple),
     "is_delivered": st.booleans(),
     "is_told": st.booleans(),
     "acknowledged_at": st.none() | moments,

@@ -44,7 +44,7 @@ def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
         seen.append((rotation.state, rotation.delivered_at))
         caching.clear()
 
-    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key, now: caching)
+    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key: caching)
     monkeypatch.setattr(engine, "pause", pause)
     rotation = advance(begun(clock), clock)
     assert seen == [(S.STAGED, None)]
@@ -56,11 +56,11 @@ def test_staged_rotation_that_a_verifier_never_confirms_says_so_and_delivers_not
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caching = ["verifier-1"]
-    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key, now: caching)
+    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key: caching)
     monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     rotation = advance(begun(clock), clock)
     assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
-    assert describe(rotation, clock())["waiting_for"] == "every verifier to accept the replacement"
+    assert describe(rotation, clock())["waiting_for"] == "every verifier to accept the replacement: verifier-1"
     # The string went with the turn: that key is burned, and another is made and accepted.
     caching.clear()
     rotation = advance(rotation, clock, 3)

@@ -4,6 +4,13 @@ import time
 
 from keyvault.management.calls import call
 from keyvault.management.service import SERVER
+from keyvault.services.receipts import (
+    LONGEST_WAIT_SECONDS,
+    Receipt,
+    Standing,
+    VerifierStanding,
+    wait_for_receipt,
+)
 from rotation.management.demo.fleet import Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.stage import Stage
@@ -13,7 +20,7 @@ REFUSALS_TO_SEE = 50
 REFUSAL_SECONDS = 20
 
 
-def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> Revocation:
+def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocation, Receipt]:
     report = stage.report
     report.chapter("Emergency")
     asked_at = time.monotonic()
@@ -24,11 +31,31 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> Revocation:
         f"responder reports key {leaked.key_id} as leaked: {revoked['state']}, change {revoked['sequence']}, "
         f"answered in {took:.0f} ms; nobody had to approve"
     )
+    receipt, _ = wait_for_receipt(revoked["sequence"], LONGEST_WAIT_SECONDS)
+    report.step(f"its receipt, {tell_receipt(receipt)}")
+    for verifier in receipt.of(Standing.CONFIRMED):
+        report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
     refused = stage.until(
         "the traffic to be refused", lambda: _refused_since(fleet, revocation), seconds=REFUSAL_SECONDS, program=SERVER
     )
     report.step(f"{refused} requests later, all of them refused: the traffic stops")
-    return revocation
+    return revocation, receipt
+
+
+def tell_receipt(receipt: Receipt) -> str:
+    """How many have confirmed it, and when the last of them had."""
+    confirmed = receipt.of(Standing.CONFIRMED)
+    if not confirmed:
+        return "not confirmed by any verifier"
+    last = max(confirmed, key=lambda verifier: verifier.confirmed_at or verifier.seen_at)
+    state = "complete" if receipt.is_complete else "not complete"
+    whom = "1 verifier has" if len(confirmed) == 1 else f"{len(confirmed)} verifiers have"
+    return f"{state}: {whom} confirmed, the last {_after(receipt, last)}"
+
+
+def _after(receipt: Receipt, verifier: VerifierStanding) -> str:
+    seconds = receipt.seconds_until(verifier)
+    return "at a time that is not known" if seconds is None else f"{seconds * 1000:.0f} ms after it was asked for"
 
 
 def _refused_since(fleet: Fleet, revocation: Revocation) -> int | None:

@@ -13,11 +13,12 @@ from keyvault.management.calls import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
 from keyvault.services.audit import AuditReport, verify_audit
+from keyvault.services.receipts import Receipt, Standing
 from rotation.events import RotationState as S
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import Report
-from rotation.management.demo.revoking import revoke_at_once
+from rotation.management.demo.revoking import revoke_at_once, tell_receipt
 from rotation.management.demo.rotating import Entry, merchant_fleet, rotate_under_traffic, watch_traffic
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import Tally, count
@@ -31,13 +32,15 @@ MOST_SHOWN = 10
 class Outcome:
     """What is left to be judged when everything has stopped.
 
-    `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one.
+    `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one. `receipt`: of the
+    revocation.
     `found`: readable secrets. `trouble`: errors in the logs.
     """
 
     tally: Tally
     way: list[Entry]
     reinstated: Reinstated
+    receipt: Receipt
     audit: AuditReport
     found: list[str]
     trouble: list[str]
@@ -57,7 +60,7 @@ def tell(report: Report, port: int) -> None:
             wait_until_ready(service, port)
         report.step(f"a server, a Celery worker and a beat run; {local_url(port)}/readyz says ready")
         try:
-            tally, way, reinstated = _live(stage)
+            tally, way, reinstated, receipt = _live(stage)
         except (StoryError, CommandError, KeyvaultError) as error:
             raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
     report.chapter("What is left")
@@ -66,7 +69,7 @@ def tell(report: Report, port: int) -> None:
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
-    outcome = Outcome(tally, way, reinstated, audit, found, list(find_trouble(service.logs)))
+    outcome = Outcome(tally, way, reinstated, receipt, audit, found, list(find_trouble(service.logs)))
     _show(report, outcome, len(stage.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
@@ -90,15 +93,15 @@ def _set_up(report: Report) -> None:
     report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
 
 
-def _live(stage: Stage) -> tuple[Tally, list[Entry], Reinstated]:
+def _live(stage: Stage) -> tuple[Tally, list[Entry], Reinstated, Receipt]:
     issued = issue_under_four_eyes(stage)
     verify_as_a_backend(stage, issued)
     with merchant_fleet(stage, issued) as fleet:
         watch_traffic(stage, fleet)
         replaced = rotate_under_traffic(stage, fleet, issued)
         reinstated = rotate_with_a_forgotten_client(stage, fleet, replaced.replacement)
-        revocation = revoke_at_once(stage, fleet, reinstated.replacement)
-    return count(fleet.requests, revocation), replaced.entries, reinstated
+        revocation, receipt = revoke_at_once(stage, fleet, reinstated.replacement)
+    return count(fleet.requests, revocation), replaced.entries, reinstated, receipt
 
 
 def _show(report: Report, outcome: Outcome, secrets: int) -> None:
@@ -108,6 +111,7 @@ def _show(report: Report, outcome: Outcome, secrets: int) -> None:
     report.figure("failures", f"{len(tally.failures)}")
     report.figure("refused in quarantine", f"{outcome.reinstated.refusals}, and {outcome.reinstated.counted} counted")
     report.figure("from revoke to first refusal", _first_refusal(tally))
+    report.figure("receipt of the revocation", tell_receipt(outcome.receipt))
     report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
     report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")
     report.figure("errors in the logs", f"{len(outcome.trouble)}")
@@ -120,6 +124,8 @@ def _wrong(outcome: Outcome) -> Iterator[str]:
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
     if tally.first_refusal_seconds is None:
         yield "No traffic was refused after the revocation."
+    if not outcome.receipt.of(Standing.CONFIRMED) or not outcome.receipt.is_complete:
+        yield f"The receipt of the revocation: {tell_receipt(outcome.receipt)}"
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
     yield from (f"A secret stands readable in {place}" for place in outcome.found)
