@@ -246,13 +246,24 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
         yield installed_vault
 
 
+@pytest.fixture(autouse=True)
+def fresh_journal(data_dir: Path) -> None:
+    """What an earlier test has ended is no end of this one's database."""
+    (data_dir / "revocations.journal").unlink(missing_ok=True)
+
+
 # ----------------------------------------------------------------------------------------------------- limits
 
 
 @pytest.fixture(autouse=True)
 def fresh_limits() -> None:
-    """Limits are counted in this process, by account: a rolled back account's id comes again in the next test."""
+    """Limits are counted in this process, by account: a rolled back account's id comes again in the next test. So are
+    the rules and records that the engine knows, and the budgets that it was made with."""
+    from keyvault.hotpath.loader import load_blocking
     from keyvault.services.limits import failed_proofs, limiter
+    from keyvault.services.usage import usage_log
 
     limiter.cache_clear()
     failed_proofs.cache_clear()
+    load_blocking.cache_clear()
+    usage_log._sources.clear()  # of the engines of earlier tests

@@ -7,23 +7,27 @@ the review.
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.db import transaction
 from pytest_django import DjangoDbBlocker
 
 from keyvault.domain.environments import Environment
+from keyvault.services.limits import failed_proofs
 from keyvault.services.refusals import RefusalLog
 from keyvault.services.usage import UsageLog
 from tests.access.folding import folded
 
+from .engine_clients import CLIENTS, EngineClient, LoopClient, Response, WsgiClient
 from .golden import STATUS, Row, matrix, reaches_requests, sample
-from .golden_doors import DOORS, Asked, Door, in_batches
+from .golden_doors import DOORS, Asked, Door, Nginx, Traefik, Verify, VerifyBatch, in_batches
 from .golden_rows import Rows, make_rows, other
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 GOLDEN = Path(__file__).with_name("golden_matrix.txt")
+ENGINES = [door for door in DOORS if door.name not in {"integration", "explain"}]
 LEAST = 500
 """Cases of each door."""
 
@@ -54,9 +58,9 @@ def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[
 def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the doors note is not written: nothing here is about it."""
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("views.verification", "views.forward_auth", "integration"):
-        monkeypatch.setattr(f"keyvault.api.{door}.usage_log", UsageLog())
-        monkeypatch.setattr(f"keyvault.api.{door}.refusal_log", RefusalLog())
+    for door in ("hotpath.loader", "api.integration"):
+        monkeypatch.setattr(f"keyvault.{door}.usage_log", UsageLog())
+        monkeypatch.setattr(f"keyvault.{door}.refusal_log", RefusalLog())
 
 
 def test_matrix_is_the_one_that_was_reviewed(demanded: Mapping[Row, str]) -> None:
@@ -72,7 +76,66 @@ def test_every_door_gives_the_verdicts_of_the_matrix(
     door_type: type[Door], rows: Rows, demanded: Mapping[Row, str]
 ) -> None:
     """One table of rules, seven ways to ask: no door is more lenient, or says it in another way."""
-    door = door_type(rows, demanded)
+    expect_the_matrix(door_type(rows, demanded), demanded)
+
+
+@pytest.mark.parametrize("client_type", CLIENTS)
+@pytest.mark.parametrize("door_type", ENGINES, ids=lambda door: door.name)
+def test_both_doors_of_the_verifier_give_the_verdicts_of_the_matrix(
+    door_type: type[Door],
+    client_type: type[EngineClient],
+    rows: Rows,
+    demanded: Mapping[Row, str],
+) -> None:
+    """What is remembered makes no door more lenient. (The doors of the test above ask the engine without memory.)"""
+    client = client_type(may_remember=True)
+    expect_the_matrix(door_type(rows, demanded, client), demanded)  # type: ignore[arg-type]  # asked like Django's
+    assert bool(client.engine.answered_from_memory) is issubclass(door_type, Verify)
+
+
+@pytest.mark.parametrize("door_type", [Verify, VerifyBatch, Traefik, Nginx], ids=lambda door: door.name)
+def test_both_doors_of_the_verifier_answer_alike_to_the_byte(
+    door_type: type[Door], rows: Rows, demanded: Mapping[Row, str]
+) -> None:
+    """Guarantee: one engine, two doors: status, headers and body are the same but for the request's id."""
+    answers: list[list[Response]] = []
+    for client_type in (WsgiClient, LoopClient):
+        failed_proofs.cache_clear()
+        client = _Keeping(client_type)
+        door = door_type(rows, demanded, client)  # type: ignore[arg-type]  # asked like Django's
+        cases = [_placed(row, number) for number, row in enumerate(sample(demanded, filter(door.can_ask, demanded), 1))]
+        for batch in in_batches(cases, door.at_once):
+            door.ask(batch)
+        answers.append(client.kept)
+    one, two = answers
+    assert len(one) == len(two) > 1
+    for first, second in zip(one, two, strict=True):
+        assert _masked(first) == _masked(second)
+
+
+class _Keeping:
+    """Keeps every answer of a client that remembers."""
+
+    def __init__(self, client_type: type[EngineClient]) -> None:
+        self._client = client_type(may_remember=True)
+        self.kept: list[Response] = []
+
+    def get(self, *given: Any, **named: Any) -> Response:
+        self.kept.append(self._client.get(*given, **named))
+        return self.kept[-1]
+
+    def post(self, *given: Any, **named: Any) -> Response:
+        self.kept.append(self._client.post(*given, **named))
+        return self.kept[-1]
+
+
+def _masked(response: Response) -> tuple[int, list[tuple[str, str]], bytes]:
+    request_id = response["X-Request-Id"]
+    headers = {**response.headers, "x-request-id": "*"}
+    return response.status_code, sorted(headers.items()), response.content.replace(request_id.encode(), b"*")
+
+
+def expect_the_matrix(door: Door, demanded: Mapping[Row, str]) -> None:
     sampled = sample(demanded, filter(door.can_ask, demanded), LEAST)
     assert len(sampled) >= LEAST
     assert {demanded[row] for row in sampled} == {demanded[row] for row in demanded if door.can_ask(row)}

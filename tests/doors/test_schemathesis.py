@@ -18,6 +18,7 @@ from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import IssuanceRequest
 from keyvault.services.client_configuration import LONGEST_SECONDS
+from keyvault.services.keys import last_sequence
 from tests.api.integration import change_account
 from tests.environment import ROOT
 from tests.factories import account, issue, issue_request, make_merchant, make_token
@@ -56,6 +57,7 @@ def test_live_server_does_what_the_openapi_page_says(tmp_path: Path) -> None:
             "credential_id": [each.credential_id for each in theirs],
             "request_id": [asked["request_id"]],
             "rotation_id": [rotation["rotation_id"]],
+            "sequence": [last_sequence(each) for each in theirs],
             "merchant": ["globex"],
             "client_uri": [f"/sandbox/merchants/orders/{order['order_token']}"],
         }

@@ -46,6 +46,13 @@ EXPERIMENTS = (
     Experiment("database", "database", "PostgreSQL restarted under load, fast and immediate", 1.5),
     Experiment("fire", "fire", "200 credentials rotated by a campaign under constant traffic", 2.5),
     Experiment(
+        "feed",
+        "feed",
+        "verifiers cut off from the change feed in a dozen ways, and never a stale yes",
+        2.5,
+        servers=frozenset({"postgres"}),
+    ),
+    Experiment(
         "vault",
         "vault",
         "an OpenBao or Vault sealed, killed, full, slow, … at every call of a rotation",

@@ -1,1 +1,1 @@
-"""A differential fuzz of request lines and headers: the real server against an oracle read from API.md alone."""
+"""Differential fuzzes: of the whole service against API.md, and of the verifier's server against a stock one."""

@@ -1,40 +1,78 @@
-"""The fuzz at length: `python -m tests.fuzz --count 100000 --seed 1`. Exit 1 when something was found.
+"""The fuzzes at length: `python -m tests.fuzz [server|service] --count N --seed N`. Exit 1 when something was found.
 
-Works on a database and data folder of its own. A request that was found is made again by its seed, with
-`--count 1`; its keys are new ones, its shape is the same.
+`server` sends bytes that are more or less HTTP to the dedicated verifier's server and to a stock one; `service` sends
+requests with odd headers and paths to the whole service, on a database and data folder of its own. Both, unless told.
+A find is made again by its seed, with `--count 1`; keys are new ones then, shapes are the same.
 """
 
 import argparse
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests import environment
 
 MOST_SHOWN = 20
+COUNTS = {"server": 1_000_000, "service": 100_000}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("part", nargs="?", choices=COUNTS)
+    parser.add_argument("--count", type=int, default=None)
     parser.add_argument("--seed", type=int, default=None)
     asked = parser.parse_args()
     first = secrets.randbelow(10**9) if asked.seed is None else asked.seed
+    fuzzes = {"server": _fuzz_server, "service": _fuzz_service}
+    parts = [asked.part] if asked.part else list(COUNTS)
+    # Each is run, whatever the one before has found.
+    return max([fuzzes[part](range(first, first + (asked.count or COUNTS[part]))) for part in parts])
+
+
+def _fuzz_server(seeds: range) -> int:
+    from .duel import duel
+
+    with tempfile.TemporaryDirectory() as folder, duel(Path(folder)) as servers:
+        warm = seeds[: len(seeds) // 20]
+        shown = _show(servers.run(warm))
+        before = servers.memory_bytes()
+        if shown < MOST_SHOWN:
+            shown += _show(servers.run(seeds[len(warm) :]))
+        after, complaints = servers.memory_bytes(), servers.complaints()
+    for what, times in sorted(servers.counted.items()):
+        sys.stdout.write(f"{times:>10,} {what}\n")
+    sys.stdout.write(f"memory {before / 1e6:.1f} MB after {len(warm):,} streams, {after / 1e6:.1f} MB at the end\n")
+    sent = servers.counted["streams"]
+    sys.stdout.write(f"server: {sent:,} streams from seed {seeds[0]}: {shown} finds\n{complaints}")
+    return 1 if shown or complaints or after > before + 16_000_000 else 0
+
+
+def _fuzz_service(seeds: range) -> int:
     _set_up()
     # After Django is.
     from .drive import UNLIMITED, make_keys, surprises
     from .served import serving
 
-    known, shown = make_keys(), 0
+    known = make_keys()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), **UNLIMITED) as port:
-        for found in surprises(port, known, iter(range(first, first + asked.count))):
-            shown += 1
-            sys.stdout.write(f"{found}\n")
-            if shown == MOST_SHOWN:
-                break
-    sys.stdout.write(f"{asked.count} requests from seed {first}: {shown} surprises\n")
+        shown = _show(surprises(port, known, iter(seeds)))
+    sys.stdout.write(f"service: {len(seeds):,} requests from seed {seeds[0]}: {shown} surprises\n")
     return 1 if shown else 0
+
+
+def _show(finds: Iterable[object]) -> int:
+    """Prints them, and says how many there were. With too many it stops: all that follows is of the same kind."""
+    shown = 0
+    for found in finds:
+        shown += 1
+        sys.stdout.write(f"{found}\n")
+        sys.stdout.flush()
+        if shown == MOST_SHOWN:
+            sys.stdout.write(f"stopped after {shown}\n")
+            break
+    return shown
 
 
 def _set_up() -> None:

@@ -1,0 +1,188 @@
+"""A database of many keys, in a process of its own: `python -m tests.bench.growing`, a command for each line.
+
+`add COUNT OUT` brings the table of keys up to that many and writes the strings of the new ones to OUT, `measure COUNT`
+looks that many keys up as a verifier does on a miss, `remember COUNT` keeps that many records as a verifier keeps them,
+`sizes` asks PostgreSQL. Each is answered with a line of JSON.
+Up to `GENUINE` rows are keys as the service issues them (string, checksum, digest under the real pepper); what is
+beyond is filler: rows of the same shape with random ids and digests, whose strings nobody has.
+"""
+
+import functools
+import gc
+import json
+import os
+import secrets
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import django
+import uvloop
+
+from .figures import percentile
+
+GENUINE = 1_000_000
+SAMPLE = 20_000
+CHUNK = 1000
+TABLES = ("keyvault_key", "keyvault_credential")
+
+
+def main() -> int:
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
+    django.setup()
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "add": _add,
+        "measure": _measure,
+        "remember": _remember,
+        "sizes": _sizes,
+    }
+    for line in sys.stdin:
+        name, *arguments = line.split()
+        sys.stdout.write(json.dumps(commands[name](*arguments)) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _add(count: str, out: str) -> dict[str, Any]:
+    from django.db import connection
+
+    from keyvault.domain.digests import PepperSet
+    from keyvault.models import Account, Credential, Key
+    from keyvault.services.peppers import load_peppers
+
+    have = Key.objects.count()
+    accounts = list(Account.objects.filter(environment="production").values_list("pk", flat=True))
+    template = Key.objects.select_related("credential").order_by("created_at").first()
+    assert template is not None
+    began = time.perf_counter()
+    # By the million: taken in as they are, no trigger and no foreign key is asked.
+    with connection.cursor() as cursor:
+        cursor.execute("SET session_replication_role = replica")
+    credentials: list[str] = []
+    # Before the COPY, which has the connection to itself.
+    peppers = load_peppers(PepperSet.PRODUCTION)
+    with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as texts:
+        made = _new_keys(int(count) - have, have, peppers, credentials, texts)
+        _copy(Key, template, made)
+    own = (
+        {"credential_id": name, "account_id": accounts[turn % len(accounts)]} for turn, name in enumerate(credentials)
+    )
+    _copy(Credential, template.credential, own)
+    with connection.cursor() as cursor:
+        cursor.execute("SET session_replication_role = origin")
+        cursor.execute(f"VACUUM ANALYZE {', '.join(TABLES)}")
+    return {"keys": int(count), "seconds": time.perf_counter() - began}
+
+
+def _new_keys(count: int, have: int, peppers: Any, credentials: list[str], texts: Any) -> Iterator[dict[str, Any]]:
+    """What differs from row to row."""
+    from keyvault.domain.digests import DIGEST_BYTES
+    from keyvault.domain.ids import mint_id, mint_key_id
+    from tests.bench.stock import mint
+
+    for number in range(have, have + count):
+        if number < GENUINE:
+            minted = mint()
+            key_id, (digest, version) = minted.key_id, peppers.digest(minted.text)
+            texts.write(f"{minted.text.reveal()}\n")
+        else:
+            key_id, digest, version = mint_key_id(secrets.token_bytes), secrets.token_bytes(DIGEST_BYTES), 1
+        credentials.append(mint_id("crd", secrets.token_bytes))
+        yield {"key_id": key_id, "credential_id": credentials[-1], "digest": digest, "pepper_version": version}
+
+
+def _copy(model: Any, template: Any, rows: Iterator[dict[str, Any]]) -> None:
+    """The template's row again and again, with what each row has of its own."""
+    from django.db import connection
+
+    fields = model._meta.concrete_fields
+    same = {field.attname: field.get_db_prep_save(getattr(template, field.attname), connection) for field in fields}
+    names = ", ".join(f'"{field.column}"' for field in fields)
+    with (
+        connection.cursor() as cursor,
+        cursor.cursor.copy(f"COPY {model._meta.db_table} ({names}) FROM STDIN") as copy,
+    ):
+        for row in rows:
+            copy.write_row([row.get(field.attname, same[field.attname]) for field in fields])
+
+
+class _Reading:
+    """What the misses of a dedicated verifier are read with, on a loop of its own."""
+
+    def __init__(self) -> None:
+        from django.db import connection
+
+        from keyvault.hotpath.stores import PostgresStore
+
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT key_id FROM keyvault_key ORDER BY random() LIMIT %s", [SAMPLE])
+            self._sample = [row[0] for row in cursor.fetchall()]
+        self._store, self._loop = PostgresStore(), uvloop.new_event_loop()
+        self._loop.run_until_complete(self.look_up(SAMPLE))
+
+    def measure(self, count: int) -> dict[str, float]:
+        took = self._loop.run_until_complete(self.look_up(count))
+        return {"p50_us": percentile(took, 0.5), "p99_us": percentile(took, 0.99)}
+
+    async def look_up(self, count: int) -> list[float]:
+        """Microseconds of each. One after the other, by a query of its own: what one miss waits for."""
+        from keyvault.hotpath.answering import KEY
+
+        took = []
+        for _ in range(count):
+            wanted = frozenset((secrets.choice(self._sample),))
+            began = time.perf_counter_ns()
+            found = await self._store.find(KEY, wanted)
+            took.append((time.perf_counter_ns() - began) / 1000)
+            if wanted != set(found):
+                raise RuntimeError("a look-up found nothing")
+        return took
+
+
+@functools.cache
+def _reading() -> _Reading:
+    return _Reading()
+
+
+def _measure(count: str) -> dict[str, float]:
+    return _reading().measure(int(count))
+
+
+def _remember(count: str) -> dict[str, float]:
+    """Bytes of each record with all that finds it again, as Python's allocator counts them."""
+    from keyvault.hotpath.memory import Memory
+    from keyvault.models import Key
+    from keyvault.services.reads import find_keys
+
+    wanted = list(Key.objects.values_list("key_id", flat=True)[: int(count)])
+    tracemalloc.start()
+    memory = Memory(secrets.token_bytes(32), len(wanted))
+    before, _ = tracemalloc.get_traced_memory()
+    for start in range(0, len(wanted), CHUNK):
+        for key_id, record in find_keys(wanted[start : start + CHUNK]).items():
+            known = memory.admit_key(record)
+            memory.keys.bind(known, memory.tag(key_id.encode()))
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"keys": len(wanted), "bytes_each": (after - before) / len(wanted)}
+
+
+def _sizes() -> dict[str, float]:
+    """In MB."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT sum(pg_table_size(name::regclass)), sum(pg_indexes_size(name::regclass)),"
+            " pg_relation_size('keyvault_key_pkey') FROM unnest(%s::text[]) name",
+            [list(TABLES)],
+        )
+        tables, indexes, primary = cursor.fetchone()
+    return {"tables_mb": int(tables) / 2**20, "indexes_mb": int(indexes) / 2**20, "primary_mb": int(primary) / 2**20}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

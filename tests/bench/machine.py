@@ -1,0 +1,179 @@
+"""This machine: its cores, what it runs, and what a server's processes cost. Linux only."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import distributions, version
+from pathlib import Path
+
+from tests.environment import ROOT
+from tests.servers.nginx import find_nginx
+from tests.servers.postgres import find_postgres
+
+PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which core the measured server has, and which one the load and the databases have; None: they share all."""
+
+    server: int | None
+    load: int | None
+
+    @property
+    def words(self) -> str:
+        if self.server is None:
+            return "one core for servers, databases and load alike: the ratios say less"
+        return f"servers on CPU {self.server}, load and databases on CPU {self.load}"
+
+
+def choose_cores() -> Cores:
+    mine = sorted(os.sched_getaffinity(0))
+    return Cores(mine[0], mine[1]) if len(mine) > 1 else Cores(None, None)
+
+
+def pinned(command: list[str], core: int | None) -> list[str]:
+    """The command on that core alone, with everything that it starts."""
+    taskset = shutil.which("taskset")
+    return command if core is None or taskset is None else [taskset, "--cpu-list", str(core), *command]
+
+
+# --- what a server costs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a server's processes, of their core (all that ran there) and of the machine, since they started: differences
+    are what counts."""
+
+    cpu_seconds: float
+    core_seconds: float
+    stolen_seconds: float
+
+
+def members(server: int) -> list[int]:
+    """A server's process, its children and theirs; those that died on the way have left no orphans of ours."""
+    parents = {int(each.name): _parent(each) for each in PROC.iterdir() if each.name.isdecimal()}
+    found = [server]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+def cost(processes: list[int], core: int | None) -> Cost:
+    return Cost(sum(map(_cpu_seconds, processes)), _core_seconds(core), _stolen_seconds())
+
+
+def rss_mb(processes: list[int]) -> float:
+    """Resident memory; pages that processes share are counted with each."""
+    total = 0
+    for process in processes:
+        if (found := re.search(r"VmRSS:\s+(\d+)", _read(PROC / str(process) / "status"))) is not None:
+            total += int(found[1])
+    return total / 1024
+
+
+def _parent(entry: Path) -> int:
+    fields = _read(entry / "stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _cpu_seconds(process: int) -> float:
+    """To the nanosecond, where the kernel says it of each thread; else in ticks."""
+    tasks = [_read(task / "schedstat").split() for task in _tasks(process)]
+    if tasks and all(tasks):
+        return sum(int(task[0]) for task in tasks) / 1e9
+    fields = _read(PROC / str(process) / "stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def _tasks(process: int) -> list[Path]:
+    try:
+        return list((PROC / str(process) / "task").iterdir())
+    except OSError:
+        return []
+
+
+def _core_seconds(core: int | None) -> float:
+    """Of processes; interrupts are nobody's."""
+    for line in _read(PROC / "stat").splitlines():
+        name, *fields = line.split()
+        if name == f"cpu{core}":
+            return sum(map(int, fields[:3])) / _TICKS
+    return 0.0
+
+
+def _stolen_seconds() -> float:
+    """Of all cores together."""
+    fields = _read(PROC / "stat").split()
+    return int(fields[8]) / _TICKS
+
+
+def _read(path: Path) -> str:
+    """Nothing of a process that has ended meanwhile."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# --- what is running here -----------------------------------------------------------------------------------
+
+
+def describe(peers: Path | None, bao: Path | None) -> dict[str, str]:
+    """What the figures are of, for the head of the table. `peers`: the environment of the peers, if it is there."""
+    told = {
+        "cpu": f"{os.cpu_count()} x {_cpu_model()}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "ours": ", ".join(
+            f"{name} {version(name)}" for name in ("uvloop", "httptools", "msgspec", "granian", "Django")
+        ),
+        "postgresql": _first_line([str(find_postgres()), "--version"]) if find_postgres() else "none",
+        "nginx": _first_line([str(find_nginx()), "-v"]) if find_nginx() else "none",
+        "wrk": _first_line(["wrk", "-v"]) if shutil.which("wrk") else "none",
+        "openbao": _first_line([str(bao), "version"]) if bao else "none",
+    }
+    if peers is not None:
+        sites = [str(site) for site in peers.glob("lib/python*/site-packages")]
+        found = {each.metadata["Name"]: each.version for each in distributions(path=sites)}
+        wanted = ("djangorestframework-api-key", "django-rest-knox", "djangorestframework", "Django", "psycopg")
+        served = ("granian", "uvicorn", "uvloop", "httptools")
+        told["peers"] = ", ".join(f"{name} {found[name]}" for name in wanted + served if name in found)
+    return told
+
+
+def name_machine() -> str:
+    """For a file's name: its processor and how many of them."""
+    model = re.sub(r"\(R\)|\(TM\)|CPU|Processor|@.*", " ", _cpu_model())
+    return f"{'-'.join(re.findall(r'[a-z0-9]+', model.lower()))}-x{os.cpu_count()}"
+
+
+def _cpu_model() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", _read(PROC / "cpuinfo"))
+    return found[1].strip() if found else platform.machine()
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    head = _first_line([git, "rev-parse", "--short", "HEAD"])
+    return f"{head}, with changes" if _first_line([git, "status", "--porcelain"]) else head
+
+
+def _first_line(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return next(iter((done.stdout or done.stderr).splitlines()), "").strip()
+
+
+def require_linux() -> None:
+    if sys.platform != "linux":
+        sys.exit("The benchmarks read /proc and pin processes to cores: they run on Linux only.")

@@ -1,0 +1,25 @@
+"""Our server with nothing behind it: `python -m tests.bench.own_hello PORT`. What its HTTP alone costs."""
+
+import sys
+
+from keyvault.hotpath import server
+from keyvault.hotpath.answers import Answer
+
+BODY = b'{"hello":"world"}'
+
+
+class Hello:
+    """In the place of the engine."""
+
+    async def start(self) -> None:
+        return
+
+    async def stop(self) -> None:
+        return
+
+    def handle(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Answer:
+        return Answer(200, BODY, "0" * 32)
+
+
+if __name__ == "__main__":
+    server.run(Hello, server.listen("127.0.0.1", int(sys.argv[1])), lambda: None)

@@ -1,0 +1,180 @@
+"""Asks several verifiers for one key and for others, in turn and at a steady pace, and remembers every answer.
+
+One thread with raw sockets. Half of the requests are for the key that is being watched, the rest are load.
+"""
+
+import json
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .pacer import is_whole
+
+PATIENCE_SECONDS = 10.0
+"""A verifier that still says yes after that has lost the change."""
+
+WAIT_BEFORE_NS = 3_000_000
+"""Every verifier has said yes, and still goes on for so long before the key is revoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request for the watched key; times in nanoseconds of the monotonic clock."""
+
+    verifier: int
+    sent_ns: int
+    received_ns: int
+    is_allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One revocation. `commit_ns`: just before COMMIT; `answers`: all for its key, before and after."""
+
+    commit_ns: int
+    returned_ns: int
+    answers: Sequence[Answered]
+
+    def evicted_after_ms(self, verifiers: int) -> float | None:
+        """From COMMIT to the first refusal of the last verifier; None when one never refused."""
+        first: dict[int, int] = {}
+        for each in self.answers:
+            if not each.is_allowed:
+                first[each.verifier] = min(each.received_ns, first.get(each.verifier, each.received_ns))
+        return (max(first.values()) - self.commit_ns) / 1e6 if len(first) == verifiers else None
+
+    def sent_after(self) -> list[Answered]:
+        """Those that were sent after the revoke call had returned."""
+        return [each for each in self.answers if each.sent_ns > self.returned_ns]
+
+
+class _Line:
+    """One connection to one verifier."""
+
+    __slots__ = ("is_busy", "is_watching", "read", "sent_ns", "socket", "verifier")
+
+    def __init__(self, verifier: int, port: int) -> None:
+        self.verifier = verifier
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setblocking(False)
+        self.is_busy = self.is_watching = False
+        self.read, self.sent_ns = b"", 0
+
+
+class Prober:
+    """`load` are requests for other keys. `writer` revokes the key whose id it reads, and answers when it has."""
+
+    def __init__(
+        self, ports: list[int], load: list[bytes], rate: float, lines: int, writer: "subprocess.Popen[bytes]"
+    ) -> None:
+        self.verifiers = len(ports)
+        self._lines = [_Line(number, port) for _ in range(lines) for number, port in enumerate(ports)]
+        self._load, self._writer, self._gap_ns = load, writer, 1e9 / rate
+        self._by_descriptor = {each.socket.fileno(): each for each in self._lines}
+        self._turn, self._due = 0, 0.0
+        self.sent = 0
+        assert writer.stdout
+        self._poll = select.epoll()
+        for descriptor in (*self._by_descriptor, writer.stdout.fileno()):
+            self._poll.register(descriptor, select.EPOLLIN)
+
+    def close(self) -> None:
+        for each in self._lines:
+            each.socket.close()
+        self._poll.close()
+
+    def watch(self, key_id: str, request: bytes, after: int) -> Watched:
+        """Until `after` requests for the key were answered that were sent after the revoke had returned, and every
+        verifier has refused it, or patience is at an end. Raises RuntimeError when the key was not good before."""
+        answers: list[Answered] = []
+        told: dict[str, Any] | None = None
+        asked_at, began = 0, time.monotonic_ns()
+        fine: set[int] = set()
+        refused: set[int] = set()
+        late = 0
+        while told is None or late < after or len(refused) < self.verifiers:
+            self._send_due(request)
+            for descriptor, _ in self._poll.poll(0):
+                line = self._by_descriptor.get(descriptor)
+                if line is None:
+                    told = self._read_writer()
+                elif (answered := self._receive(line)) is not None:
+                    answers.append(answered)
+                    (fine if answered.is_allowed else refused).add(answered.verifier)
+                    late += told is not None and answered.sent_ns > told["returned_ns"]
+            now = time.monotonic_ns()
+            if not asked_at and refused:
+                raise RuntimeError("a key that is to be revoked was not good before")
+            if not asked_at and len(fine) == self.verifiers and now - began > WAIT_BEFORE_NS:
+                asked_at = now
+                self._ask_writer(key_id)
+            if now - began > PATIENCE_SECONDS * 1e9:
+                break
+        if told is None:
+            raise RuntimeError("the writer did not revoke, or no verifier answered, in time")
+        # What is still under way was asked about this key, too.
+        answers += self._drain()
+        return Watched(told["commit_ns"], told["returned_ns"], answers)
+
+    def _send_due(self, request: bytes) -> None:
+        now = time.monotonic_ns()
+        if now < self._due:
+            return
+        # A verifier that is behind gets no more than it has lines for; what could not be sent is not made up for.
+        self._due = max(self._due + self._gap_ns, now - 10 * self._gap_ns)
+        line = self._lines[self._turn % len(self._lines)]
+        self._turn += 1
+        if line.is_busy:
+            return
+        line.is_watching = (self._turn // len(self._lines)) % 2 == 0
+        line.is_busy = True
+        self.sent += 1
+        sent = request if line.is_watching else self._load[self._turn % len(self._load)]
+        line.sent_ns = time.monotonic_ns()
+        line.socket.send(sent)
+
+    def _receive(self, line: _Line) -> Answered | None:
+        """None for what is not whole yet, and for load."""
+        answer = line.socket.recv(65_536)
+        if not answer:
+            raise ConnectionResetError("a verifier closed a connection")
+        received = time.monotonic_ns()
+        line.read += answer
+        if not is_whole(line.read):
+            return None
+        whole, line.read, line.is_busy = line.read, b"", False
+        if not line.is_watching:
+            return None
+        return Answered(line.verifier, line.sent_ns, received, is_allowed(whole))
+
+    def _drain(self) -> list[Answered]:
+        answers, deadline = [], time.monotonic() + PATIENCE_SECONDS
+        while any(line.is_busy for line in self._lines) and time.monotonic() < deadline:
+            for descriptor, _ in self._poll.poll(0.1):
+                line = self._by_descriptor.get(descriptor)
+                if line is not None and (answered := self._receive(line)) is not None:
+                    answers.append(answered)
+        return answers
+
+    def _ask_writer(self, key_id: str) -> None:
+        assert self._writer.stdin
+        self._writer.stdin.write(f"{key_id}\n".encode())
+        self._writer.stdin.flush()
+
+    def _read_writer(self) -> dict[str, Any]:
+        assert self._writer.stdout
+        line = self._writer.stdout.readline()
+        if not line:
+            raise RuntimeError("the writer has ended")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+def is_allowed(answer: bytes) -> bool:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.startswith(b"HTTP/1.1 200 ") and json.loads(body)["allowed"] is True

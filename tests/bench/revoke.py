@@ -1,0 +1,189 @@
+"""From a revocation's commit to the last verifier's first refusal, under load; and who said "valid" afterwards.
+
+The same host: verifiers on the writer's data folder, which share its generation word. Elsewhere: each on a copy of
+the folder of its own, so that only the database tells them.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.environment import ROOT
+
+from . import cases
+from .figures import EVICTION, STALE, Spread, number, percentile
+from .launch import launched
+from .machine import Cores
+from .prober import Prober, Watched
+from .servers import verifier_command
+from .site import House, Site
+from .stock import id_of
+from .telling import tell
+
+SAME_HOST, ELSEWHERE = "same host", "elsewhere"
+PLACES = (SAME_HOST, ELSEWHERE)
+
+NOT_COPIED = ("generation", "run.lock", "logs", "metrics")
+"""What another host would not have."""
+
+SETTLE_SECONDS = 2.0
+SHOWN_EVERY = 100
+
+
+def add_options(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--verifiers", type=int, default=4, help="4 unless told")
+    parser.add_argument("--revocations", type=int, default=300, help="in each place; 300 unless told")
+    parser.add_argument(
+        "--sent-after", type=int, default=100_000, help="requests after the revokes returned, in each place; 100,000"
+    )
+    parser.add_argument("--rate", type=float, default=16_000, help="requests a second to all verifiers; 16,000")
+
+
+class Revoke:
+    """One benchmark under way."""
+
+    def __init__(self, site: Site, cores: Cores, asked: argparse.Namespace) -> None:
+        self._site, self._cores, self._asked = site, cores, asked
+
+    def run(self) -> dict[str, Any]:
+        house, count = self._site.on_postgres, self._asked.revocations
+        told = []
+        for turn, place in enumerate(PLACES):
+            keys = house.to_revoke[turn * count : (turn + 1) * count]
+            with self._verifiers(house, place) as ports, self._writer(house) as writer:
+                time.sleep(SETTLE_SECONDS)
+                told.append(self._watch_all(house, place, ports, writer, keys))
+        return {
+            "places": told,
+            "verifiers": self._asked.verifiers,
+            "rate": self._asked.rate,
+            "cores": self._cores.words,
+        }
+
+    def _watch_all(
+        self, house: House, place: str, ports: list[int], writer: "subprocess.Popen[bytes]", keys: list[str]
+    ) -> dict[str, Any]:
+        after = -(-self._asked.sent_after // len(keys))
+        load = cases.verify(house, place).requests[:2000]
+        prober = Prober(ports, load, self._asked.rate, lines=4, writer=writer)
+        watched, began = [], time.monotonic()
+        try:
+            for number_of, key in enumerate(keys, 1):
+                watched.append(summed(prober.watch(id_of(key), cases.verify_one(house, key), after), len(ports)))
+                if number_of % SHOWN_EVERY == 0:
+                    tell(f"  {place}: {number_of} of {len(keys)} revocations")
+        finally:
+            prober.close()
+        told = {"place": place, "per_second": prober.sent / (time.monotonic() - began), **sums(watched)}
+        tell("  " + " | ".join(row(told)))
+        return told
+
+    @contextmanager
+    def _verifiers(self, house: House, place: str) -> Iterator[list[int]]:
+        with ExitStack() as stack:
+            ports = []
+            for turn in range(self._asked.verifiers):
+                data = house.data if place == SAME_HOST else self._copy(house.data, turn)
+                environ = {**house.environ, "KEYVAULT_DATA_DIR": str(data)}
+                log = self._site.folder / f"{place.replace(' ', '-')}-{turn}.log"
+                started = stack.enter_context(launched(verifier_command(), environ, log, self._cores.server))
+                ports.append(started.port)
+            for port in ports:
+                wrong = cases.find_wrong(port, cases.verify(house, place).probes)
+                if wrong is not None:
+                    raise RuntimeError(f"a verifier answers wrongly: {wrong}")
+            yield ports
+
+    def _copy(self, data: Path, turn: int) -> Path:
+        to = self._site.folder / f"host-{turn}"
+        shutil.copytree(data, to, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        to.chmod(0o700)
+        return to
+
+    @contextmanager
+    def _writer(self, house: House) -> Iterator["subprocess.Popen[bytes]"]:
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.writer"],
+            cwd=ROOT,
+            env=dict(house.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as writer:
+            assert writer.stdout
+            try:
+                if not writer.stdout.readline():
+                    raise RuntimeError("the writer did not start")
+                yield writer
+            finally:
+                writer.kill()
+
+
+def summed(watched: Watched, verifiers: int) -> dict[str, Any]:
+    """What is kept of one revocation. `last_stale_ms`: how long after the commit the last wrong yes was asked for."""
+    after = watched.sent_after()
+    stale = [each for each in after if each.is_allowed]
+    return {
+        "evicted_ms": watched.evicted_after_ms(verifiers),
+        "returned_ms": (watched.returned_ns - watched.commit_ns) / 1e6,
+        "after": len(after),
+        "stale": len(stale),
+        "last_stale_ms": max(((each.sent_ns - watched.commit_ns) / 1e6 for each in stale), default=0.0),
+    }
+
+
+def sums(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all revocations in one place. `lost`: those that some verifier never heard of."""
+    evicted = [each["evicted_ms"] for each in watched if each["evicted_ms"] is not None]
+    return {
+        "revocations": len(watched),
+        "lost": len(watched) - len(evicted),
+        "p50_ms": percentile(evicted, 0.5) if evicted else None,
+        "p99_ms": percentile(evicted, 0.99) if evicted else None,
+        "most_ms": max(evicted, default=None),
+        "returned_p50_ms": percentile([each["returned_ms"] for each in watched], 0.5),
+        "after": sum(each["after"] for each in watched),
+        "stale": sum(each["stale"] for each in watched),
+        "last_stale_ms": max(each["last_stale_ms"] for each in watched),
+    }
+
+
+def row(told: dict[str, Any]) -> list[str]:
+    times = [number(told[name]) if told[name] is not None else "-" for name in ("p50_ms", "p99_ms", "most_ms")]
+    lost = f", {told['lost']} never seen by some verifier" if told["lost"] else ""
+    stale = f"{told['stale']:,}"
+    if told["stale"]:
+        stale += f", the last asked {number(told['last_stale_ms'])} ms after the commit"
+    return [told["place"], f"{told['revocations']:,}{lost}", *times, f"{told['after']:,}", stale]
+
+
+def describe(told: dict[str, Any]) -> str:
+    rates = " and ".join(f"{place['per_second']:,.0f}" for place in told["places"])
+    return (
+        f"{told['verifiers']} verifiers under {rates} requests a second in all, half of them for the key that is being"
+        f" revoked; from just before COMMIT to the first refusal of the last verifier. {told['cores']}."
+    )
+
+
+def count_after(told: dict[str, Any]) -> int:
+    return sum(place["after"] for place in told["places"] if place["place"] == SAME_HOST)
+
+
+def figures_of(told: dict[str, Any]) -> dict[str, Spread]:
+    """The slower place is what counts; a change that was lost is never evicted."""
+    found = {}
+    for place in told["places"]:
+        if place["place"] == SAME_HOST:
+            found[STALE] = _single(place["stale"])
+    tails = [place["p99_ms"] if not place["lost"] and place["p99_ms"] is not None else 1e9 for place in told["places"]]
+    found[EVICTION] = _single(max(tails))
+    return found
+
+
+def _single(value: float) -> Spread:
+    return Spread(value, value, value, 1)

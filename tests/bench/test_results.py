@@ -1,0 +1,132 @@
+"""The generated table: every target in it, every case in it, whatever was run."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .figures import API_KEY, BAO_KV, HIT, OWN_HELLO, TARGETS
+from .results import add, is_met, page, read_runs, targets_table
+from .servers import SERVERS
+from .test_figures import run
+
+MACHINE = {"cpu": "2 x somebody's", "commit": "abc1234"}
+
+
+def verified(rate: float = 60.0) -> dict[str, Any]:
+    runs = [run(HIT, turn, rate + turn) for turn in (1, 2, 3)] + [run(OWN_HELLO, turn, 100) for turn in (1, 2, 3)]
+    paced = {"case": HIT, "offered": 80.0, "achieved": 80.0, "p50_us": 100.0, "p99_us": 250.0, "p999_us": 900.0}
+    return {
+        "runs": [asdict(each) for each in runs],
+        "paced": [{**paced, "round": 1, "flags": []}],
+        "states": {BAO_KV: "not run: no bao on PATH", API_KEY: "failed: the revoked key: 200"},
+        "generator": "wrk",
+        "options": {"connections": 32, "keys": 10_000, "listed": 10},
+        "cores": "servers on CPU 0, load and databases on CPU 1",
+    }
+
+
+def revoked(stale: int = 0, **changed: Any) -> dict[str, Any]:
+    place = {
+        "place": "same host",
+        "revocations": 300,
+        "lost": 0,
+        "p50_ms": 1.0,
+        "p99_ms": 2.0,
+        "most_ms": 3.0,
+        "returned_p50_ms": 1.0,
+        "after": 100_200,
+        "stale": stale,
+        "last_stale_ms": 0.0,
+        "per_second": 16_000.0,
+    }
+    places = [place, {**place, "place": "elsewhere", "p99_ms": 4.0, "stale": 7, **changed}]
+    return {"places": places, "verifiers": 4, "rate": 16_000, "cores": "one core"}
+
+
+def grown() -> dict[str, Any]:
+    sizes = {"tables_mb": 1.0, "indexes_mb": 1.0, "primary_mb": 1.0, "seconds": 2.0}
+    rounds = [[{"p50_us": 90.0, "p99_us": 190.0}], [{"p50_us": 94.5, "p99_us": 210.0}]]
+    told = [{"keys": 10**4, **sizes, "rounds": rounds[0]}, {"keys": 10**6, **sizes, "rounds": rounds[1]}]
+    memory = [{"keys": 0, "rss_mb": 60.0}, {"keys": 1e4, "rss_mb": 70.0}]
+    return {"sizes": told, "memory": memory, "traced": {"keys": 10**5, "bytes_each": 812.0}, "cores": "one core"}
+
+
+def whole(**parts: dict[str, Any]) -> dict[str, Any]:
+    return {name: {"at": "2026-11-21T12:00:00+00:00", "machine": MACHINE, **told} for name, told in parts.items()}
+
+
+def cells(lines: list[str]) -> dict[str, list[str]]:
+    """The rows of a table by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_targets_table_names_every_target_though_nothing_was_run() -> None:
+    rows = cells(targets_table({}))
+    assert list(rows) == [target.title for target in TARGETS]
+    assert {row[3] for row in rows.values()} == {"not run"}
+
+
+def test_targets_table_says_what_was_measured_and_whether_it_is_met() -> None:
+    rows = cells(targets_table(whole(verify=verified(), revoke=revoked(), growth=grown())))
+    assert rows["verifier, all features / own hello"] == ["0.5", "0.6", "0.62 (0.61..0.63)", "aim", "1"]
+    assert rows["p99 at 80 % of own maximum, open loop"][2:4] == ["0.25 ms", "aim"]
+    assert rows['stale "valid" after revoke returned, same host (of 100,200 requests)'][2:4] == ["0", "aim"]
+    assert rows["commit → last of 4 verifiers evicted, loaded, p99"][2:4] == ["4 ms", "aim"]
+    assert rows["look-up p50 at 1 million / 10 thousand keys"][2:4] == ["1.05", "aim"]
+
+
+def test_targets_table_of_one_stale_yes_is_not_met() -> None:
+    told = whole(revoke=revoked(stale=1))
+    assert next(row for title, row in cells(targets_table(told)).items() if title.startswith("stale"))[3] == "no"
+    assert not is_met(told)
+
+
+def test_targets_table_of_a_lost_revocation_is_not_met() -> None:
+    told = whole(revoke=revoked(lost=1))
+    assert cells(targets_table(told))["commit → last of 4 verifiers evicted, loaded, p99"][3] == "no"
+
+
+def test_is_met_asks_only_for_what_was_measured() -> None:
+    fine = {**verified(), "states": {BAO_KV: "not run: no bao on PATH"}}
+    assert is_met(whole(verify=fine))
+    assert not is_met(whole(verify=verified(rate=40.0)))
+
+
+def test_is_met_by_nobody_who_failed() -> None:
+    assert not is_met(whole(verify=verified()))
+    assert not is_met(whole(growth=grown(), revoke={"failed": "the writer did not start"}))
+
+
+def test_page_tells_of_a_part_that_failed() -> None:
+    assert ", failed: the writer did not start" in page(whole(revoke={"failed": "the writer did not start"}), "x.json")
+
+
+def test_page_drops_no_case_and_says_why_it_has_no_figures() -> None:
+    text = page(whole(verify=verified(), revoke=revoked(), growth=grown()), "2026-11-21-machine.json")
+    assert f"| {BAO_KV} | not run: no bao on PATH |" in text
+    assert f"| {API_KEY} | failed: the revoked key: 200 |" in text
+    assert "`2026-11-21-machine.json`" in text
+    assert "2 x somebody's" in text
+
+
+def test_page_of_one_part_says_that_the_others_were_not_run() -> None:
+    text = page(whole(growth=grown()), "x.json")
+    assert "| 10,000 | 70 | 1,049 |" in text
+    assert "812 bytes" in text
+    assert "- verify: not run" in text
+    assert "- revoke: not run" in text
+
+
+def test_results_of_a_day_are_kept_beside_each_other(tmp_path: Path) -> None:
+    """A run of `revoke` alone does not throw away what `verify` has measured."""
+    path = tmp_path / "results" / "day.json"
+    add(path, "verify", verified(), MACHINE)
+    both = add(path, "revoke", revoked(), MACHINE)
+    assert set(both) == {"verify", "revoke"}
+    assert read_runs(both["verify"])[0] == run(HIT, 1, 61.0)
+
+
+def test_servers_every_case_of_a_target_is_somebodys() -> None:
+    cases = {case for server in SERVERS for case in server.cases}
+    assert {name for target in TARGETS for name in (target.above, target.below) if name} <= cases

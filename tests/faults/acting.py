@@ -1,0 +1,302 @@
+"""What is done to keys, tokens, accounts and rules while everybody asks about them, and what is wrong from then on.
+
+Each act makes a `Ban`: answers that nobody may give to a request which was sent after the act returned. An act whose
+outcome nobody knows, for the database went away in the middle, makes none, and its question is judged no more.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from django.db import DatabaseError, InterfaceError, connections
+
+from keyvault.access.endpoints import EndpointWish
+from keyvault.access.limits import Limit
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, CatalogEndpoint, Change, Key, ServiceToken
+from keyvault.models.recording import Subject
+from keyvault.services.endpoints import add_endpoint, restore_endpoint, withdraw_endpoint
+from keyvault.services.keys import resume_key, revoke_key, suspend_key
+from keyvault.services.limit_overrides import set_account_limit
+from keyvault.services.merchants import resume_account, suspend_account
+from keyvault.services.receipts import Standing, find_receipt
+from keyvault.services.tokens import revoke_service_token
+from tests.factories import grant, have_peppers, make_token, now
+from tests.faults.asking import Question, Reply, question
+from tests.rotation import scene
+
+WARM_SECONDS = 0.25
+"""So long a question is asked often before something is done about it: then every verifier has it in memory."""
+
+LOW = Limit(20, 1)
+LITTLE = 50
+"""No more remains of LOW in any process; of the limit before it a lot does."""
+
+
+@dataclass(slots=True)
+class Ban:
+    """`returned_at`: when the act had returned. `complete_at`: when its receipt was known to be complete. `ended_at`:
+    before it was undone. `is_told`: the verifiers of the writer's host were told by the generation.
+
+    `name` None: all questions. `only`: the host that it holds for; None: each. `bound_seconds` None: MAX_STALENESS.
+    """
+
+    what: str
+    name: str | None
+    returned_at: float
+    sequence: int | None = None
+    is_wrong: Callable[[Reply], bool] = lambda reply: reply.is_yes
+    is_told: bool = True
+    only: str | None = None
+    bound_seconds: float | None = None
+    complete_at: float | None = None
+    expired: set[str] = field(default_factory=set)
+    ended_at: float = float("inf")
+
+
+@dataclass(slots=True)
+class Target:
+    """`back` None: what is done to it is done for ever."""
+
+    name: str
+    subject: Subject
+    away: Callable[[], object]
+    back: Callable[[], object] | None = None
+    is_wrong: Callable[[Reply], bool] = lambda reply: reply.is_yes
+    ban: Ban | None = None
+
+
+@dataclass(slots=True)
+class Cast:
+    """`good` are never touched, but for one whose time ends: `expiring`, half an hour from now."""
+
+    questions: dict[str, Question]
+    good: list[str]
+    expiring: str
+    victims: list[Target]
+    others: list[Target]
+
+
+def make_cast(victims: int, tokens: int) -> Cast:
+    have_peppers()
+    token = make_token(P.KEYS_VERIFY, name="gateway")[1]
+    asked: dict[str, Question] = {}
+    place = scene.account("steady")
+    good = []
+    for number in range(6):
+        key, text = scene.issue(place, now(), label=f"good {number}")
+        asked[f"good{number}"] = question(f"good{number}", text, token)
+        good.append(f"good{number}")
+    _, ending = scene.issue(place, now() - timedelta(hours=23, minutes=30), label="expiring", expires_in_days=1)
+    asked["expiring"] = question("expiring", ending, token)
+    revoked, others = [], []
+    for number in range(victims):
+        key, text = scene.issue(scene.account(f"shop{number % 4}"), now(), label=f"victim {number}")
+        asked[key.key_id] = question(key.key_id, text, token)
+        revoked.append(Target(key.key_id, ("key", key.key_id), _revoking(key.key_id)))
+    for number in range(4):
+        key, text = scene.issue(place, now(), label=f"held {number}")
+        asked[key.key_id] = question(key.key_id, text, token)
+        others.append(
+            Target(
+                key.key_id,
+                ("key", key.key_id),
+                _with_key(suspend_key, P.KEYS_SUSPEND, key.key_id),
+                _with_key(resume_key, P.KEYS_RESUME, key.key_id),
+            )
+        )
+    _, steady = scene.issue(place, now(), label="of others")
+    for number in range(tokens):
+        row, text = make_token(P.KEYS_VERIFY, name=f"gateway {number}")
+        asked[row.token_id] = question(row.token_id, steady, text)
+        others.append(Target(row.token_id, ("service_token", row.token_id), _revoking_token(row.token_id)))
+    for name, away, back, wrong in (
+        ("halted", _halting(suspend_account), _halting(resume_account), lambda reply: reply.is_yes),
+        ("narrow", _limiting(LOW), _limiting(None), lambda reply: reply.is_yes and (reply.remaining or 0) > LITTLE),
+    ):
+        _, text = scene.issue(scene.account(name), now(), label=name)
+        asked[name] = question(name, text, token)
+        act, undo = _at(name, away), _at(name, back)
+        others.append(Target(name, ("account", f"{name}/sandbox"), act, undo, wrong))
+    wish = EndpointWish("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
+    add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), wish)
+    asked["faults.list"] = question("faults.list", steady, token, "faults.list")
+    others.append(
+        Target(
+            "faults.list",
+            ("endpoint", "faults.list"),
+            _with_endpoint(withdraw_endpoint),
+            _with_endpoint(restore_endpoint),
+        )
+    )
+    return Cast(asked, good, "expiring", revoked, others)
+
+
+def _revoking(key_id: str) -> Callable[[], object]:
+    def act() -> None:
+        key = _key(key_id)
+        revoke_key(grant(scene.admin(), P.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)
+
+    return act
+
+
+def _with_key(service: Callable[..., object], permission: P, key_id: str) -> Callable[[], object]:
+    def act() -> None:
+        key = _key(key_id)
+        service(grant(scene.admin(), permission, key.credential.account), key)
+
+    return act
+
+
+def _key(key_id: str) -> Key:
+    key: Key = Key.objects.select_related("credential__account__merchant").get(pk=key_id)
+    return key
+
+
+def _revoking_token(token_id: str) -> Callable[[], object]:
+    def act() -> None:
+        revoke_service_token(grant(scene.admin(), P.TOKENS_WRITE), ServiceToken.objects.get(pk=token_id))
+
+    return act
+
+
+def _at(merchant_id: str, act: Callable[[Account], object]) -> Callable[[], object]:
+    return lambda: act(scene.account(merchant_id))
+
+
+def _halting(service: Callable[..., object]) -> Callable[[Account], object]:
+    return lambda account: service(grant(scene.admin(), P.MERCHANTS_WRITE, account), account)
+
+
+def _limiting(limit: Limit | None) -> Callable[[Account], object]:
+    return lambda account: set_account_limit(grant(scene.admin(), P.LIMITS_WRITE, account), account, limit)
+
+
+def _with_endpoint(service: Callable[..., object]) -> Callable[[], object]:
+    def act() -> None:
+        service(grant(scene.admin(), P.CATALOG_WRITE), CatalogEndpoint.objects.get(name="faults.list"))
+
+    return act
+
+
+# --- doing it -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Acts:
+    """Of several threads. `attend` is told what something will be done about.
+
+    `when`: which cut this is. `away`: from when to when something about a question was not as usual; `doubtful` are
+    judged no more.
+    """
+
+    cast: Cast
+    attend: Callable[[str], None]
+    bans: list[Ban] = field(default_factory=list)
+    away: dict[str, list[list[float]]] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
+    when: str = ""
+    tells: bool = True
+    """Whether the generation of the writer's host can be written."""
+
+    count: int = 0
+    lost: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def revoke(self, *, is_told: bool = True, by: Callable[[str], None] | None = None) -> Ban | None:
+        """The next victim, once it is in memory everywhere. None: nobody knows. `by` revokes it in another process."""
+        with self._lock:
+            target = self.cast.victims.pop()
+        if by is not None:
+            target.away = lambda: by(target.name)
+        return self.take_away(target, is_told=is_told)
+
+    def take_away(self, target: Target, *, is_told: bool = True) -> Ban | None:
+        self.attend(target.name)
+        time.sleep(WARM_SECONDS)
+        self.away.setdefault(target.name, []).append([time.monotonic(), float("inf")])
+        told_before = self.tells
+        if not self._try(target, target.away):
+            return None
+        returned_at = time.monotonic()
+        self.count += 1
+        is_told = is_told and told_before and self.tells
+        what = f"{self.when}: {' '.join(target.subject)}"
+        ban = Ban(what, target.name, returned_at, None, target.is_wrong, is_told)
+        with _trying():
+            ban.sequence = _last_sequence(target.subject)
+        target.ban = ban
+        self.bans.append(ban)
+        return ban
+
+    def give_back(self, target: Target) -> None:
+        assert target.ban is not None
+        assert target.back is not None
+        target.ban.ended_at, target.ban = time.monotonic(), None
+        if self._try(target, target.back):
+            self.count += 1
+            self.away[target.name][-1][1] = time.monotonic()
+
+    def _try(self, target: Target, act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except (DatabaseError, InterfaceError):
+            connections.close_all()
+            self.lost += 1
+            self.doubtful.add(target.name)
+            return False
+        return True
+
+
+def act_at_random(acts: Acts, chance: random.Random, stop: threading.Event, pause_seconds: float) -> None:
+    """For a thread of its own: takes away, and gives back what can be, until told to stop."""
+    try:
+        while not stop.wait(pause_seconds * 2 * chance.random()):
+            others = [each for each in acts.cast.others if each.name not in acts.doubtful]
+            target = chance.choice(others) if others and chance.random() < 0.6 else None
+            if target is None:
+                if acts.cast.victims:
+                    acts.revoke()
+            elif target.ban is not None:
+                acts.give_back(target)
+            else:
+                acts.take_away(target)
+            if target is not None and target.back is None:
+                acts.cast.others.remove(target)
+    finally:
+        connections.close_all()
+
+
+def watch_receipts(acts: Acts, stop: threading.Event) -> None:
+    """For a thread of its own: notes when each act's receipt is complete."""
+    try:
+        while not stop.wait(0.015):
+            for ban in [each for each in acts.bans if each.complete_at is None and each.sequence is not None]:
+                with _trying():
+                    receipt = find_receipt(ban.sequence or 0)
+                    if receipt is not None and receipt.is_complete:
+                        ban.complete_at = time.monotonic()
+                        ban.expired = {each.verifier_id for each in receipt.of(Standing.EXPIRED)}
+    finally:
+        connections.close_all()
+
+
+def _last_sequence(subject: Subject) -> int | None:
+    kind, identity = subject
+    rows = Change.objects.filter(subject_kind=kind, subject_id=identity)
+    return rows.order_by("-sequence").values_list("sequence", flat=True).first()
+
+
+@contextmanager
+def _trying() -> Iterator[None]:
+    """What the database does not tell now it may tell later."""
+    try:
+        yield
+    except (DatabaseError, InterfaceError):
+        connections.close_all()

@@ -1,0 +1,164 @@
+"""Gateways that ask hosts about keys all the time, each on connections of its own; every answer is kept.
+
+Times are of the machine's monotonic clock: `sent_at` is taken before anything is sent, so that a request which is said
+to have been sent after some moment really was.
+"""
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyvault.domain.plaintext import Plaintext
+from tests.faults.hosts import Host
+
+PATIENCE_SECONDS = 12
+NO_ANSWER = 0
+RENEWED = 0.01
+HOT = 8
+"""So many questions are asked more often than all others: those that something was done to last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`request` are the bytes of one POST /v1/keys/verify."""
+
+    name: str
+    request: bytes
+
+
+def question(name: str, key: Plaintext, token: Plaintext, endpoint: str = "orders.retrieve") -> Question:
+    asked = {
+        "key": key.reveal(),
+        "environment": "sandbox",
+        "endpoint": endpoint,
+        "client_ip": "198.51.100.7",
+        "user_agent": "faults/1.0",
+    }
+    body = json.dumps(asked).encode()
+    head = (
+        f"POST /v1/keys/verify HTTP/1.1\r\nHost: verifier\r\nAuthorization: Bearer {token.reveal()}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return Question(name, head.encode() + body)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`status`: the decision's, else the call's, else NO_ANSWER. `remaining`: of the limit that binds, if any."""
+
+    host: str
+    name: str
+    sent_at: float
+    answered_at: float
+    is_yes: bool
+    status: int
+    code: str
+    remaining: int | None = None
+
+
+class Line:
+    """One connection, made anew after a fault; for one thread."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._wire: socket.socket | None = None
+        self._file: Any = None
+
+    def open(self) -> None:
+        if self._wire is None:
+            self._wire = self._host.connect()
+            self._wire.settimeout(PATIENCE_SECONDS)
+            self._file = self._wire.makefile("rb")
+
+    def send(self, asked: Question) -> float:
+        """When. Raises OSError."""
+        sent_at = time.monotonic()
+        self.open()
+        assert self._wire
+        self._wire.sendall(asked.request)
+        return sent_at
+
+    def receive(self, asked: Question, sent_at: float) -> Reply:
+        """Raises OSError, ValueError."""
+        status = int(self._file.readline().split(b" ", 2)[1])
+        length = 0
+        while (line := self._file.readline()) not in {b"\r\n", b""}:
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        told = json.loads(self._file.read(length))
+        is_yes = told.get("allowed") is True
+        limit = told.get("limit") or {}
+        return Reply(
+            self._host.name,
+            asked.name,
+            sent_at,
+            time.monotonic(),
+            is_yes,
+            int(told.get("status", status)),
+            "" if is_yes else str(told.get("code")),
+            limit.get("remaining"),
+        )
+
+    def ask(self, asked: Question) -> Reply:
+        began = time.monotonic()
+        try:
+            return self.receive(asked, self.send(asked))
+        except (OSError, ValueError, IndexError) as error:
+            self.close()
+            return Reply(self._host.name, asked.name, began, time.monotonic(), False, NO_ANSWER, type(error).__name__)
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._file.close()
+            self._wire.close()
+        self._wire = None
+
+
+@dataclass(slots=True)
+class Asking:
+    """`rate` requests a second to each host in all, on `lines` connections. Entered and left like a file."""
+
+    hosts: Sequence[Host]
+    questions: Mapping[str, Question]
+    seed: int
+    rate: float = 400.0
+    lines: int = 6
+    replies: "deque[Reply]" = field(default_factory=deque)
+    _hot: "deque[str]" = field(default_factory=lambda: deque(maxlen=HOT))
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> "Asking":
+        for host in self.hosts:
+            for number in range(self.lines):
+                thread = threading.Thread(target=self._ask, args=(host, number), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def attend(self, name: str) -> None:
+        """From here on this one is asked often, until others are."""
+        if name not in self._hot:
+            self._hot.append(name)
+
+    def _ask(self, host: Host, number: int) -> None:
+        chance = random.Random(f"{self.seed} {host.name} {number}")  # noqa: S311  a test's own dice
+        names, line, pause = list(self.questions), Line(host), self.lines / self.rate
+        while not self._stop.wait(pause * 2 * chance.random()):
+            hot = list(self._hot)
+            name = chance.choice(hot) if hot and chance.random() < 0.7 else chance.choice(names)
+            self.replies.append(line.ask(self.questions[name]))
+            if chance.random() < RENEWED:
+                line.close()  # the next connection may lead to another process of the host
+        line.close()

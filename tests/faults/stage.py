@@ -1,0 +1,96 @@
+"""Where a cut of the feed is played: the hosts, who asks them, who acts, and what is noted of it."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from django.db import connection
+
+from tests.faults.acting import Acts, Ban
+from tests.faults.asking import Asking
+from tests.faults.hosts import Host
+from tests.faults.programs import until
+from tests.faults.results import Result
+from tests.faults.servers import Restartable
+from tests.faults.vouching import UNAVAILABLE_CODE, Outages
+
+RIGHT_WITHIN_SECONDS = 4
+"""That soon after a cut every good key is answered yes again."""
+
+HEAL_SECONDS = 20
+
+
+@dataclass(slots=True)
+class Stage:
+    """`here`: the host whose generation the acts tell. `postgres` None: it may not be stopped."""
+
+    here: Host
+    elsewhere: Host
+    acts: Acts
+    asking: Asking
+    outages: Outages
+    result: Result
+    dice: random.Random
+    staleness: float
+    postgres: Restartable | None = None
+
+    @property
+    def hosts(self) -> tuple[Host, Host]:
+        return self.here, self.elsewhere
+
+    def choose(self) -> Host:
+        return self.dice.choice(self.hosts)
+
+    def ban_all(self, what: str, host: Host | None, since: float, bound_seconds: float) -> Ban:
+        """No yes about any key; to be ended by whoever ends what is wrong."""
+        ban = Ban(
+            what, None, since, only=None if host is None else host.name, bound_seconds=bound_seconds, is_told=False
+        )
+        self.acts.bans.append(ban)
+        return ban
+
+    @contextmanager
+    def outage(self, host: Host | None = None, *, is_silent: bool = False) -> Iterator[None]:
+        """There need be no verdict from now until a while after. `is_silent`: nor an answer at all."""
+        began = time.monotonic()
+        name = None if host is None else host.name
+        spans = [self.outages.without_verdict, *([self.outages.without_answer] if is_silent else [])]
+        for each in spans:
+            each.append((name, began, float("inf")))
+        try:
+            yield
+        finally:
+            for each in spans:
+                each[each.index((name, began, float("inf")))] = (name, began, time.monotonic() + RIGHT_WITHIN_SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def must_see_refusals(self, host: Host | None, since: float) -> None:
+        """Somebody was answered that there is no verdict."""
+        names = {each.name for each in self.hosts} if host is None else {host.name}
+        seen = (each for each in list(self.asking.replies) if each.sent_at >= since and each.host in names)
+        found = any(each.code == UNAVAILABLE_CODE for each in seen)
+        self.result.must_be(found, f"{self.acts.when}: nobody in {names} was told that there is no verdict")
+
+
+def heal(stage: Stage) -> None:
+    """All verifiers have confirmed a change that was made now. Raises GaveUpError."""
+    ban: list[Ban] = []
+
+    def is_confirmed() -> bool:
+        if not ban or ban[-1].sequence is None:
+            if (made := stage.acts.revoke()) is not None:
+                ban.append(made)
+            return False
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT count(*) FROM keyvault_verifier WHERE confirmed_sequence >= %s AND door = 'verifier'"
+                " AND stopped_at IS NULL AND seen_at > now() - interval '2 seconds'",
+                [ban[-1].sequence],
+            )
+            return bool(cursor.fetchone()[0] == sum(host.workers for host in stage.hosts))
+
+    until("every verifier to confirm a new change", is_confirmed, HEAL_SECONDS)
