@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 CODE = keyvault rotation tests manage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run test test-next fuzz faults errors lint lock clean ready-to-run ready-to-test
+.PHONY: help demo run test test-next fuzz faults bench errors lint lock clean ready-to-run ready-to-test
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,7 +27,8 @@ test: ready-to-test ## the suite, on SQLite and on PostgreSQL (ARGS='-k rotate -
 # The linters say the same on every Python, PostgreSQL's answers do not depend on it, and what is asked through the
 # doors was asked of the same code below them. What is left is what leans on Python itself: the pure rooms, sockets and
 # TLS, processes and signals.
-NEXT_LEAVES_OUT = house doors demo admin api management rotation models services vault_faults
+NEXT_LEAVES_OUT = house doors demo admin api management rotation models services vault_faults \
+    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/test_engine.py
 test-next: ## the lowest rooms on SQLite again, on Python 3.13, where that is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
@@ -38,11 +39,14 @@ test-next: ## the lowest rooms on SQLite again, on Python 3.13, where that is in
 	done; \
 	echo 'test-next: no Python 3.13 on this machine, so nothing was tested on it'
 
-fuzz: ready-to-test ## 100,000 requests with odd headers and paths at a real server (ARGS='--count N --seed N')
+fuzz: ready-to-test ## 1,000,000 odd byte streams and 100,000 odd requests at real servers (ARGS='server --count N --seed N')
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
 
 faults: ready-to-test ## kill, stop, lose and double whatever runs, and count; some 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
+
+bench: ready-to-test ## measure it beside its peers, on the same core; some 20 minutes (ARGS='verify --rounds 3')
+	@exec $(BIN)/python -m tests.bench $(ARGS)
 
 errors: ready-to-run ## every error code with its cause and cure, as in ERRORS.md
 	@exec $(BIN)/python manage.py errors
@@ -57,9 +61,10 @@ lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
 COMPILE = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --python-version 3.11 \
     --no-emit-index-url --no-emit-find-links
 
-lock: ready-to-test ## the two requirements.txt from their .in files (ARGS=--upgrade: to the newest versions)
+lock: ready-to-test ## each requirements.txt from its .in file (ARGS=--upgrade: to the newest versions)
 	$(COMPILE) $(ARGS) requirements.in --output-file requirements.txt
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
+	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
 
 clean: ## remove .venv/ and caches; data stays
 	rm -rf .venv .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
