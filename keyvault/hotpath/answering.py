@@ -1,7 +1,7 @@
 """The whole way: every question of verify, its batch and forward-auth, with everything that can be wrong with it.
 
     question = Question(method, target, headers, body)
-    while isinstance(found := answering.step(question), Needs): … read them, `answering.supply` or `answering.lack` …
+    while isinstance(found := answering.step(question), Needs): … read them into the question, and `answering.admit` …
 
 A step is made of what is in memory and of what was read for this very question; while nothing may be remembered, of
 the latter alone. What it lacks it says, all at once.

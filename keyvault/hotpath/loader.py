@@ -208,8 +208,10 @@ class Verifier:
     def handle(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> Answer | Awaitable[Answer]:
+        if target == _VERIFY:
+            return self._door.answer(method, target, headers, body)
         path = target.partition(b"?")[0].decode("latin-1")
-        if target == _VERIFY or is_ours(path):
+        if is_ours(path):
             return self._door.answer(method, target, headers, body)
         if method in {b"GET", b"HEAD"}:
             if path == _HEALTH:

@@ -15,11 +15,11 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import close_old_connections, connection, connections, transaction
 from django.db.models import Max, Min, Q, QuerySet
@@ -53,8 +53,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One bucket: a key, seen in one minute from one source, on one endpoint, with one outcome."""
 
     key_id: str
@@ -66,15 +65,13 @@ class Use:
     outcome: Outcome
 
 
-@dataclass(slots=True)
-class _Count:
-    count: int
+class _Count(NamedTuple):
+    times: int
     first_at: datetime
     last_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class SeenUse:
+class SeenUse(NamedTuple):
     """Uses that a verifier allowed and has counted itself, of one source on one endpoint within a moment."""
 
     key_id: str
@@ -83,7 +80,7 @@ class SeenUse:
     user_agent: str
     origin: str
     is_probe: bool
-    count: int
+    times: int
     first_at: datetime
     last_at: datetime
 
@@ -244,7 +241,7 @@ def _add_seen(counts: dict[Use, _Count], seen: Iterable[SeenUse]) -> None:
             _cleaned(each.origin, 120),
             Outcome.PROBED if each.is_probe else Outcome.ALLOWED,
         )
-        _add(counts, use, _Count(each.count, each.first_at, each.last_at))
+        _add(counts, use, _Count(each.times, each.first_at, each.last_at))
 
 
 @lru_cache(maxsize=8_192)
@@ -257,13 +254,13 @@ def _add(counts: dict[Use, _Count], use: Use, count: _Count) -> None:
     """Bounded: beyond that who it was is no longer told apart; how many there were is."""
     known = counts.get(use)
     if known is None and len(counts) >= _MOST_BUCKETS:
-        use = replace(use, source="", user_agent="", origin="")
+        use = use._replace(source="", user_agent="", origin="")
         known = counts.get(use)
     counts[use] = count if known is None else _merged(known, count)
 
 
 def _merged(one: _Count, other: _Count) -> _Count:
-    return _Count(one.count + other.count, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
+    return _Count(one.times + other.times, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
 
 
 def _write(counts: dict[Use, _Count]) -> None:
@@ -276,9 +273,8 @@ def _write(counts: dict[Use, _Count]) -> None:
         if use.outcome is Outcome.ALLOWED:
             known = keys.get(use.key_id)
             keys[use.key_id] = count if known is None else _merged(known, count)
-    ordered = sorted(counts.items(), key=lambda item: astuple(item[0]))
-    _add_rows(_BUCKET_COLUMNS, _ADD_TO_BUCKET, [(*astuple(use), *astuple(count)) for use, count in ordered])
-    _add_rows(_KEY_COLUMNS, _ADD_TO_KEY, [(key_id, *astuple(count)) for key_id, count in sorted(keys.items())])
+    _add_rows(_BUCKET_COLUMNS, _ADD_TO_BUCKET, [(*use, *count) for use, count in sorted(counts.items())])
+    _add_rows(_KEY_COLUMNS, _ADD_TO_KEY, [(key_id, *count) for key_id, count in sorted(keys.items())])
 
 
 def _add_rows(columns: Mapping[str, str], statement: str, rows: list[tuple[Any, ...]]) -> None:

@@ -192,7 +192,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
         asked_before = now()
         log.flush()
         assert taken[0].first_at < asked_before
-        assert taken[0].count == 2
+        assert taken[0].times == 2
         assert not list(uses_of(primed.engine)), "all that was noted before is in the report"
         ask()
         (late,) = uses_of(primed.engine)
