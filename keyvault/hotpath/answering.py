@@ -8,7 +8,7 @@ the latter alone. What it lacks it says, all at once.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -44,7 +44,7 @@ from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.engine import Caller, Engine, Verdict
 from keyvault.hotpath.memory import Known
 from keyvault.hotpath.rendering import decision, denial_problem, encode, problem_answer
-from keyvault.hotpath.requests import Asked, read_asked, read_asked_batch, read_batch, read_verify
+from keyvault.hotpath.requests import Asked, read_asked, read_asked_batch, read_batch, read_verify, split_batch
 from keyvault.wire.gateways import (
     AUTH_CODE,
     AUTH_STATUS,
@@ -203,10 +203,13 @@ class Answering:
             raise _MethodError(("POST",))
         body = _json_body(question)
         if is_batch:
+            tags = self._decide_again(question, body) if sources.may_remember else []
+            if tags and len(question.decided) == len(tags):
+                return _batch_answer(question)
             batch = read_asked_batch(body) or read_batch(body)
             for environment in dict.fromkeys(asked.environment for asked in batch):
                 _require_served(environment, service, question.at)
-            return self._decide_batch(question, batch, service, sources)
+            return self._decide_batch(question, batch, service, sources, tags)
         asked = read_asked(body) or read_verify(body)
         _require_served(asked.environment, service, question.at)
         if sources.may_remember:
@@ -215,8 +218,25 @@ class Answering:
         self._bind(question, sources)
         return Answer(200, text, question.request_id)
 
-    def _decide_known(self, question: Question, batch: list[Asked], service: Service) -> None:
-        """What is in memory, or was read for this question, and is yes."""
+    def _decide_again(self, question: Question, body: bytes) -> list[bytes]:
+        """A batch whose questions were all granted before; the tags of its questions, where they can be asked again."""
+        authorization, pieces = question.headers.get("authorization"), split_batch(body)
+        if pieces is None or authorization is None or not authorization.isascii():
+            return []
+        engine = self._engine
+        tags = engine.question_tags(authorization.encode(), pieces)
+        if not question.decided:
+            with engine.lock:
+                engine.catch_up()
+                if engine.may_remember():
+                    wall, request_id = engine.ports.wall(), question.request_id.encode()
+                    question.decided |= engine.decide_again(tags, wall, request_id)
+        return tags
+
+    def _decide_known(
+        self, question: Question, batch: list[Asked], service: Service, tags: Sequence[bytes] = ()
+    ) -> None:
+        """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
         is_single = question.target.partition("?")[0] == VERIFY
         caller = Caller(service, engine.ports.environments)
@@ -224,21 +244,27 @@ class Answering:
             engine.catch_up()
             # Of now and under the lock: no use is noted with a time that a report has passed already.
             wall = engine.ports.wall()
+            token = engine.memory.tokens.by_id.get(service.token_id) if tags else None
+            if token is not None and token.record.service is not service:
+                token = None
             for number, asked in enumerate(batch):
                 if number in decided:
                     continue
                 record = _read_for(question, asked.key) if question.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
-                text = engine.decide_known(asked, caller, wall, request_id, record)
+                asker = None if token is None else (token, tags[number])
+                text = engine.decide_known(asked, caller, wall, request_id, record, asker=asker)
                 if text is not None:
                     decided[number] = text
                     engine.answered_from_memory += record is None
             engine.unread = None  # what is lacking is read for this question the whole way
 
-    def _decide_batch(self, question: Question, batch: list[Asked], service: Service, sources: "_Sources") -> Answer:
+    def _decide_batch(
+        self, question: Question, batch: list[Asked], service: Service, sources: "_Sources", tags: Sequence[bytes]
+    ) -> Answer:
         """Each is decided once: what was spent for one is not spent again while others are read for."""
         if sources.may_remember:
-            self._decide_known(question, batch, service)
+            self._decide_known(question, batch, service, tags)
         lacking: list[LackingError] = []
         for number, asked in enumerate(batch):
             if number in question.decided:
@@ -251,8 +277,7 @@ class Answering:
         if lacking:
             raise _Lacking(lacking)
         self._bind(question, sources)
-        texts = [question.decided[number] for number in range(len(batch))]
-        return Answer(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
+        return _batch_answer(question)
 
     def _decide(
         self,
@@ -566,6 +591,11 @@ class _Sources:
             if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
                 return None
         raise LackingError(kind, identity, address=address)
+
+
+def _batch_answer(question: Question) -> Answer:
+    texts = [question.decided[number] for number in range(len(question.decided))]
+    return Answer(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
 
 
 def _needs(each: Iterable[LackingError]) -> Needs:

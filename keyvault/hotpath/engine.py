@@ -13,14 +13,14 @@ that it was made for, and is not remembered.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
@@ -214,6 +214,30 @@ Use = tuple[str, str, str, str, str, bool]
 """A key's id, an endpoint's name, source, user agent, the page's origin, and whether it was a probe's."""
 
 
+class Repeat:
+    """A question that was granted, for when the same caller asks it again in the very same bytes.
+
+    Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
+    """
+
+    __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
+
+    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], purse: Purse, cost: int, use: Use) -> None:
+        self.token = token
+        self.known = known
+        self.purse = purse
+        self.cost = cost
+        self.use = use
+        self.identity: bytes = known.about.identity
+        self.period = 0
+        self.tally: list[float] = []
+        """Of its use in the period between two reports that is told by `period`."""
+
+
+Asker = tuple[Known[TokenRecord], bytes]
+"""A proved token, and the tag of its question: `Engine.question_tags`."""
+
+
 class Engine:
     """One for each process; its threads share it."""
 
@@ -231,12 +255,14 @@ class Engine:
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: dict[tuple[object, ...], Purses] = {}
         self._uses: dict[Use, list[float]] = {}
+        self._period = 1
         self._base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
         self._new_tag = self.memory.new_tag
         self._keys_by_tag = self.memory.keys.by_tag
         self._tokens_by_tag = self.memory.tokens.by_tag
+        self._repeats = self.memory.repeats
         self._may_vouch = freshness.may_vouch
         self._monotonic = ports.monotonic
         self._wall = ports.wall
@@ -309,6 +335,14 @@ class Engine:
             if not self._may_vouch(self._monotonic(), wall):
                 return None
             made = self._new_tag()
+            made.update(b"\n".join((authorization, body)))
+            tag = made.digest()
+            request_id = self._next_id()
+            repeat = self._repeats.get(tag)
+            if repeat is not None and (text := self._grant(repeat, wall, request_id)) is not None:
+                self.answered_from_memory += 1
+                return Answer(200, text, request_id.decode())
+            made = self._new_tag()
             made.update(authorization)
             token = self._tokens_by_tag.get(made.digest())
             if token is None or wall >= token.deadline:
@@ -318,9 +352,8 @@ class Engine:
                 asked, is_plain = read_asked(body), False
                 if asked is None:
                     return None
-            request_id = self._next_id()
             self.unread = None
-            text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain)
+            text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain, asker=(token, tag))
             if text is None:
                 unread, self.unread = self.unread, None
                 if unread is None:
@@ -355,17 +388,19 @@ class Engine:
         record: KeyRecord | None = None,
         *,
         is_plain: bool = False,
+        asker: Asker | None = None,
     ) -> bytes | None:
         """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
 
         `record` was read for this question; else it is looked for in memory, which then has to be fresh. `is_plain`:
-        it is as `requests.read_plain` gives it. Under the lock, so that no use is noted with a time from before a
-        report that does not have it. Much of what it does is written out here, since a call costs as much as what is
-        called.
+        it is as `requests.read_plain` gives it. `asker`: who may ask it again, see `Repeat`.
+
+        Under the lock, so that no use is noted with a time from before a report that does not have it. Much of what it
+        does is written out here, since a call costs as much as what is called.
         """
-        text, name, rules = asked.key, asked.endpoint, self.rules
+        key, name, rules = asked.key, asked.endpoint, self.rules
         cost, origin = 1, ""
-        if text is None:
+        if key is None:
             return None
         if not is_plain:
             bearer = asked.customer_token
@@ -376,7 +411,7 @@ class Engine:
         if asked.user_agent and self._mark in asked.user_agent:
             return None  # of what may be a key only a masked text is kept
         try:
-            raw = text.encode()
+            raw = key.encode()
         except UnicodeEncodeError:  # half a surrogate pair, which no key has
             return None
         made = self._new_tag()
@@ -384,7 +419,7 @@ class Engine:
         tag = made.digest()
         known = self._keys_by_tag.get(tag) if record is None else None
         if known is None:
-            known = self._prove(text, tag, asked.environment, record)
+            known = self._prove(key, tag, asked.environment, record)
             if known is None:
                 return None
         holding: Holding | None = known.about
@@ -407,34 +442,69 @@ class Engine:
                 holding.purses.by_name[name] = purse
         if cost > purse.most:
             return None
-        standing = self._try_spend(purse.buckets, cost) if purse.buckets else ()
+        if holding.kind is not KeyKind.PUBLIC:
+            origin = ""
+        agent = asked.user_agent or ""
+        use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.is_probe)
+        repeat = Repeat(asker[0] if asker else _NOBODY, known, purse, cost, use)
+        text = self._grant(repeat, wall, request_id)
+        if text is not None and asker is not None and record is None:
+            self.memory.remember_question(asker[1], repeat)
+        return text
+
+    def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
+        """Of each body as this caller sends it. A header has no line break: none is taken for another's."""
+        begun = self._new_tag()
+        begun.update(authorization + b"\n")
+        tags = []
+        for body in bodies:
+            made = begun.copy()
+            made.update(body)
+            tags.append(made.digest())
+        return tags
+
+    def decide_again(self, tags: Sequence[bytes], wall: float, request_id: bytes) -> dict[int, bytes]:
+        """The grants of a batch by their numbers, when every question of it was granted before; else none, and nothing
+        done: one that is malformed refuses them all. Under the lock, in memory that is fresh."""
+        repeats = [self._repeats.get(tag) for tag in tags]
+        if None in repeats:
+            return {}
+        decided: dict[int, bytes] = {}
+        for number, repeat in enumerate(repeats):
+            text = self._grant(repeat, wall, b"%b-%d" % (request_id, number))  # type: ignore[arg-type]  # there is one
+            if text is not None:
+                decided[number] = text
+        self.answered_from_memory += len(decided)
+        return decided
+
+    def _grant(self, repeat: Repeat, wall: float, request_id: bytes) -> bytes | None:
+        """Its JSON, spent and noted; None, and nothing done: it is to be decided anew."""
+        known, purse = repeat.known, repeat.purse
+        if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
+            return None
+        standing = self._try_spend(purse.buckets, repeat.cost) if purse.buckets else ()
         if standing is None:
             return None
         known.is_asked_for = True
-        if holding.kind is not KeyKind.PUBLIC:
-            origin = ""
-        agent, uses = asked.user_agent or "", self._uses
-        use = (
-            known.identity,
-            purse.name,
-            asked.client_ip or caller.source,
-            agent,
-            origin,
-            caller.is_probe,
-        )
+        if repeat.period != self._period:
+            self._open_tally(repeat, wall)
+        tally = repeat.tally
+        tally[0] += 1
+        tally[2] = wall
+        if len(standing) == 2:
+            return purse.text % (*standing, request_id, repeat.identity, *standing)
+        return purse.template.fill(standing, request_id, repeat.identity)
+
+    def _open_tally(self, repeat: Repeat, wall: float) -> None:
+        use, uses = repeat.use, self._uses
         tally = uses.get(use)
         if tally is None and len(uses) >= _MOST_USES:
             # Who it was is no longer told apart, before the next report; how many there were is.
-            use = (known.identity, purse.name, "", "", "", caller.is_probe)
+            use = (use[0], use[1], "", "", "", use[5])
             tally = uses.get(use)
         if tally is None:
-            uses[use] = [1, wall, wall]
-        else:
-            tally[0] += 1
-            tally[2] = wall
-        if len(standing) == 2:
-            return purse.text % (*standing, request_id, holding.identity, *standing)
-        return purse.template.fill(standing, request_id, holding.identity)
+            tally = uses[use] = [0, wall, wall]
+        repeat.period, repeat.tally = self._period, tally
 
     def _prove(self, text: str, tag: bytes, environment: str, record: KeyRecord | None) -> Known[KeyRecord] | None:
         """The key that this string proves now; None: that is to be found out the whole way."""
@@ -560,8 +630,13 @@ class Engine:
         from memory. Every use of before the call is among them, or was."""
         with self.lock:
             uses, self._uses = self._uses, {}
+            self._period += 1
             from_memory, self.answered_from_memory = self.answered_from_memory, 0
         return uses, from_memory
+
+
+_NOBODY: Final[Known[TokenRecord]] = Known("", cast(TokenRecord, None), float("inf"))
+"""In the place of a token that was proved for this question alone."""
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:

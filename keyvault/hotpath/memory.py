@@ -15,6 +15,7 @@ from keyvault.domain.keys import KeyRecord
 
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
+_GONE = float("-inf")
 
 Subject = tuple[str, str]
 
@@ -86,6 +87,7 @@ class Shelf(Generic[R]):
         self.by_tag.clear()
 
     def _forget(self, known: Known[R]) -> None:
+        known.deadline = _GONE  # for whatever still leans on it
         if known.tag is not None:
             self.by_tag.pop(known.tag, None)
         if self._on_drop is not None:
@@ -126,13 +128,18 @@ class Memory:
     """The shelves of a process, and which records hang on what a change may be about."""
 
     def __init__(self, tag_key: bytes, capacity: int) -> None:
-        self.new_tag = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES).copy
+        begun = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES)
+        begun.update(b"\0")  # so that the key's own block is worked on once, and not for each tag
+        self.new_tag = begun.copy
         """For whoever makes tags by the hundred thousand a second: `update` it with the text, and take its digest."""
         self._by_credential: dict[str, set[str]] = {}
         self._by_account: dict[str, set[str]] = {}
         self.keys: Shelf[KeyRecord] = Shelf(capacity, self._unlist)
         self.customers: Shelf[CustomerRecord] = Shelf(capacity)
         self.tokens: Shelf[TokenRecord] = Shelf(capacity)
+        self.repeats: OrderedDict[bytes, Any] = OrderedDict()
+        """By the tag of the whole question: what the engine has made of it."""
+        self._most_repeats = min(capacity, _MOST_REPEATS)
         self.absent = Absent(_MOST_ABSENT, _ABSENT_SECONDS)
 
     def tag(self, text: bytes) -> bytes:
@@ -161,6 +168,12 @@ class Memory:
         self.tokens.put(known)
         return known
 
+    def remember_question(self, tag: bytes, repeat: Any) -> None:
+        """The oldest goes first: it costs its next asker some microseconds."""
+        if len(self.repeats) >= self._most_repeats:
+            self.repeats.popitem(last=False)
+        self.repeats[tag] = repeat
+
     def evict(self, subjects: Iterable[Subject]) -> None:
         """Whatever hangs on these is read anew by whoever asks for it next."""
         for subject in subjects:
@@ -188,6 +201,7 @@ class Memory:
     def clear(self) -> None:
         for shelf in (self.keys, self.customers, self.tokens):
             shelf.clear()
+        self.repeats.clear()
         self.absent.clear()
         self._by_credential.clear()
         self._by_account.clear()
@@ -212,6 +226,7 @@ RULES: Final = frozenset({"endpoint", "limit"})
 _SECOND_CHANCES: Final = 64
 """Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
 
+_MOST_REPEATS: Final = 65_536
 _MOST_ABSENT: Final = 10_000
 _ABSENT_SECONDS: Final = 1.0
 

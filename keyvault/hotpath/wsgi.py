@@ -48,21 +48,28 @@ class Mounted:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ.get(RAW_PATH) or environ["PATH_INFO"]
-        if not (is_ours(path) and is_led_here(path, environ.get("HTTP_HOST", ""), self._is_welcome)):
+        if path == VERIFY:
+            is_ours_here = self._is_welcome(environ.get("HTTP_HOST", ""))
+        else:
+            is_ours_here = is_ours(path) and is_led_here(path, environ.get("HTTP_HOST", ""), self._is_welcome)
+        if not is_ours_here:
             return self._behind(environ, start_response)
-        method, query, body = environ["REQUEST_METHOD"], environ.get("QUERY_STRING"), _body(environ)
-        if path == VERIFY and method == "POST" and not query and body is not None:
-            authorization = environ.get("HTTP_AUTHORIZATION")
-            if authorization is not None and environ.get("CONTENT_TYPE") == "application/json":
-                known = self._known(authorization, body)
-                if known is not None:
-                    start_response("200 OK", [*JSON, (REQUEST_ID, known.request_id), (_LENGTH, str(len(known.body)))])
-                    return [known.body]
+        body = _body(environ)
+        if path == VERIFY and body and environ.get("CONTENT_TYPE") == "application/json":
+            known = self._known(environ, body)
+            if known is not None:
+                text = known.body
+                start_response("200 OK", [*JSON, (REQUEST_ID, known.request_id), (_LENGTH, str(len(text)))])
+                return [text]
+        method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING")
         answer = self._door.answer(method, f"{path}?{query}" if query else path, _headers(environ), body)
         start_response(status_line(answer.status), list(answer.all_headers().items()))
         return [] if method == "HEAD" else [answer.body]
 
-    def _known(self, authorization: str, body: bytes) -> Answer | None:
+    def _known(self, environ: WSGIEnvironment, body: bytes) -> Answer | None:
+        authorization = environ.get("HTTP_AUTHORIZATION")
+        if authorization is None or environ["REQUEST_METHOD"] != "POST" or environ.get("QUERY_STRING"):
+            return None
         try:
             return self._door.verify_known(authorization, body)
         except Exception:  # noqa: BLE001  the whole way meets it again, and has an answer for it
@@ -99,8 +106,8 @@ def _names(name: str) -> str:
 
 def _body(environ: WSGIEnvironment) -> bytes | None:
     """None for one that is too large; it is not read."""
-    length: Any = environ.get("CONTENT_LENGTH") or 0
-    if not str(length).isdecimal() or int(length) > BODY_BYTES:
+    length: Any = environ.get("CONTENT_LENGTH") or "0"
+    if not length.isdecimal() or (size := int(length)) > BODY_BYTES:
         return None
-    body: bytes = environ["wsgi.input"].read(int(length)) if int(length) else b""
+    body: bytes = environ["wsgi.input"].read(size) if size else b""
     return body

@@ -99,6 +99,40 @@ def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
     assert primed.from_memory
 
 
+def test_engine_bytes_divided_otherwise_between_header_and_body_are_another_question(stage: Stage) -> None:
+    """What is known of a question is of header and body as they came, not of the two in a row."""
+    primed, clock = prime(), Clock()
+    remember(primed, clock, stage)
+    header, body = f"Bearer {stage.token}", encode(stage.asked)
+    assert primed.engine.memory.repeats
+    for taken in (1, 2, len(body)):
+        moved = header + body[:taken].decode()
+        assert primed.send("POST", VERIFY, {"authorization": moved}, body[taken:]).status != 200
+
+
+def test_engine_questions_that_were_granted_are_remembered_in_bounds(stage: Stage) -> None:
+    primed = prime(capacity=2)
+    for _ in range(3):
+        for number in range(5):
+            asked = {**stage.asked, "client_ip": f"192.0.2.{number}"}
+            assert decision(primed.ask(stage.token, asked)) == ALLOWED
+            assert len(primed.engine.memory.repeats) <= 2
+    assert primed.engine.memory.repeats
+
+
+def test_engine_question_granted_again_is_counted_each_time(stage: Stage) -> None:
+    primed = prime()
+    primed.ask(stage.token, stage.asked)
+    for asked in (4, 1, 7):
+        primed.engine.take_uses()
+        for _ in range(asked):
+            primed.ask(stage.token, stage.asked)
+        primed.ask(stage.token, {"requests": [stage.asked] * 3}, BATCH)
+        uses, from_memory = primed.engine.take_uses()
+        assert [tally[0] for tally in uses.values()] == [asked + 3]
+        assert from_memory == asked + 3
+
+
 # --- whether memory may be answered from ------------------------------------------------------------------
 
 

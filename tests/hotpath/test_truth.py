@@ -1,8 +1,9 @@
 """What was changed is seen by the next question: every act of the services against every tier of what an engine knows.
 
-Three engines have been asked every question before the act: one on the host of the act that has proved each string, one
-there that has read each record and proved nothing, and one on another host, which learns of it from the feed alone.
-Afterwards each of them answers as one that knows nothing, and reads.
+Three engines have been asked every question before the act: one on the host of the act that has proved each string and
+granted whatever it could again, alone and in batches; one there that has read each record and proved nothing; and one
+on another host, which learns of it from the feed alone. Afterwards each of them answers as one that knows nothing, and
+reads.
 """
 
 import json
@@ -14,7 +15,10 @@ import pytest
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
+from keyvault.hotpath.answering import BATCH
+from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.loader import make_follower
+from keyvault.hotpath.requests import MOST_REQUESTS
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel
 from keyvault.services import customer_tokens, keys, tokens
@@ -26,7 +30,7 @@ from tests.services.rows import lift_triggers
 from tests.services.test_customer_tokens import token_of
 from tests.services.test_recording import ACTS, WISH
 
-from .priming import Primed, Still, prime, unnumbered
+from .priming import Primed, Still, encode, prime, unnumbered
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("usage")]
 
@@ -99,6 +103,25 @@ def answers(primed: Primed, asked: list[Asked]) -> list[tuple[int, bytes]]:
     return [unnumbered(primed.ask(*each)) for each in asked]
 
 
+def answers_together(primed: Primed, asked: list[Asked]) -> list[tuple[int, bytes]]:
+    """The same in batches of one caller each, in the order of `asked`."""
+    found: dict[int, tuple[int, bytes]] = {}
+    for service in dict.fromkeys(service for service, _ in asked):
+        numbers = [number for number, each in enumerate(asked) if each[0] == service]
+        for start in range(0, len(numbers), MOST_REQUESTS):
+            part = numbers[start : start + MOST_REQUESTS]
+            answer = primed.ask(service, {"requests": [asked[number][1] for number in part]}, BATCH)
+            if answer.status != 200:
+                found |= dict.fromkeys(part, unnumbered(answer))
+                continue
+            decisions = json.loads(answer.body)["decisions"]
+            for place, (number, decided) in enumerate(zip(part, decisions, strict=True)):
+                request_id = f"{answer.request_id}-{place}"
+                assert decided["request_id"] == request_id
+                found[number] = unnumbered(Answer(200, encode(decided), request_id))
+    return [found[number] for number in range(len(asked))]
+
+
 def fresh(asked: list[Asked]) -> list[tuple[int, bytes]]:
     return answers(prime(may_remember=False), asked)
 
@@ -126,7 +149,9 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
     follower.poll_once()
     before = fresh(asked)
     for primed in (proved, elsewhere):
-        assert answers(primed, asked) == answers(primed, asked) == before
+        assert answers(primed, asked) == answers(primed, asked) == answers(primed, asked) == before
+        assert answers_together(primed, asked) == answers_together(primed, asked) == before
+        assert primed.engine.memory.repeats or not any(b'"allowed":true' in body for _, body in before)
     assert proved.from_memory or not any(b'"allowed":true' in body for _, body in before)
     prove_nothing(read, asked)
     assert len(read.engine.memory.keys.by_id)
@@ -138,6 +163,7 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
     asked = list(minted.questions())
     expected = fresh(asked)
     for primed in (proved, read, elsewhere):
+        assert answers_together(primed, asked) == expected
         assert answers(primed, asked) == expected
         assert answers(primed, asked) == expected
     if name in MOVED.values():
