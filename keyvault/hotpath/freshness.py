@@ -2,6 +2,10 @@
 
 from typing import Final
 
+SWITCH_SECONDS: Final = 0.0005
+"""For `sys.setswitchinterval`, where threads that follow the feed and write uses live beside those that answer: at
+Python's own 5 ms each of their steps could hold up a request as long."""
+
 _STEP_SECONDS: Final = 0.5
 """So far the clocks may move apart between two confirmations: a time server slews by 0.5 ms a second."""
 

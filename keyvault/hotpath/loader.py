@@ -6,10 +6,10 @@ load_async() -> Verifier        for an event loop: the dedicated verifier
 
 import logging
 import secrets
+import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import cache
 from typing import Final
 
@@ -28,7 +28,7 @@ from keyvault.hotpath.answering import VERIFY, is_ours
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor, StoreAwayError
 from keyvault.hotpath.engine import Engine, Ports, Verdict
-from keyvault.hotpath.freshness import Freshness
+from keyvault.hotpath.freshness import SWITCH_SECONDS, Freshness
 from keyvault.hotpath.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
 from keyvault.hotpath.waiting import WaitingDoor
@@ -84,13 +84,11 @@ def make_follower(engine: Engine, door: str) -> Follower:
     return Follower(engine.evict, engine.freshness.confirm, engine.freshness.lose, door)
 
 
-def uses_of(engine: Engine) -> Iterable[SeenUse]:
+def uses_of(engine: Engine) -> Mapping[SeenUse, list[float]]:
     """What the fast way has allowed since the last time, for the log of uses; and for the meters."""
     uses, from_memory = engine.take_uses()
     meters.note_verifier(from_memory, len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
-    for (key_id, endpoint, source, user_agent, origin, is_probe), (count, first, last) in uses.items():
-        first_at, last_at = datetime.fromtimestamp(first, UTC), datetime.fromtimestamp(last, UTC)
-        yield SeenUse(key_id, endpoint, source, user_agent, origin, is_probe, int(count), first_at, last_at)
+    return uses
 
 
 def _note_key_proof(record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
@@ -136,6 +134,7 @@ class Blocking:
 
     def start(self) -> None:
         """From here on the process may answer from memory."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         usage_log.start()
         self.follower.start()
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import uvloop
 
+from keyvault.hotpath.freshness import SWITCH_SECONDS
 from keyvault.hotpath.protocol import Bounds, Connection, Handler, Shared
 
 BACKLOG = 2048
@@ -25,10 +26,6 @@ supervisor's patience."""
 
 IDLE_DRAIN_SECONDS = 1.0
 """Idle connections stay as long, so that a request that is under way meets an answer that says `close`, not a reset."""
-
-
-SWITCH_SECONDS = 0.0005
-"""The feed's thread lives beside the loop. At Python's own 5 ms each of its steps could hold up a request as long."""
 
 
 SPARE_DESCRIPTORS = 256

@@ -14,13 +14,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from django.db import close_old_connections, connection, connections, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
@@ -33,7 +34,7 @@ from keyvault.services.rehashing import pending_rehashes
 
 _log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 0.5
+FLUSH_SECONDS = 1.0
 LOST_AFTER = timedelta(seconds=10)
 """A live reporter reports every FLUSH_SECONDS; one this late, or this far ahead, is taken for dead."""
 
@@ -53,36 +54,30 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+SeenUse = tuple[str, str, str, str, str, bool]
+"""What a verifier allows and counts itself: a key's id, an endpoint's name, the source (an address in its canonical
+form, or a token's id), user agent, the page's origin, and whether it was a probe's."""
+
+_Seen = Mapping[SeenUse, Sequence[float]]
+
+_Row = tuple[str, str, str, str, str, Outcome, int, float, float]
+"""Uses of one bucket, without secrets: key, endpoint, source, user agent, origin and outcome, how many there were, and
+the first and the last, in seconds of the epoch. The bucket's minute is that of the last.
+
+Not by name: ten thousand a second are made beside the request path, and the collector keeps no plain tuples in view.
+"""
+
+
 class Use(NamedTuple):
     """One bucket: a key, seen in one minute from one source, on one endpoint, with one outcome."""
 
     key_id: str
-    minute: datetime
+    endpoint: str
     source: str
     user_agent: str
-    endpoint: str
     origin: str
     outcome: Outcome
-
-
-class _Count(NamedTuple):
-    times: int
-    first_at: datetime
-    last_at: datetime
-
-
-class SeenUse(NamedTuple):
-    """Uses that a verifier allowed and has counted itself, of one source on one endpoint within a moment."""
-
-    key_id: str
-    endpoint: str
-    source: str
-    user_agent: str
-    origin: str
-    is_probe: bool
-    times: int
-    first_at: datetime
-    last_at: datetime
+    minute: float
 
 
 @dataclass(slots=True)
@@ -93,9 +88,9 @@ class UsageLog:
     reporter_id: str = field(
         default_factory=lambda: f"{socket.gethostname()[:30]}-{os.getpid()}-{secrets.token_hex(6)}"
     )
-    _counts: dict[Use, _Count] = field(default_factory=dict)
+    _counts: dict[Use, _Row] = field(default_factory=dict)
     _secrets_used: set[str] = field(default_factory=set)
-    _sources: list[Callable[[], Iterable[SeenUse]]] = field(default_factory=list)
+    _sources: list[Callable[[], _Seen]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -119,18 +114,18 @@ class UsageLog:
             clean_text(origin[:_READ], 120),
         )
         with self._lock:
-            at = self.now()
-            minute = at.replace(second=0, microsecond=0)
-            _add(self._counts, Use(key_id, minute, source, user_agent, endpoint, origin, outcome), _Count(1, at, at))
+            at = self.now().timestamp()
+            _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome, 1, at, at))
 
     def note_secret_use(self, token_id: str) -> None:
         """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
         with self._lock:
             self._secrets_used.add(token_id)
 
-    def add_source(self, take: Callable[[], Iterable[SeenUse]]) -> None:
-        """`take` is asked before each report for what it has counted since the last time. It must hand over every use
-        whose time is before its call: no use is older than a watermark that was given without it."""
+    def add_source(self, take: Callable[[], _Seen]) -> None:
+        """`take` is asked before each report for what it has counted since the last time: of each use how many there
+        were, and when the first and the last, in seconds of the epoch. It must hand over every use whose time is before
+        its call: no use is older than a watermark that was given without it."""
         self._sources.append(take)
 
     def start(self) -> None:
@@ -180,13 +175,14 @@ class UsageLog:
     def _flush(self, farewell: bool) -> None:
         with self._lock:
             through = self.now()
-            counts, self._counts = self._counts, {}
+            noted, self._counts = self._counts, {}
             used, self._secrets_used = self._secrets_used, set()
+        rows = list(noted.values())
         try:
             for take in self._sources:
-                _add_seen(counts, take())
+                rows += _rows_of(take())
             with transaction.atomic():
-                _write(counts)
+                _write(rows)
                 is_known = UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
                     flushed_through_at=through,
                     peppers=load_peppers.newest_versions(),
@@ -197,13 +193,21 @@ class UsageLog:
                     # A host that slept for so long that its reporter was forgotten.
                     self._introduce(through)
         except Exception:
-            with self._lock:
-                for use, count in counts.items():
-                    _add(self._counts, use, count)
-                self._secrets_used |= used
+            self._keep(rows, used)
             raise
         # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
-        shred_used(used | {use.key_id for use in counts if use.outcome is Outcome.ALLOWED})
+        shred_used(used | {row[0] for row in rows if row[5] is _ALLOWED})
+
+    def _keep(self, rows: Iterable[_Row], used: set[str]) -> None:
+        """For the next try. The lock, for which the request path waits, is held for what was noted meanwhile alone."""
+        kept: dict[Use, _Row] = {}
+        for row in rows:
+            _add(kept, row)
+        with self._lock:
+            late, self._counts = self._counts, kept
+            for row in late.values():
+                _add(kept, row)
+            self._secrets_used |= used
 
     def _report(self) -> None:
         try:
@@ -229,114 +233,153 @@ class UsageLog:
             _log.exception("digests could not be renewed; the next proof of each key tries again")
 
 
-def _add_seen(counts: dict[Use, _Count], seen: Iterable[SeenUse]) -> None:
-    """Cleaned here, off the request path."""
-    for each in seen:
-        use = Use(
-            each.key_id,
-            each.last_at.replace(second=0, microsecond=0),
-            _cleaned(each.source, 64),
-            _cleaned(each.user_agent, 120),
-            _cleaned(each.endpoint, 100),
-            _cleaned(each.origin, 120),
-            Outcome.PROBED if each.is_probe else Outcome.ALLOWED,
+def _rows_of(seen: _Seen) -> list[_Row]:
+    """Cleaned here, off the request path: what a client said about itself; the rest are words of our own."""
+    return [
+        (
+            key_id,
+            endpoint,
+            source,
+            _cleaned(user_agent) if user_agent else "",
+            _cleaned(origin) if origin else "",
+            _PROBED if is_probe else _ALLOWED,
+            int(times),
+            first,
+            last,
         )
-        _add(counts, use, _Count(each.times, each.first_at, each.last_at))
+        for (key_id, endpoint, source, user_agent, origin, is_probe), (times, first, last) in seen.items()
+    ]
 
 
-@lru_cache(maxsize=8_192)
-def _cleaned(text: str, longest: int) -> str:
+# An enum takes its time to find its members.
+_ALLOWED, _PROBED = Outcome.ALLOWED, Outcome.PROBED
+
+
+# More than a verifier tells apart: with fewer, one that sees so many would find none of them here.
+@lru_cache(maxsize=32_768)
+def _cleaned(text: str) -> str:
     """The same few stand beside thousands of keys. (What looks like a secret does not come this way.)"""
-    return clean_text(text[:_READ], longest)
+    return clean_text(text[:_READ], 120)
 
 
-def _add(counts: dict[Use, _Count], use: Use, count: _Count) -> None:
+def _add(counts: dict[Use, _Row], row: _Row) -> None:
     """Bounded: beyond that who it was is no longer told apart; how many there were is."""
+    times, first, last = row[6:]
+    use = Use(*row[:6], last // 60)
     known = counts.get(use)
     if known is None and len(counts) >= _MOST_BUCKETS:
         use = use._replace(source="", user_agent="", origin="")
         known = counts.get(use)
-    counts[use] = count if known is None else _merged(known, count)
+    if known is not None:
+        before, known_first, known_last = known[6:]
+        times, first, last = before + times, min(known_first, first), max(known_last, last)
+    counts[use] = (*use[:6], times, first, last)
 
 
-def _merged(one: _Count, other: _Count) -> _Count:
-    return _Count(one.times + other.times, min(one.first_at, other.first_at), max(one.last_at, other.last_at))
-
-
-def _write(counts: dict[Use, _Count]) -> None:
+def _write(rows: Sequence[_Row]) -> None:
     """Adds to what stands there; order-independent, so that late and early reporters agree.
 
-    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring.
+    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring. On
+    PostgreSQL that is one statement for each of the two: it promises no order between the parts of a single one.
     """
-    keys: dict[str, _Count] = {}
-    for use, count in counts.items():
-        if use.outcome is Outcome.ALLOWED:
-            known = keys.get(use.key_id)
-            keys[use.key_id] = count if known is None else _merged(known, count)
-    _add_rows(_BUCKET_COLUMNS, _ADD_TO_BUCKET, [(*use, *count) for use, count in sorted(counts.items())])
-    _add_rows(_KEY_COLUMNS, _ADD_TO_KEY, [(key_id, *count) for key_id, count in sorted(keys.items())])
-
-
-def _add_rows(columns: Mapping[str, str], statement: str, rows: list[tuple[Any, ...]]) -> None:
-    """On PostgreSQL all in one statement: thousands of keys are in use at once, and a statement for each would cost the
-    verdicts beside it their time."""
-    if not rows:
-        return
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            arrays = ", ".join(f"%s::{kind}[]" for kind in columns.values())
-            cursor.execute(
-                statement.replace(_VALUES, f"SELECT * FROM unnest({arrays})"),  # noqa: S608  types of ours
-                [list(column) for column in zip(*rows, strict=True)],
+    if connection.vendor == "postgresql":
+        chunks = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+        _send(_ADD_TO_BUCKET, _BUCKETS, chunks)
+        _send(_ADD_TO_KEY, _KEYS, map(_of_keys, chunks))
+    else:
+        with connection.cursor() as cursor:
+            cursor.executemany(
+                _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
+                [(*row[:5], row[5].value, row[6], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
             )
-        else:
-            values = f"VALUES ({', '.join(['%s'] * len(columns))})"
-            cursor.executemany(statement.replace(_VALUES, values), [_row(*row) for row in rows])
+            cursor.executemany(
+                _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
+                [(key_id, times, _at(first), _at(last)) for key_id, times, first, last in _of_keys(rows)],
+            )
 
 
-_VALUES = "<values>"
-_BUCKET_COLUMNS = {
-    "key_id": "text",
-    "minute": "timestamptz",
-    "source": "text",
-    "user_agent": "text",
-    "endpoint": "text",
-    "origin": "text",
-    "outcome": "text",
-    "count": "int",
-    "first_at": "timestamptz",
-    "last_at": "timestamptz",
-}
-_KEY_COLUMNS = {"key_id": "text", "count": "bigint", "first_at": "timestamptz", "last_at": "timestamptz"}
+def _of_keys(rows: Sequence[_Row]) -> list[tuple[str, int, float, float]]:
+    """What was allowed: that alone counts for a key."""
+    return [
+        (key_id, times, first, last) for key_id, _, _, _, _, outcome, times, first, last in rows if outcome is _ALLOWED
+    ]
 
+
+def _send(statement: str, selection: str, chunks: Iterable[Sequence[tuple[Any, ...]]]) -> None:
+    """As JSON, for PostgreSQL to unpack, to group (it adds to no row twice in one statement) and to sort.
+
+    The request path waits while something is encoded: so that is done in pieces, of a tenth of a millisecond each.
+    """
+    pieces = [_encode(chunk).decode() for chunk in chunks]
+    if not pieces:
+        return
+    uses = f"unnest(ARRAY[{', '.join(['%s'] * len(pieces))}]::jsonb[]) AS piece, jsonb_array_elements(piece) AS use"
+    with connection.cursor() as cursor:
+        cursor.execute(statement.replace(_ROWS, selection.replace(_USES, uses)), pieces)
+
+
+def _at(seconds: float) -> str | None:
+    """As SQLite has it."""
+    return connection.ops.adapt_datetimefield_value(datetime.fromtimestamp(seconds, UTC))
+
+
+_AT_ONCE: Final = 500
+_encode: Final = msgspec.json.Encoder().encode
+
+_ROWS, _USES = "<rows>", "<uses>"
+_BUCKETS = """
+    SELECT key_id, endpoint, source, user_agent, origin, outcome,
+        sum(times), to_timestamp(min(first)), to_timestamp(max(last)), minute
+    FROM (
+        SELECT
+            (use ->> 0) COLLATE "C" AS key_id,
+            (use ->> 1) COLLATE "C" AS endpoint,
+            (use ->> 2) COLLATE "C" AS source,
+            (use ->> 3) COLLATE "C" AS user_agent,
+            (use ->> 4) COLLATE "C" AS origin,
+            (use ->> 5) COLLATE "C" AS outcome,
+            (use ->> 6)::int AS times,
+            (use ->> 7)::float8 AS first,
+            (use ->> 8)::float8 AS last,
+            to_timestamp(floor((use ->> 8)::float8 / 60) * 60) AS minute
+        FROM <uses>
+    ) AS used
+    GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome
+    ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
+"""
+_KEYS = """
+    SELECT key_id, sum(times), to_timestamp(min(first)), to_timestamp(max(last))
+    FROM (
+        SELECT
+            (use ->> 0) COLLATE "C" AS key_id,
+            (use ->> 1)::int AS times,
+            (use ->> 2)::float8 AS first,
+            (use ->> 3)::float8 AS last
+        FROM <uses>
+    ) AS used
+    GROUP BY key_id
+    ORDER BY key_id
+"""
+"""By bytes, as every reporter sorts whatever the database's own way is; that costs the least, too."""
 
 _ADD_TO_BUCKET = """
     INSERT INTO keyvault_usebucket AS was
-        (key_id, minute, source, user_agent, endpoint, origin, outcome, count, first_at, last_at)
-    <values>
+        (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute)
+    <rows>
     ON CONFLICT (key_id, minute, source, user_agent, endpoint, origin, outcome) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
 _ADD_TO_KEY = """
-    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <values>
+    INSERT INTO keyvault_keyuse AS was (key_id, count, first_at, last_at) <rows>
     ON CONFLICT (key_id) DO UPDATE SET
         count = was.count + excluded.count,
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
 """In SQL, which SQLite and PostgreSQL share here: Django adds to a row in several statements, each reporter does it
-twice a second for every key in use, and SQLite would have no time left for other writers."""
-
-
-def _row(*values: Any) -> list[Any]:
-    """As the database takes them."""
-    adapted = connection.ops.adapt_datetimefield_value
-    return [
-        adapted(value) if isinstance(value, datetime) else value.value if isinstance(value, Outcome) else value
-        for value in values
-    ]
+each second for every key in use, and SQLite would have no time left for other writers."""
 
 
 @dataclass(frozen=True, slots=True)

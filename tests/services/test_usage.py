@@ -18,6 +18,7 @@ from keyvault.services.usage import (
     KEPT_FOR,
     LOST_AFTER,
     Observation,
+    SeenUse,
     UsageLog,
     longest_gap_seconds,
     note_lost,
@@ -223,6 +224,159 @@ def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLo
     assert longest_gap_seconds(key.key_id) == 600
 
 
+# ------------------------------------------------------------------------------------- what verifiers count themselves
+
+
+def at(seconds: float) -> float:
+    """As verifiers count time: from noon on, in seconds of the epoch."""
+    return NOON.timestamp() + seconds
+
+
+def seen(key: Key, source: str = "192.0.2.1", user_agent: str = "curl", origin: str = "", **more: Any) -> SeenUse:
+    return key.key_id, more.get("endpoint", "orders.create"), source, user_agent, origin, more.get("is_probe", False)
+
+
+def have_seen(log: UsageLog, *found: dict[SeenUse, list[float]]) -> None:
+    """Verifiers that hand this over once, one after the other."""
+    for each in found:
+        log.add_source(partial(_hand_over, [each]))
+
+
+def _hand_over(left: list[dict[SeenUse, list[float]]]) -> dict[SeenUse, list[float]]:
+    return left.pop() if left else {}
+
+
+def buckets() -> list[tuple[Any, ...]]:
+    rows = UseBucket.objects.order_by("minute", "source", "user_agent", "origin", "outcome")
+    return list(rows.values_list("minute", "source", "user_agent", "origin", "outcome", "count", "first_at", "last_at"))
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two uses were already too many to be encoded in one go."""
+    monkeypatch.setattr(usage, "_AT_ONCE", 2)
+
+
+def test_usage_seen_twice_before_a_report_is_one_row(key: Key, log: UsageLog, clock: Clock, two_at_once: None) -> None:
+    """By two verifiers of a process and by its request path: added up with the first and the last time of them all."""
+    clock.tick(2)
+    use(log, key)
+    have_seen(
+        log,
+        {seen(key): [3, at(1.25), at(2.5)], seen(key, source="192.0.2.2"): [1, at(4), at(4)]},
+        {seen(key): [2, at(0.5), at(1.5)], seen(key, is_probe=True): [7, at(0), at(9)]},
+    )
+    log.flush()
+    log.flush()
+    last, second = NOON + 2.5 * SECOND, NOON + 4 * SECOND
+    assert buckets() == [
+        (NOON, "192.0.2.1", "curl", "", "allowed", 6, NOON + 0.5 * SECOND, last),
+        (NOON, "192.0.2.1", "curl", "", "probed", 7, NOON, NOON + 9 * SECOND),
+        (NOON, "192.0.2.2", "curl", "", "allowed", 1, second, second),
+    ]
+    total = KeyUse.objects.get()
+    assert (total.count, total.first_at, total.last_at) == (7, NOON + 0.5 * SECOND, second)
+
+
+def test_usage_seen_by_a_probe_alone_is_no_use(key: Key, log: UsageLog) -> None:
+    have_seen(log, {seen(key, is_probe=True): [7, at(0), at(9)]})
+    log.flush()
+    assert counted(key) == 7
+    assert not KeyUse.objects.exists()
+
+
+def test_usage_seen_across_a_minute_is_of_the_minute_of_its_last(key: Key, log: UsageLog) -> None:
+    """The same bucket gets what the request path notes in that minute; the bucket of the minute before is another."""
+    have_seen(log, {seen(key): [2, at(59.5), at(60)]}, {seen(key): [1, at(59.75), at(59.999999)]})
+    log.flush()
+    minute = NOON + timedelta(minutes=1)
+    assert [(row[0], *row[5:]) for row in buckets()] == [
+        (NOON, 1, NOON + 59.75 * SECOND, minute - timedelta(microseconds=1)),
+        (minute, 2, NOON + 59.5 * SECOND, minute),
+    ]
+
+
+@pytest.mark.parametrize("microseconds", [1, 123_457, 499_999, 999_999])
+def test_usage_times_are_kept_to_the_microsecond(key: Key, log: UsageLog, clock: Clock, microseconds: int) -> None:
+    """A use that was noted at the moment of a watermark must not be found before it."""
+    clock.at = NOON + timedelta(microseconds=microseconds)
+    use(log, key)
+    have_seen(log, {seen(key, source="192.0.2.2"): [1, clock.at.timestamp(), clock.at.timestamp()]})
+    log.flush()
+    assert set(UseBucket.objects.values_list("first_at", "last_at")) == {(clock.at, clock.at)}
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\ \t\x7f{}[],%s%%', "\u2028 Ladenkasse 🛒 é 収納", "null", "<rows>", "O'Neill; --"]
+)
+def test_usage_keeps_what_a_client_says_to_the_letter(key: Key, log: UsageLog, text: str) -> None:
+    use(log, key, user_agent=text)
+    have_seen(log, {seen(key, user_agent=text): [1, at(0), at(0)], seen(key, "192.0.2.2", "", text): [1, at(0), at(0)]})
+    log.flush()
+    assert [(row[1:4], row[5]) for row in buckets()] == [
+        (("192.0.2.1", text, ""), 2),
+        (("192.0.2.2", "", text), 1),
+    ]
+
+
+def test_usage_seen_keeps_no_secret_and_no_overlong_words(key: Key, log: UsageLog) -> None:
+    """What a verifier hands over is as the client said it."""
+    secret = "Bearer 0123456789abcdefABCDEF"
+    have_seen(
+        log,
+        {
+            seen(key, user_agent=f"{secret} one", origin=f"{secret} two"): [1, at(0), at(0)],
+            seen(key, user_agent="u" * 1000, origin="o" * 500): [1, at(0), at(0)],
+        },
+    )
+    log.flush()
+    masked, cut = buckets()
+    assert not any("0123456789" in row.user_agent + row.origin for row in UseBucket.objects.all())
+    assert masked[2:4] == ("Bearer *** one", "Bearer *** two")
+    assert cut[2:4] == ("u" * 120, "o" * 120)
+
+
+def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
+    key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
+) -> None:
+    """What is lost of a flood that cannot be written is who it was, never how many nor when."""
+    monkeypatch.setattr(usage, "_MOST_BUCKETS", 2)
+    have_seen(log, {seen(key, source=f"192.0.2.{number}"): [2, at(number), at(number)] for number in range(5)})
+    for _ in range(2):
+        with pytest.raises(DatabaseError):
+            log.flush()
+    clock.tick(30)
+    use(log, key, source="192.0.2.9")
+    use(log, key, source="192.0.2.1")
+    broken_database.undo()
+    log.flush()
+    assert [(row[1], row[2], row[5], row[6], row[7]) for row in buckets()] == [
+        ("", "", 7, NOON + 2 * SECOND, NOON + 30 * SECOND),
+        ("192.0.2.0", "curl", 2, NOON, NOON),
+        ("192.0.2.1", "curl", 3, NOON + SECOND, NOON + 30 * SECOND),
+    ]
+    total = KeyUse.objects.get()
+    assert (total.count, total.first_at, total.last_at) == (12, NOON, NOON + 30 * SECOND)
+
+
+def test_usage_that_one_verifier_could_not_tell_loses_none_of_the_other_s(key: Key, log: UsageLog) -> None:
+    """Nothing is written without all of it, and what one has handed over already is kept."""
+    have_seen(log, {seen(key): [2, at(0), at(1)]})
+    faults = [ValueError("confused")]
+
+    def fail_once() -> dict[SeenUse, list[float]]:
+        if faults:
+            raise faults.pop()
+        return {}
+
+    log.add_source(fail_once)
+    with pytest.raises(ValueError, match="confused"):
+        log.flush()
+    assert (counted(key), watermark(log)) == (0, NOON)
+    log.flush()
+    assert counted(key) == 2
+
+
 # ----------------------------------------------------------------------------------------------------- watermarks
 
 
@@ -283,7 +437,7 @@ def test_usage_watermark_never_vouches_for_a_flush_that_still_may_fail(monkeypat
     in_the_middle, may_fail = threading.Event(), threading.Event()
     real = usage._write
 
-    def fail_late(counts: Any) -> None:
+    def fail_late(rows: Any) -> None:
         monkeypatch.setattr(usage, "_write", real)
         in_the_middle.set()
         assert may_fail.wait(PATIENCE_SECONDS)
@@ -318,7 +472,7 @@ def _let_fail(future: Any, may_fail: threading.Event) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_usage_of_concurrent_reporters_adds_up_exactly() -> None:
+def test_usage_of_concurrent_reporters_adds_up_exactly(two_at_once: None) -> None:
     """Any number of processes that count the same keys at once lose nothing and wait for none in a ring."""
     make_merchant("acme")
     keys = [issue(account())[0] for _ in range(3)]
@@ -326,17 +480,20 @@ def test_usage_of_concurrent_reporters_adds_up_exactly() -> None:
 
     def report(order: int) -> None:
         log = UsageLog(now=Clock())
+        places = [
+            (key, source) for key in keys[:: 1 if order % 2 else -1] for source in sources[:: 1 if order % 3 else -1]
+        ]
+        log.add_source(lambda: {seen(key, source): [2, at(0), at(1)] for key, source in reversed(places)})
         for _ in range(5):
-            for key in keys[:: 1 if order % 2 else -1]:
-                for source in sources[:: 1 if order % 3 else -1]:
-                    use(log, key, source=source)
+            for key, source in places:
+                use(log, key, source=source)
             log.flush()
 
     outcomes = race(*[partial(report, order) for order in range(6)])
     assert outcomes == [None] * 6
     for key in keys:
-        assert KeyUse.objects.get(key=key).count == 6 * 5 * len(sources)
-        assert counted(key) == 6 * 5 * len(sources)
+        assert KeyUse.objects.get(key=key).count == 3 * 6 * 5 * len(sources)
+        assert counted(key) == 3 * 6 * 5 * len(sources)
     assert UseBucket.objects.count() == len(keys) * len(sources)
 
 
@@ -471,7 +628,7 @@ def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.Monk
     key, log = issue(account())[0], UsageLog()
     failed, real = threading.Event(), usage._write
 
-    def fail_once(counts: Any) -> None:
+    def fail_once(rows: Any) -> None:
         monkeypatch.setattr(usage, "_write", real)
         failed.set()
         raise DatabaseError("gone")
