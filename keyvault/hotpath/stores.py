@@ -2,13 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Final, TypeVar
+from contextlib import nullcontext, suppress
+from typing import Any, Final, Self, TypeVar
 
+import msgspec
 import psycopg
 from django.db import InterfaceError, OperationalError, connection, connections
+from psycopg.adapt import Transformer
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus, Format
+from psycopg.pq.abc import PGresult
+from psycopg.types.json import set_json_loads
 
 from keyvault.access.rule_book import RuleBook
 from keyvault.hotpath.answering import CUSTOMER, KEY, TOKEN, Found
@@ -129,26 +136,26 @@ class PostgresStore(ThreadStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self._idle: list[psycopg.AsyncConnection[Any]] = []
+        self._idle: list[Reader] = []
         self._query = _keys_query()
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         if kind != KEY:
             return await super().find(kind, ids)
+        wanted = _array(ids)
+        self._idle = [reader for reader in self._idle if not reader.is_closed]
         while True:
-            reader, is_last, has_hung_up = None, not self._idle, list[bool]()
+            reader, is_last = None, not self._idle
             try:
-                reader = self._idle.pop() if self._idle else await _connect()
-                with _hanging_up(reader) as has_hung_up:
-                    cursor = await reader.execute(self._query, (list(ids),), prepare=True)
-                    rows = await cursor.fetchall()
-            except psycopg.Error as error:
+                reader = self._idle.pop() if self._idle else await Reader.connect(self._query)
+                rows = await reader.read(wanted)
+            except (psycopg.Error, TimeoutError) as error:
                 # The others were lost with it, or planned the same statement for tables that have changed since.
                 for lost in (reader, *self._idle):
                     if lost is not None:
-                        await lost.close()
+                        lost.close()
                 self._idle.clear()
-                if is_last or has_hung_up:
+                if is_last or isinstance(error, TimeoutError):
                     _log.exception("nothing can be looked up")
                     raise StoreAwayError(str(error)) from error
             else:
@@ -157,38 +164,150 @@ class PostgresStore(ThreadStore):
 
     async def close(self) -> None:
         for reader in self._idle:
-            await reader.close()
+            reader.close()
         await super().close()
 
 
-@contextmanager
-def _hanging_up(reader: "psycopg.AsyncConnection[Any]") -> Iterator[list[bool]]:
-    """What is asked of it meanwhile fails when it takes too long; the list is not empty then."""
-    has_hung_up: list[bool] = []
+class Reader:
+    """A connection of the loop's own and the one statement that it runs, asked one thing at a time, by libpq alone:
+    psycopg's coroutines cost several times what they wait for.
 
-    def lose_patience() -> None:
-        has_hung_up.append(True)
-        hang_up(reader)
+    Raises psycopg.Error, or TimeoutError after ANSWER_SECONDS; then it is closed, and when whoever asks is cancelled.
+    """
 
-    timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, lose_patience)
-    try:
-        yield has_hung_up
-    finally:
-        timer.cancel()
+    def __init__(self, connection: "psycopg.AsyncConnection[Any]") -> None:
+        self._connection = connection
+        self._wire = connection.pgconn
+        self._decoded = Transformer.from_context(connection)
+        self._loop = asyncio.get_running_loop()
+        self._results: list[PGresult] = []
+        self._answer: asyncio.Future[list[PGresult]] | None = None
+        # Its own, which stays open when libpq finds the connection lost and closes that one.
+        self._socket = os.dup(self._wire.socket)
+        self._is_closed = False
+        self._loop.add_reader(self._socket, self._take)
+
+    @classmethod
+    async def connect(cls, query: bytes) -> Self:
+        """`query` of one array of texts, $1."""
+        connection = await _connect()
+        set_json_loads(_decode_json, connection)
+        reader = cls(connection)
+        wire = reader._wire
+        await reader._ask(lambda: wire.send_query(_SETTINGS))
+        await reader._ask(lambda: wire.send_prepare(_STATEMENT, query, [_TEXTS]))
+        return reader
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    async def read(self, wanted: bytes) -> list[tuple[Any, ...]]:
+        """The rows of the statement for this array."""
+        (result,) = await self._ask(
+            lambda: self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
+        )
+        self._decoded.set_pgresult(result)
+        return self._decoded.load_rows(0, result.ntuples, tuple)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            os.close(self._socket)
+            self._wire.finish()
+
+    async def _ask(self, send: Callable[[], None]) -> list[PGresult]:
+        answer: asyncio.Future[list[PGresult]] = self._loop.create_future()
+        self._answer = answer
+        patience = self._loop.call_later(
+            ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
+        )
+        try:
+            send()
+            if self._wire.flush():
+                self._loop.add_writer(self._socket, self._send_on)
+            results = await answer
+            for result in results:
+                if result.status not in _GOOD:
+                    raise error_from_result(result)
+        except BaseException:
+            self.close()
+            raise
+        else:
+            return results
+        finally:
+            self._answer = None
+            patience.cancel()
+
+    def _send_on(self) -> None:
+        """A long question does not go out at once."""
+        try:
+            if not self._wire.flush():
+                self._loop.remove_writer(self._socket)
+        except psycopg.Error as error:
+            self._fail(error)
+
+    def _take(self) -> None:
+        """What has come; also where nobody asked: that is how a connection which is lost is noticed."""
+        wire = self._wire
+        try:
+            wire.consume_input()
+            while not wire.is_busy():
+                result = wire.get_result()
+                if result is None:
+                    break
+                self._results.append(result)
+            else:
+                return  # there is more to come
+        except psycopg.Error as error:
+            self._fail(error)
+            return
+        results, self._results = self._results, []
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(results)
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+_STATEMENT: Final = b"keys"
+_TEXTS: Final = 1009
+"""The type text[]."""
+
+_GOOD: Final = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
+
+_SETTINGS: Final = b"""
+SET plan_cache_mode = force_generic_plan;
+SET enable_seqscan = off;
+SET enable_hashjoin = off;
+SET enable_mergejoin = off;
+SET jit = off
+"""
+"""Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
+
+_decode_json: Final = msgspec.json.Decoder().decode
+
+
+def _array(ids: Iterable[str]) -> bytes:
+    """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
+    return ("{" + ",".join([f'"{identity}"' for identity in ids if identity.isalnum()]) + "}").encode()
 
 
 def _keys_query() -> bytes:
     """The one that Django makes, for an array of ids: a statement of another length for each batch is planned anew."""
     text, _ = key_rows(["id"]).query.sql_with_params()
-    if text.count("IN (%s)") != 1:
+    if text.count("IN (%s)") != 1 or text.count("%") != 1:
         raise RuntimeError(f"the query of keys is not as it was: {text}")
-    return text.replace("IN (%s)", "= ANY(%s)").encode()
+    return text.replace("IN (%s)", "= ANY($1)").encode()
 
 
 async def _connect() -> "psycopg.AsyncConnection[Any]":
     chosen = connection.get_connection_params()
     for name in ("context", "cursor_factory", "server_side_binding"):
         chosen.pop(name, None)
-    # Django turns preparing off, and planning this query costs more than running it.
-    chosen |= {"autocommit": True, "connect_timeout": _CONNECT_SECONDS, "prepare_threshold": 0}
+    chosen |= {"autocommit": True, "connect_timeout": _CONNECT_SECONDS}
     return await psycopg.AsyncConnection.connect(**chosen)

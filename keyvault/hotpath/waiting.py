@@ -7,7 +7,6 @@ question has to see.
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping
-from contextlib import suppress
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -22,7 +21,11 @@ from keyvault.hotpath.engine import Engine, Missed
 from keyvault.wire.headers import join_headers
 
 LANES: Final = 2
-"""Readings under way at once: one is waited for while the other is worked on."""
+"""Readings under way at once: one is waited for while the other is sent."""
+
+AT_ONCE: Final = 16
+"""Answers given in one turn of the loop. Whoever gets them asks again, and is read for while the others are answered:
+else all would ask together in the end, and loop and database would wait for each other by turns."""
 
 SLOW_LANE: Final = 2
 """Questions of addresses that have failed too often that are read for in one reading."""
@@ -62,7 +65,8 @@ class WaitingDoor:
         self._slow: list[Waiting] = []
         self._missed: list[MissedKey] = []
         self._lanes: set[asyncio.Task[None]] = set()
-        self._working = 0
+        self._reading = 0
+        self._is_opening = False
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -111,36 +115,38 @@ class WaitingDoor:
         self._open_lane()
 
     def _open_lane(self) -> None:
-        if self._working < LANES:
-            self._working += 1
-            lane = self._loop.create_task(self._work())
-            self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+        if self._is_opening or self._reading >= LANES or not (self._waiting or self._slow or self._missed):
+            return
+        self._is_opening = True
+        self._reading += 1
+        lane = self._loop.create_task(self._work())
+        self._lanes.add(lane)
+        lane.add_done_callback(self._lanes.discard)
 
     async def _work(self) -> None:
-        try:
-            while self._waiting or self._slow or self._missed:
-                await self._work_once()
-        finally:
-            # In the same breath as the last look: whoever asks from now on opens another lane.
-            self._working -= 1
-
-    async def _work_once(self) -> None:
-        # What came in this turn of the loop is read for together.
-        await asyncio.sleep(0)
-        batch, self._waiting = self._waiting, []
-        missed, self._missed = self._missed, []
-        batch += self._slow[:SLOW_LANE]
-        del self._slow[:SLOW_LANE]
+        """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
+        self._is_opening = False
+        batch = self._waiting + self._slow[:SLOW_LANE]
         batch = [each for each in batch if not each[2].done()]
+        missed = [each for each in self._missed if not each[3].done()]
+        self._waiting, self._missed = [], []
+        del self._slow[:SLOW_LANE]
         try:
-            if missed:
-                await self._read_missed(missed)
-            if batch:
-                await self._read(batch)
-                for question, _, future in batch:
-                    self._go_on(question, future)
-        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the lane goes on
+            try:
+                found = await self._find(missed) if missed else None
+                if batch:
+                    await self._read(batch)
+            finally:
+                # The next reading is sent before these are answered.
+                self._reading -= 1
+                self._open_lane()
+            for first in range(0, len(missed), AT_ONCE):
+                await asyncio.sleep(0)
+                for each in missed[first : first + AT_ONCE]:
+                    self._settle(each, found)
+            for question, _, future in batch:
+                self._go_on(question, future)
+        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
             waiting = [(question, future) for question, _, future in batch]
             waiting += [(self._ask(b"POST", _VERIFY, headers, body), future) for _, headers, body, future in missed]
             for question, future in waiting:
@@ -156,22 +162,26 @@ class WaitingDoor:
         else:
             future.set_result(found)
 
-    async def _read_missed(self, missed: "list[MissedKey]") -> None:
+    async def _find(self, missed: list[MissedKey]) -> Mapping[str, Found] | None:
+        """None: the database is away, which the whole way finds out again, and says."""
+        try:
+            return await self._store.find(KEY, frozenset([each.keystring.key_id for each, _, _, _ in missed]))
+        except StoreAwayError:
+            return None
+
+    def _settle(self, missed: MissedKey, found: Mapping[str, Found] | None) -> None:
         """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way."""
-        found: Mapping[str, Found] | None = None
-        with suppress(StoreAwayError):  # which the whole way finds out again, and says
-            found = await self._store.find(KEY, frozenset(each.keystring.key_id for each, _, _, _ in missed))
-        for each, headers, body, future in missed:
-            if future.done():
-                continue  # it was given up
-            answer = None
-            if found is not None:
-                record = found.get(each.keystring.key_id)
-                answer = self._engine.verify_missed(each, record if isinstance(record, KeyRecord) else None)
-            if answer is None:
-                self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
-            else:
-                future.set_result(answer)
+        asked, headers, body, future = missed
+        if future.done():
+            return  # it was given up
+        answer = None
+        if found is not None:
+            record = found.get(asked.keystring.key_id)
+            answer = self._engine.verify_missed(asked, record if isinstance(record, KeyRecord) else None)
+        if answer is None:
+            self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
+        else:
+            future.set_result(answer)
 
     async def _read(self, batch: list[Waiting]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from django.conf import settings
@@ -55,32 +56,35 @@ def find_key_record(key_id: str) -> KeyRecord | None:
 
 
 def key_record(row: Sequence[Any]) -> KeyRecord:
-    """Of a row of `key_rows`. Nearly each miss of a verifier's memory makes one: enums are looked up in tables."""
+    """Of a row of `key_rows`. Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and
+    what it is made of is in the order of its fields."""
     return KeyRecord(
-        key_id=row[17],
-        credential_id=row[0],
-        kind=_KINDS[row[1]],
-        environment=_ENVIRONMENTS[row[2]],
-        merchant_id=row[3],
-        digest=bytes(row[4]),
-        pepper_version=row[5],
-        state=_STATES[row[6]],
-        retirement=Retirement(row[7]) if row[7] else None,
-        expires_at=row[8],
-        merchant_active=row[9] == MerchantStatus.ACTIVE.value,
-        account_active=row[10] == MerchantStatus.ACTIVE.value,
-        reports_origin=row[11] == OriginHeader.REPORT.value,
-        networks=tuple(map(parse_network, row[12])) if row[12] else (),
-        account_id=row[13],
-        limit_count=row[14],
-        limit_seconds=row[15],
-        account_version=row[16],
+        row[17],
+        row[0],
+        _KINDS[row[1]],
+        _ENVIRONMENTS[row[2]],
+        row[3],
+        bytes(row[4]),
+        row[5],
+        _STATES[row[6]],
+        Retirement(row[7]) if row[7] else None,
+        row[8],
+        row[9] == _ACTIVE,
+        row[10] == _ACTIVE,
+        row[11] == _REPORT,
+        tuple(map(_network, row[12])) if row[12] else (),
+        row[13],
+        row[14],
+        row[15],
+        row[16],
     )
 
 
 _KINDS = {kind.value: kind for kind in KeyKind}
 _ENVIRONMENTS = {environment.value: environment for environment in Environment}
 _STATES = {state.value: state for state in KeyState}
+_ACTIVE, _REPORT = MerchantStatus.ACTIVE.value, OriginHeader.REPORT.value
+_network = lru_cache(maxsize=4096)(parse_network)
 
 
 def find_customer_record(token_id: str) -> CustomerRecord | None:

@@ -9,7 +9,7 @@ from django.db import connection
 from keyvault.hotpath import stores
 from keyvault.hotpath.answering import KEY, TOKEN, Found
 from keyvault.hotpath.blocking import StoreAwayError
-from keyvault.hotpath.stores import ImpatientThread, PostgresStore
+from keyvault.hotpath.stores import ImpatientThread, PostgresStore, Reader
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -36,7 +36,7 @@ def test_store_whose_reading_of_keys_hangs_gives_up_and_reads_the_next_one() -> 
     async def ask() -> None:
         store = PostgresStore()
         await store.open()
-        query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL(%s)"
+        query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1)"
         with pytest.raises(StoreAwayError):
             await store.find(KEY, NOBODY)
         store._query = query
@@ -93,14 +93,12 @@ def test_store_whose_statement_was_planned_for_another_table_plans_it_anew() -> 
 
     async def ask() -> None:
         store = PostgresStore()
-        store._query = b"SELECT * FROM fickle WHERE id = ANY(%s)"
+        store._query = b"SELECT * FROM fickle WHERE id = ANY($1)"
         assert await store.find(KEY, NOBODY) == {}
         (reader,) = store._idle
-        reader.prepare_threshold = 0  # as psycopg does of its own accord, unless Django tells it not to
-        assert await store.find(KEY, NOBODY) == {}
         await asyncio.to_thread(execute, "ALTER TABLE fickle ADD COLUMN more integer")
         assert await store.find(KEY, NOBODY) == {}
-        assert reader.closed
+        assert reader.is_closed
         assert len(store._idle) == 1
         await store.close()
 
@@ -109,6 +107,116 @@ def test_store_whose_statement_was_planned_for_another_table_plans_it_anew() -> 
         asyncio.run(ask())
     finally:
         execute("DROP TABLE fickle")
+
+
+def test_store_whose_idle_connections_were_lost_reads_by_another() -> None:
+    """A database that was restarted: nobody is told of it but by what lies unread."""
+
+    async def ask() -> None:
+        store = PostgresStore()
+        await asyncio.gather(store.find(KEY, NOBODY), store.find(KEY, NOBODY))
+        readers = list(store._idle)
+        assert len(readers) == 2
+        await asyncio.to_thread(terminate_others)
+        async with asyncio.timeout(5):
+            while not all(reader.is_closed for reader in readers):
+                await asyncio.sleep(0.01)
+        assert await store.find(KEY, NOBODY) == {}
+        assert len(store._idle) == 1
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
+
+    async def ask() -> None:
+        store = PostgresStore()
+        query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1)"
+        waiting = asyncio.create_task(store.find(KEY, NOBODY))
+        while not await asyncio.to_thread(terminate_others, "pg_sleep(600)"):
+            await asyncio.sleep(0.01)
+        with pytest.raises(StoreAwayError):
+            await waiting
+        store._query = query
+        assert await store.find(KEY, NOBODY) == {}
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_reading_that_was_cancelled_leaves_its_answer_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: what was asked before is never taken for the answer to what is asked next."""
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 5.0)
+
+    async def ask() -> None:
+        store = PostgresStore()
+        assert await store.find(KEY, NOBODY) == {}
+        (reader,) = store._idle
+        given_up = asyncio.create_task(store.find(KEY, NOBODY))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert await store.find(KEY, frozenset({"1" * 16})) == {}
+        assert reader.is_closed
+        assert reader not in store._idle
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_question_that_is_longer_than_a_socket_takes_at_once_is_sent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 20.0)
+
+    async def ask() -> None:
+        store = PostgresStore()
+        store._query = b"SELECT cardinality($1)"
+        reader = await Reader.connect(store._query)
+        many = frozenset(f"{number:016}" for number in range(400_000))
+        assert await reader.read(stores._array(many)) == [(len(many),)]
+        assert await reader.read(stores._array(NOBODY)) == [(1,)]
+        reader.close()
+        reader.close()
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_ids_that_no_key_can_have_are_not_asked_for() -> None:
+    assert stores._array(["a" * 16, 'x","y', "a\\", ""]) == b'{"' + b"a" * 16 + b'"}'
+
+
+def test_statement_of_keys_goes_by_the_indexes_of_tables_that_are_empty() -> None:
+    """It is planned once, and the tables grow under it."""
+    with connection.cursor() as cursor:
+        cursor.execute(stores._SETTINGS.decode())
+        cursor.execute(f"PREPARE probe (text[]) AS {stores._keys_query().decode()}")
+        cursor.execute("EXPLAIN EXECUTE probe('{a,b}')")
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+    connection.close()
+    assert "Seq Scan" not in plan
+    assert "Hash" not in plan
+    assert "Merge" not in plan
+    assert plan.count("Index Cond") == 4
+
+
+def terminate_others(running: str = "") -> int:
+    """How many there were."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                " AND strpos(query, %s) > 0 AND (%s = '' OR state = 'active')",
+                [running or "keyvault_key", running],
+            )
+            return len(cursor.fetchall())
+    finally:
+        connection.close()
 
 
 def execute(statement: str) -> None:
