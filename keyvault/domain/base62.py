@@ -13,17 +13,16 @@ def encode(number: int, width: int) -> str:
     """Returns exactly `width` digits. Raises ValueError when the number is negative or does not fit."""
     if number < 0:
         raise ValueError("base62 has no sign")
-    pairs = []
+    text = ""
     for _ in range(width // 2):
         number, pair = divmod(number, 62 * 62)
-        pairs.append(_PAIRS[pair])
+        text = _PAIRS[pair] + text
     if width % 2:
         number, digit = divmod(number, 62)
-        pairs.append(ALPHABET[digit])
+        text = ALPHABET[digit] + text
     if number:
         raise ValueError(f"the number needs more than {width} base62 digits")
-    pairs.reverse()
-    return "".join(pairs)
+    return text
 
 
 def random_digits(width: int, random_bytes: RandomBytes) -> str:

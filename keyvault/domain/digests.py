@@ -8,7 +8,7 @@ pepper that made its digest; that one and no other is tried.
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from keyvault.domain.environments import Environment
@@ -16,6 +16,8 @@ from keyvault.domain.plaintext import Plaintext
 
 DIGEST_BYTES = 32
 PEPPER_BYTES = 32
+BLOCK_BYTES = 64
+"""Of SHA-256."""
 
 
 class PepperSet(StrEnum):
@@ -32,6 +34,26 @@ PEPPER_SET = {
 }
 
 
+class Mac:
+    """HMAC-SHA256 (RFC 2104) of one key, whose two pads are hashed once and not for each text: a third of the time."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, key: bytes) -> None:
+        """`key` of at most a block: the RFC hashes a longer one first."""
+        if len(key) > BLOCK_BYTES:
+            raise ValueError(f"a key of more than {BLOCK_BYTES} bytes")
+        padded = key.ljust(BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+
+    def digest(self, text: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(text)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Peppers:
     """The loaded pepper versions of one set. Its repr names versions, never material.
@@ -43,6 +65,11 @@ class Peppers:
     pepper_set: PepperSet
     versions: Mapping[int, bytes]
     hashing_version: int | None = None
+    _macs: Mapping[int, "Mac"] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        macs = {version: Mac(pepper) for version, pepper in self.versions.items()}
+        object.__setattr__(self, "_macs", macs)
 
     def __repr__(self) -> str:
         return f"Peppers({self.pepper_set}, versions={sorted(self.versions)})"
@@ -61,13 +88,13 @@ class Peppers:
     def digest(self, text: Plaintext, version: int | None = None) -> tuple[bytes, int]:
         """The digest of a whole key string, and the version that made it (the current one unless named)."""
         chosen = self.current_version if version is None else version
-        return hmac.digest(self.versions[chosen], text.reveal().encode("ascii"), hashlib.sha256), chosen
+        return self._macs[chosen].digest(text.reveal().encode("ascii")), chosen
 
     def matches(self, text: Plaintext, digest: bytes, version: int) -> bool:
         """Compares in constant time. An unknown version costs the same and never matches."""
-        pepper = self.versions.get(version)
-        made = hmac.digest(pepper or _DECOY_PEPPER, text.reveal().encode("ascii"), hashlib.sha256)
-        return hmac.compare_digest(made, digest) and pepper is not None
+        mac = self._macs.get(version, _DECOY)
+        made = mac.digest(text.reveal().encode("ascii"))
+        return hmac.compare_digest(made, digest) and mac is not _DECOY
 
     def check_value(self, version: int) -> bytes:
         """Tells one pepper from another without giving either away (a key check value, 16 bytes).
@@ -78,7 +105,7 @@ class Peppers:
         return hmac.digest(self.versions[version], label, hashlib.sha256)[:16]
 
 
-_DECOY_PEPPER = hashlib.sha256(b"keyvault/decoy-pepper").digest()
+_DECOY = Mac(hashlib.sha256(b"keyvault/decoy-pepper").digest())
 
 DECOY_DIGEST = hashlib.sha256(b"keyvault/decoy-digest").digest()
 """What an unknown key is compared with, so that absence costs what a wrong secret costs."""

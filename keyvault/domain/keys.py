@@ -5,9 +5,9 @@ lets suspended and deactivated keys process old data: an API key only authentica
 verifies, and nothing but `suspended` ever goes back.
 """
 
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.networks import IPNetwork
@@ -53,11 +53,11 @@ def may_become(current: KeyState, new: KeyState) -> bool:
     return new in TRANSITIONS[current]
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRecord:
+class KeyRecord(NamedTuple):
     """The frozen view of a stored key that a verdict needs; a digest, never plaintext.
 
-    `limit_…` is the account's own limit; None: the default of the environment.
+    A tuple, since one is made for each key that is read on the request path. `limit_…` is the account's own limit;
+    None: the default of the environment.
     """
 
     key_id: str

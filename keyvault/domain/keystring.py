@@ -7,8 +7,8 @@ look-up, is no secret and proves nothing. Proof is a digest, see `domain.digests
 
 import re
 import zlib
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from keyvault.domain.base62 import RandomBytes, encode, random_digits
 from keyvault.domain.environments import Environment
@@ -60,8 +60,7 @@ shorter than it should be (a line cut by a logger, a digit typed twice), its und
 in JSON, up to a few times over, or not. The head is public, the rest must not be shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyString:
+class KeyString(NamedTuple):
     """A well-formed presented string. `text` is all of it: the digest covers the whole."""
 
     kind: StringKind
@@ -98,14 +97,13 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
 
     Does no look-up and takes any text: over-long, non-ASCII and empty ones are simply not key strings.
     """
-    if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None or match["brand"] != brand:
+    if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None:
         return None
-    kind, scope = _KINDS[match["kind"]], _SCOPES[match["scope"]]
-    if not _has_scope(kind, scope):
+    its_brand, kind_text, scope_text, key_id, its_checksum = match.group("brand", "kind", "scope", "key_id", "checksum")
+    kind, scope = _KINDS[kind_text], _SCOPES[scope_text]
+    if its_brand != brand or not _has_scope(kind, scope) or checksum(text[:-CHECKSUM_DIGITS]) != its_checksum:
         return None
-    if checksum(text[:-CHECKSUM_DIGITS]) != match["checksum"]:
-        return None
-    return KeyString(kind, scope, match["key_id"], Plaintext(text))
+    return KeyString(kind, scope, key_id, Plaintext(text))
 
 
 def _has_scope(kind: StringKind, scope: StringScope) -> bool:

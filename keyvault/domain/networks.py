@@ -1,7 +1,8 @@
 """Networks that a credential may be used from, and addresses that are compared with them."""
 
 from collections.abc import Iterable
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 IPNetwork = IPv4Network | IPv6Network
 
@@ -13,12 +14,19 @@ def parse_network(text: str) -> IPNetwork:
     return ip_network(text)
 
 
+@lru_cache(maxsize=4096)
+def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
+    """Read once: one client asks with many keys."""
+    try:
+        parsed = ip_address(text)
+    except ValueError:
+        return None
+    return (parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else parsed
+
+
 def is_within(address: str, networks: Iterable[IPNetwork]) -> bool:
     """Whether the address is in one of the networks; an IPv4-mapped one counts as IPv4, and no address is in none."""
-    try:
-        parsed = ip_address(address)
-    except ValueError:
+    parsed = _parse_address(address)
+    if parsed is None:
         return False
-    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped
     return any(parsed.version == network.version and parsed in network for network in networks)

@@ -362,22 +362,28 @@ class Engine:
             self.answered_from_memory += 1
             return Answer(200, text, request_id.decode())
 
-    def verify_missed(self, missed: Missed, record: KeyRecord | None) -> Answer | None:
-        """The answer once the key was read. None, and nothing done: when something was changed since it was asked, or
-        there is more to say of it."""
+    def verify_missed(self, several: Sequence[tuple[Missed, KeyRecord | None]]) -> list[Answer | None]:
+        """The answers once the keys were read. None, and nothing done: when something was changed since it was asked,
+        or there is more to say of it."""
         with self.lock:
             self.catch_up()
-            if self.changes != missed.changes or not self.may_remember():
-                return None
-            if record is None:
-                self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
-                return None
-            known = self.memory.admit_key(record)
-            if not self._proves(missed.keystring, known, missed.tag):
-                return None
-            request_id = self._next_id()
-            text = self.decide_known(missed.asked, missed.caller, self._wall(), request_id, is_plain=missed.is_plain)
-            return None if text is None else Answer(200, text, request_id.decode())
+            if not self.may_remember():
+                return [None] * len(several)
+            wall = self._wall()
+            return [self._verify_missed(missed, record, wall) for missed, record in several]
+
+    def _verify_missed(self, missed: Missed, record: KeyRecord | None, wall: float) -> Answer | None:
+        if self.changes != missed.changes:
+            return None
+        if record is None:
+            self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
+            return None
+        known = self.memory.admit_key(record)
+        if not self._proves(missed.keystring, known, missed.tag):
+            return None
+        request_id = self._next_id()
+        text = self.decide_known(missed.asked, missed.caller, wall, request_id, is_plain=missed.is_plain, known=known)
+        return None if text is None else Answer(200, text, request_id.decode())
 
     def decide_known(
         self,
@@ -389,11 +395,13 @@ class Engine:
         *,
         is_plain: bool = False,
         asker: Asker | None = None,
+        known: Known[KeyRecord] | None = None,
     ) -> bytes | None:
         """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
 
         `record` was read for this question; else it is looked for in memory, which then has to be fresh. `is_plain`:
-        it is as `requests.read_plain` gives it. `asker`: who may ask it again, see `Repeat`.
+        it is as `requests.read_plain` gives it. `asker`: who may ask it again, see `Repeat`. `known`: its key, proved
+        just now.
 
         Under the lock, so that no use is noted with a time from before a report that does not have it. Much of what it
         does is written out here, since a call costs as much as what is called.
@@ -410,18 +418,19 @@ class Engine:
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
         if asked.user_agent and self._mark in asked.user_agent:
             return None  # of what may be a key only a masked text is kept
-        try:
-            raw = key.encode()
-        except UnicodeEncodeError:  # half a surrogate pair, which no key has
-            return None
-        made = self._new_tag()
-        made.update(raw)
-        tag = made.digest()
-        known = self._keys_by_tag.get(tag) if record is None else None
         if known is None:
-            known = self._prove(key, tag, asked.environment, record)
-            if known is None:
+            try:
+                raw = key.encode()
+            except UnicodeEncodeError:  # half a surrogate pair, which no key has
                 return None
+            made = self._new_tag()
+            made.update(raw)
+            tag = made.digest()
+            known = self._keys_by_tag.get(tag) if record is None else None
+            if known is None:
+                known = self._prove(key, tag, asked.environment, record)
+                if known is None:
+                    return None
         holding: Holding | None = known.about
         if (
             holding is None

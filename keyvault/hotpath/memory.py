@@ -232,4 +232,4 @@ _ABSENT_SECONDS: Final = 1.0
 
 
 def _account(record: KeyRecord) -> str:
-    return f"{record.merchant_id}/{record.environment}"
+    return record.merchant_id + "/" + record.environment

@@ -256,7 +256,7 @@ class Connection(asyncio.Protocol):
             or self._hosts != 1
             or len(body) > 1
             or len(headers) > HEADERS
-            or len(data) > HEAD_BYTES
+            or (len(data) > HEAD_BYTES and not _is_head_short(data))
         ):
             self._renew()
             self._take(data)
@@ -579,6 +579,12 @@ class Connection(asyncio.Protocol):
                 self.abort()
         elif waited > bounds.idle_seconds:
             self._end(lingers=False)
+
+
+def _is_head_short(data: bytes) -> bool:
+    """Of one whole request that is longer than a head may be: whether it is so by a body that it may have."""
+    end = data.find(b"\r\n\r\n", 0, HEAD_BYTES)
+    return end >= 0 and len(data) - end <= BODY_BYTES
 
 
 def _fail(error: BaseException) -> Answer:

@@ -6,7 +6,7 @@ question has to see.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -142,8 +142,7 @@ class WaitingDoor:
                 self._open_lane()
             for first in range(0, len(missed), AT_ONCE):
                 await asyncio.sleep(0)
-                for each in missed[first : first + AT_ONCE]:
-                    self._settle(each, found)
+                self._settle(missed[first : first + AT_ONCE], found)
             for question, _, future in batch:
                 self._go_on(question, future)
         except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
@@ -169,19 +168,20 @@ class WaitingDoor:
         except StoreAwayError:
             return None
 
-    def _settle(self, missed: MissedKey, found: Mapping[str, Found] | None) -> None:
+    def _settle(self, missed: list[MissedKey], found: Mapping[str, Found] | None) -> None:
         """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way."""
-        asked, headers, body, future = missed
-        if future.done():
-            return  # it was given up
-        answer = None
+        missed = [each for each in missed if not each[3].done()]  # without what was given up
+        answers: Sequence[Answer | None] = [None] * len(missed)
         if found is not None:
-            record = found.get(asked.keystring.key_id)
-            answer = self._engine.verify_missed(asked, record if isinstance(record, KeyRecord) else None)
-        if answer is None:
-            self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
-        else:
-            future.set_result(answer)
+            records = [(asked, found.get(asked.keystring.key_id)) for asked, _, _, _ in missed]
+            answers = self._engine.verify_missed(
+                [(asked, record if isinstance(record, KeyRecord) else None) for asked, record in records]
+            )
+        for (_, headers, body, future), answer in zip(missed, answers, strict=True):
+            if answer is None:
+                self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
+            else:
+                future.set_result(answer)
 
     async def _read(self, batch: list[Waiting]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)

@@ -59,8 +59,11 @@ class _Loaded:
     staged: frozenset[int]
     phases: tuple[tuple[datetime, Peppers], ...]
 
-    def at(self, now: datetime) -> Peppers:
-        return next((peppers for since, peppers in self.phases if since <= now), self.phases[-1][1])
+    def now(self) -> Peppers:
+        if len(self.phases) == 1:  # as nearly always
+            return self.phases[0][1]
+        at = _utc_now()
+        return next((peppers for since, peppers in self.phases if since <= at), self.phases[-1][1])
 
 
 class PepperRing:
@@ -83,7 +86,7 @@ class PepperRing:
         if loaded is None:
             loaded = self._loaded.setdefault(pepper_set, _load(pepper_set))
             self._note_versions()
-        return loaded.at(_utc_now())
+        return loaded.now()
 
     def loaded(self, pepper_set: PepperSet) -> Peppers:
         """The same for whoever must not wait: asks nobody. Raises VerifierStaleError while they are not loaded, which
@@ -95,7 +98,7 @@ class PepperRing:
                 "The key cannot be judged right now. Try again.",
                 internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend away?",
             )
-        return loaded.at(_utc_now())
+        return loaded.now()
 
     def cache_clear(self) -> None:
         """As a new process begins."""
@@ -153,7 +156,7 @@ class PepperRing:
     def _note_versions(self) -> None:
         """For the gauge: a version comes into use by the clock alone."""
         for pepper_set, loaded in list(self._loaded.items()):
-            meters.note_pepper(pepper_set, loaded.at(_utc_now()).current_version)
+            meters.note_pepper(pepper_set, loaded.now().current_version)
 
     def _is_due(self) -> bool:
         return bool(self._loaded) and time.monotonic() - self._refreshed_at >= REFRESH_SECONDS

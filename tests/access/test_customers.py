@@ -18,7 +18,7 @@ from keyvault.access.customers import (
     read_customer_token,
 )
 from keyvault.access.principals import KeyHolder
-from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION
+from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Mac
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, checksum
@@ -139,7 +139,7 @@ def test_judge_token_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch
 
         return call
 
-    monkeypatch.setattr(hmac, "digest", counted("mac", hmac.digest))
+    monkeypatch.setattr(Mac, "digest", counted("mac", Mac.digest))
     monkeypatch.setattr(hmac, "compare_digest", counted("comparison", hmac.compare_digest))
     judge_customer_token(keystring, None if how == "unknown id" else record, HOLDER, PEPPERS[SANDBOX], NOW)
     assert done == ["mac", "comparison"]

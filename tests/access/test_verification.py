@@ -2,7 +2,6 @@
 
 import hmac
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import quote
 
@@ -21,7 +20,7 @@ from keyvault.access.verification import (
     read_exposed,
     read_key,
 )
-from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION
+from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Mac
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind, KeyState, Retirement
@@ -317,7 +316,7 @@ def test_judge_key_under_another_environment_s_peppers_is_invalid() -> None:
 def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
     """A row that somebody filled with the decoy's values, which stand in the source, opens to nobody."""
     for version in (DECOY_VERSION, 1):
-        record = replace(Case().record(), digest=DECOY_DIGEST, pepper_version=version)
+        record = Case().record()._replace(digest=DECOY_DIGEST, pepper_version=version)
         assert judge_key(keystring(key_string()), record, PEPPERS[SANDBOX], NOW) is INVALID
 
 
@@ -328,9 +327,9 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
     if how == "wrong secret":
         text = forged(text)
     if how == "revoked":
-        record = replace(record, state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
+        record = record._replace(state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
     if how == "unknown pepper":
-        record = replace(record, pepper_version=7)
+        record = record._replace(pepper_version=7)
     presented = keystring(text)
     done: list[str] = []
 
@@ -341,7 +340,7 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
 
         return call
 
-    monkeypatch.setattr(hmac, "digest", counted("mac", hmac.digest))
+    monkeypatch.setattr(Mac, "digest", counted("mac", Mac.digest))
     monkeypatch.setattr(hmac, "compare_digest", counted("comparison", hmac.compare_digest))
     judge_key(presented, None if how == "unknown id" else record, PEPPERS[SANDBOX], NOW)
     assert done == ["mac", "comparison"]

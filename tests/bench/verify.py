@@ -14,7 +14,7 @@ from .load import ADVICE, Loaded, fill, has_wrk, put_load
 from .machine import Cores
 from .pacer import write_requests
 from .servers import SERVERS, Plan, Server
-from .site import NotRunError, Site
+from .site import PEER_KEYS, NotRunError, Site
 from .telling import tell
 
 PACE = 0.8
@@ -33,7 +33,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--seconds", type=float, default=2, help="each case is measured, whole seconds; 2 unless told")
     parser.add_argument("--warm-up", type=float, default=1, help="seconds before that; 1 unless told")
     parser.add_argument("--connections", type=int, default=32, help="32 unless told")
-    parser.add_argument("--keys", type=int, default=10_000, help="in rotation; 10,000 unless told")
+    parser.add_argument("--keys", type=int, default=PEER_KEYS, help="in rotation; as many as the peers'")
     parser.add_argument("--listed", type=int, default=10, help="percent of them with an allow-list; 10 unless told")
     parser.add_argument("--paced-rounds", type=int, default=3, help="in open loop at 80 %%; 3 unless told")
     parser.add_argument("--paced-seconds", type=float, default=3, help="3 unless told")

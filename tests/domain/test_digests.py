@@ -10,11 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keyvault.domain.digests import (
+    BLOCK_BYTES,
     DECOY_DIGEST,
     DECOY_VERSION,
     DIGEST_BYTES,
     PEPPER_BYTES,
     PEPPER_SET,
+    Mac,
     Peppers,
     PepperSet,
 )
@@ -41,7 +43,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    monkeypatch.setattr(hmac, "digest", counted("macs", hmac.digest))
+    monkeypatch.setattr(Mac, "digest", counted("macs", Mac.digest))
     monkeypatch.setattr(hmac, "compare_digest", counted("comparisons", hmac.compare_digest))
     return done
 
@@ -60,6 +62,16 @@ def test_digest_unless_told_is_made_with_the_newest_pepper() -> None:
     text = Plaintext(mint())
     assert SANDBOX.current_version == 2
     assert SANDBOX.digest(text) == SANDBOX.digest(text, 2) != SANDBOX.digest(text, 1)
+
+
+@given(st.binary(max_size=BLOCK_BYTES), st.binary(max_size=300))
+def test_mac_is_the_standard_library_s(key: bytes, text: bytes) -> None:
+    assert Mac(key).digest(text) == hmac.digest(key, text, "sha256")
+
+
+def test_mac_of_a_key_that_had_to_be_hashed_first_is_none() -> None:
+    with pytest.raises(ValueError, match="64 bytes"):
+        Mac(b"k" * (BLOCK_BYTES + 1))
 
 
 @given(keystrings, peppers)

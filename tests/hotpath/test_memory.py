@@ -38,8 +38,7 @@ numbers = st.integers(0, 19)
 
 def a_key(number: int) -> KeyRecord:
     """Two keys to a credential, four to an account's merchant, in turn in both environments."""
-    return replace(
-        KEY,
+    return KEY._replace(
         key_id=f"key-{number}",
         credential_id=f"credential-{number // 2}",
         merchant_id=f"merchant-{number // 4}",
@@ -195,7 +194,7 @@ def test_memory_takes_no_more_than_a_kilobyte_for_a_key() -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         for number, record in enumerate(records):
-            memory.keys.bind(memory.admit_key(replace(record)), memory.tag(b"%d" % number))
+            memory.keys.bind(memory.admit_key(record._replace()), memory.tag(b"%d" % number))
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
