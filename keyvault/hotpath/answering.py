@@ -1,6 +1,6 @@
 """The whole way: every question of verify, its batch and forward-auth, with everything that can be wrong with it.
 
-    question = Question(method, target, headers, body)
+    question = answering.ask(method, target, headers, body)
     while isinstance(found := answering.step(question), Needs): … read them into the question, and `answering.admit` …
 
 A step is made of what is in memory and of what was read for this very question; while nothing may be remembered, of
@@ -8,10 +8,8 @@ the latter alone. What it lacks it says, all at once.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
 from urllib.parse import urlsplit
 
 from msgspec import UNSET
@@ -20,13 +18,11 @@ from keyvault.access.catalog import Endpoint, Miss
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.judgement import Judgement, Presented, deny_stale, judge
-from keyvault.access.limits import Bucket, Spend
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
 from keyvault.access.rule_book import RuleBook
 from keyvault.access.rules import PLATFORM, Target, operation
-from keyvault.access.verification import TokenRecord, find_exposed, judge_service_token, read_service_token
-from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
+from keyvault.access.verification import TokenRecord, find_exposed
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import (
     DependencyUnavailableError,
@@ -38,117 +34,40 @@ from keyvault.domain.errors import (
     VerifierStaleError,
 )
 from keyvault.domain.keys import KeyRecord
-from keyvault.domain.keystring import KeyString
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.engine import Caller, Engine, Verdict
-from keyvault.hotpath.memory import Known
+from keyvault.hotpath.questions import (
+    BATCH,
+    VERIFY,
+    Found,
+    Headers,
+    LackingError,
+    LackingSeveralError,
+    Needs,
+    Question,
+    body_of,
+    dialect_of,
+    forwarded_of,
+    needs_of,
+)
 from keyvault.hotpath.rendering import decision, denial_problem, encode, problem_answer
 from keyvault.hotpath.requests import Asked, read_asked, read_asked_batch, read_batch, read_verify, split_batch
+from keyvault.hotpath.sources import Sources, read_for
 from keyvault.wire.gateways import (
     AUTH_CODE,
     AUTH_STATUS,
-    ENVOY_ADDRESS,
-    NAMES,
     SERVICE_TOKEN,
     Dialect,
     Forwarded,
-    Misread,
     identity_headers,
-    last_address,
     nginx_status,
-    read_forwarded,
 )
-from keyvault.wire.headers import API_KEY, REQUEST_ID, came_twice, clean_client_request_id, mint_request_id, read_bearer
+from keyvault.wire.headers import API_KEY, REQUEST_ID, came_twice, clean_client_request_id, read_bearer
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import Problem, problem
 
 _log = logging.getLogger("keyvault.requests")
-
-VERIFY, BATCH = "/v1/keys/verify", "/v1/keys/verify-batch"
-ENVOY = "/v1/authorize/envoy/"
-GATEWAYS: Final = {
-    "/v1/authorize/traefik": Dialect.TRAEFIK,
-    "/v1/authorize/nginx": Dialect.NGINX,
-}
-
-KEY, CUSTOMER, TOKEN, RULES = "key", "customer_token", "service_token", "rules"
-"""What may be needed; the first three by id, and named like the subjects of changes."""
-
-Found = KeyRecord | CustomerRecord | TokenRecord
-
-
-def is_ours(path: str) -> bool:
-    """Whether this is one of the paths that the engine answers; the path without its query."""
-    return path in _OURS or path.startswith(ENVOY)
-
-
-_OURS: Final = frozenset({VERIFY, BATCH, *GATEWAYS})
-
-
-class Headers(dict[str, str]):
-    """By name in any case; the keys are lower case, and of what came twice both values, with a comma between.
-
-    Their repr names them only: credentials are among them.
-    """
-
-    def __repr__(self) -> str:
-        return f"Headers({sorted(self)})"
-
-    def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]  # narrower
-        return super().get(name.lower(), default)
-
-
-@dataclass(frozen=True, slots=True)
-class Payment:
-    """What is to be spent for one question, of a batch by its number."""
-
-    number: int
-    buckets: tuple[Bucket, ...]
-    cost: int
-    refuse_on_loss: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a step lacks. `address` of the client: look-ups of those that fail too often wait for each other."""
-
-    ids: Mapping[str, frozenset[str]]
-    payments: tuple[Payment, ...] = ()
-    address: str | None = None
-
-
-class LackingError(Exception):
-    """This cannot be decided without what it names."""
-
-    def __init__(
-        self, kind: str, identity: str = "", payment: Payment | None = None, address: str | None = None
-    ) -> None:
-        super().__init__(kind)
-        self.kind = kind
-        self.identity = identity
-        self.payment = payment
-        self.address = address
-
-
-class Question:
-    """One request, and what was read for it so far."""
-
-    __slots__ = ("at", "body", "decided", "found", "headers", "method", "paid", "request_id", "rules", "target")
-
-    def __init__(
-        self, method: str, target: str, headers: Headers, body: bytes | None, random_bytes: Callable[[int], bytes]
-    ) -> None:
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.body = body
-        self.request_id = mint_request_id(random_bytes)
-        self.found: dict[tuple[str, str], Found | Exception | None] = {}
-        self.rules: RuleBook | Exception | None = None
-        self.paid: dict[int, Spend | Exception] = {}
-        self.decided: dict[int, bytes] = {}
-        self.at = datetime.min.replace(tzinfo=UTC)
 
 
 class DeniedError(Exception):
@@ -177,31 +96,31 @@ class Answering:
             may_remember = engine.may_remember()
         question.at = datetime.fromtimestamp(engine.ports.wall(), UTC)
         path = question.target.partition("?")[0]
-        dialect = _dialect(question)
+        dialect = dialect_of(question)
         try:
             if dialect is not None:
-                return self._authorize(question, dialect, _Sources(engine, question, may_remember))
-            return self._verify(question, path == BATCH, _Sources(engine, question, may_remember))
+                return self._authorize(question, dialect, Sources(engine, question, may_remember))
+            return self._verify(question, path == BATCH, Sources(engine, question, may_remember))
         except LackingError as lacking:
-            return _needs([lacking])
-        except _Lacking as several:
-            return _needs(several.each)
+            return needs_of([lacking])
+        except LackingSeveralError as several:
+            return needs_of(several.each)
         except (DeniedError, KeyvaultError) as error:
             return self._refuse(question, dialect, error)
 
     def break_off(self, question: Question) -> Answer:
         """What is answered when something of ours has failed: called where the exception is, which it tells the log."""
         _log.exception("unhandled", extra={"request_id": question.request_id})
-        return self._refuse(question, _dialect(question), _FaultError("Something went wrong on our side."))
+        return self._refuse(question, dialect_of(question), _FaultError("Something went wrong on our side."))
 
     # --- verify ---------------------------------------------------------------------------------------------
 
-    def _verify(self, question: Question, is_batch: bool, sources: "_Sources") -> Answer:
+    def _verify(self, question: Question, is_batch: bool, sources: Sources) -> Answer:
         _refuse_exposed(question.target)
         service = self._service(sources, read_bearer(question.headers.get("authorization")), _NO_TOKEN)
         if question.method != "POST":
             raise _MethodError(("POST",))
-        body = _json_body(question)
+        body = body_of(question)
         if is_batch:
             tags = self._decide_again(question, body) if sources.may_remember else []
             if tags and len(question.decided) == len(tags):
@@ -250,7 +169,7 @@ class Answering:
             for number, asked in enumerate(batch):
                 if number in decided:
                     continue
-                record = _read_for(question, asked.key) if question.found else None
+                record = read_for(question, asked.key) if question.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
                 asker = None if token is None else (token, tags[number])
                 text = engine.decide_known(asked, caller, wall, request_id, record, asker=asker)
@@ -260,7 +179,7 @@ class Answering:
             engine.unread = None  # what is lacking is read for this question the whole way
 
     def _decide_batch(
-        self, question: Question, batch: list[Asked], service: Service, sources: "_Sources", tags: Sequence[bytes]
+        self, question: Question, batch: list[Asked], service: Service, sources: Sources, tags: Sequence[bytes]
     ) -> Answer:
         """Each is decided once: what was spent for one is not spent again while others are read for."""
         if sources.may_remember:
@@ -275,7 +194,7 @@ class Answering:
             except LackingError as lack:
                 lacking.append(lack)
         if lacking:
-            raise _Lacking(lacking)
+            raise LackingSeveralError(lacking)
         self._bind(question, sources)
         return _batch_answer(question)
 
@@ -285,7 +204,7 @@ class Answering:
         number: int,
         asked: Asked,
         service: Service,
-        sources: "_Sources",
+        sources: Sources,
         request_id: str,
     ) -> bytes:
         """One decision as its JSON. Raises LackingError, having noted and spent nothing."""
@@ -294,7 +213,7 @@ class Answering:
         if environment not in engine.ports.environments:
             raise NotFoundError(f"This process does not serve {environment}.")
         rules = sources.rules()
-        endpoint = _endpoint(asked, rules, engine.ports.base_urls[environment])
+        endpoint = _endpoint(asked, rules, engine.base_paths[environment])
         presented = _presented(asked, environment, endpoint, service)
         sources.number = number
         judgement = _judge(presented, sources, question.at)
@@ -321,7 +240,7 @@ class Answering:
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
 
-    def _bind(self, question: Question, sources: "_Sources") -> None:
+    def _bind(self, question: Question, sources: Sources) -> None:
         """The next request of this caller goes the fast way."""
         authorization = question.headers.get("authorization")
         token = sources.token
@@ -337,17 +256,17 @@ class Answering:
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
-    def _authorize(self, question: Question, dialect: Dialect, sources: "_Sources") -> Answer:
+    def _authorize(self, question: Question, dialect: Dialect, sources: Sources) -> Answer:
         # Envoy's URL is the client's: a key in it is attributed by the judgement.
         if dialect is not Dialect.ENVOY:
             _refuse_exposed(question.target)
         headers = question.headers
         service = self._service(sources, headers.get(SERVICE_TOKEN), _NO_GATEWAY)
-        forwarded = _read_forwarded(question, dialect)
+        forwarded = forwarded_of(question, dialect)
         environment = _environment_of(service, forwarded, self._engine.ports.base_urls)
         if environment not in self._engine.ports.environments:
             raise NotFoundError(f"This process does not serve {environment}.")
-        base_path = _base_path(self._engine.ports.base_urls[environment])
+        base_path = self._engine.base_paths[environment]
         endpoint = sources.rules().catalog.match(forwarded.method, forwarded.uri, base_path)
         name, merchant, store = "", None, None
         if isinstance(endpoint, Endpoint):
@@ -428,7 +347,7 @@ class Answering:
 
     # --- both -----------------------------------------------------------------------------------------------
 
-    def _service(self, sources: "_Sources", presented: str | None, refusal: Denial) -> Service:
+    def _service(self, sources: Sources, presented: str | None, refusal: Denial) -> Service:
         """Who asks, once that is proved and may verify. Raises DeniedError."""
         service = sources.prove_service(presented)
         if service is None:
@@ -468,12 +387,6 @@ class Answering:
         return answer
 
 
-class _Lacking(Exception):  # noqa: N818  several of them, on their way to one answer
-    def __init__(self, each: list[LackingError]) -> None:
-        super().__init__(len(each))
-        self.each = each
-
-
 class _FaultError(KeyvaultError):
     code = ErrorCode.INTERNAL_ERROR
 
@@ -486,152 +399,18 @@ class _MethodError(KeyvaultError):
         self.allowed = allowed
 
 
-class _Sources:
-    """What a judgement takes from: memory where it may be used, and what was read for this question."""
-
-    def __init__(self, engine: Engine, question: Question, may_remember: bool) -> None:
-        self.brand = engine.ports.brand
-        self.base_urls = engine.ports.base_urls
-        self.may_remember = may_remember
-        self.now = question.at
-        self.number = 0
-        self.token: TokenRecord | None = None
-        self._engine = engine
-        self._question = question
-
-    def peppers(self, environment: Environment) -> Peppers:
-        return self._engine.ports.peppers(PEPPER_SET[environment])
-
-    def take_pepper(self, peppers: Peppers, version: int) -> Peppers:
-        return self._engine.ports.take_pepper(peppers, version)
-
-    def find_key(self, key_id: str, address: str | None) -> KeyRecord | None:
-        found = self._find(KEY, key_id, self._engine.memory.keys.by_id, address)
-        return found if isinstance(found, KeyRecord) else None
-
-    def find_customer(self, token_id: str) -> CustomerRecord | None:
-        found = self._find(CUSTOMER, token_id, self._engine.memory.customers.by_id)
-        return found if isinstance(found, CustomerRecord) else None
-
-    def prove_service(self, presented: str | None) -> Service | None:
-        keystring = read_service_token(presented, self.brand)
-        if keystring is None:
-            return None
-        ports = self._engine.ports
-        peppers = ports.peppers(PepperSet.SERVICE)
-        found = self._find(TOKEN, keystring.key_id, self._engine.memory.tokens.by_id)
-        record = found if isinstance(found, TokenRecord) else None
-        if record is not None:
-            peppers = ports.take_pepper(peppers, record.pepper_version)
-        service = judge_service_token(keystring, record, peppers, self.now)
-        if service is not None and record is not None:
-            self.token = record
-            ports.note_token_proof(record, keystring, peppers)
-        return service
-
-    def rules(self) -> RuleBook:
-        """Raises LackingError, and VerifierStaleError when they could not be read."""
-        read, remembered = self._question.rules, self._engine.rules
-        if isinstance(read, Exception):
-            raise VerifierStaleError("The rules cannot be looked up right now.")
-        if read is not None:
-            return read
-        if remembered is not None and self.may_remember:
-            return remembered
-        raise LackingError(RULES)
-
-    def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
-        limit, setting = self.rules().endpoint_limit(record.account_id, record.environment, endpoint)
-        return self._engine.ports.buckets(record, endpoint, limit, setting)
-
-    def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend:
-        budgets = self._engine.ports.budgets
-        paid = self._question.paid.get(self.number)
-        if isinstance(paid, Spend):
-            return paid
-        if isinstance(paid, Exception):
-            raise paid
-        if budgets.is_local:
-            return budgets.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
-        raise LackingError("payment", payment=Payment(self.number, buckets, cost, refuse_on_loss))
-
-    def note_failed_proof(self, address: str | None) -> int | None:
-        return self._engine.ports.note_failed_proof(address)
-
-    def note_proof(self, record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
-        self._engine.ports.note_key_proof(record, keystring, peppers)
-
-    def _find(
-        self,
-        kind: str,
-        identity: str,
-        shelf: Mapping[str, Known[KeyRecord] | Known[CustomerRecord] | Known[TokenRecord]],
-        address: str | None = None,
-    ) -> Found | None:
-        """Raises LackingError, and VerifierStaleError when it could not be read, or is not to be trusted."""
-        if self._engine.freshness.is_lost:
-            raise VerifierStaleError(
-                "The verifier knows of changes that its database lacks, and vouches for nothing until it is restarted.",
-                internal="the change feed went back",
-            )
-        if (kind, identity) in self._question.found:
-            found = self._question.found[kind, identity]
-            if isinstance(found, Exception):
-                raise VerifierStaleError(
-                    "The service token cannot be looked up right now."
-                    if kind == TOKEN
-                    else "The key cannot be looked up right now."
-                )
-            return found
-        if self.may_remember:
-            known = shelf.get(identity)
-            if known is not None:
-                known.is_asked_for = True
-                return known.record
-            if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
-                return None
-        raise LackingError(kind, identity, address=address)
-
-
 def _batch_answer(question: Question) -> Answer:
     texts = [question.decided[number] for number in range(len(question.decided))]
     return Answer(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
 
 
-def _needs(each: Iterable[LackingError]) -> Needs:
-    ids: dict[str, set[str]] = {}
-    payments = []
-    address = None
-    for lacking in each:
-        address = address or lacking.address
-        if lacking.payment is not None:
-            payments.append(lacking.payment)
-        else:
-            ids.setdefault(lacking.kind, set()).add(lacking.identity)
-    return Needs({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
-
-
-def _judge(presented: Presented, sources: _Sources, now: datetime) -> Judgement:
+def _judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
     try:
         return judge(presented, sources, now)
     except VerifierStaleError as error:
         if error.internal:
             _log.warning("a key cannot be judged", extra={"why": error.internal})
         return deny_stale(error.detail, error.internal)
-
-
-def _read_for(question: Question, text: str | None) -> KeyRecord | None:
-    """What was read for this question of the key that it is about."""
-    if text is None or not question.found:
-        return None
-    found = question.found.get((KEY, text[-65:-49]))
-    return found if isinstance(found, KeyRecord) else None
-
-
-def _dialect(question: Question) -> Dialect | None:
-    """None: it is no gateway that asks."""
-    path = question.target.partition("?")[0]
-    return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 
 def _refuse_exposed(target: str) -> None:
@@ -645,23 +424,6 @@ def _refuse_cost(judgement: Judgement) -> None:
     verdict = judgement.verdict
     if isinstance(verdict, Denial) and verdict.code is ErrorCode.REQUEST_INVALID:
         raise RequestInvalidError("The request does not fit.", [Fault("/cost", verdict.detail)])
-
-
-def _json_body(question: Question) -> bytes:
-    """Raises RequestTooLarge and the like."""
-    body = question.body
-    if body is None:
-        raise _BodyError(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.")
-    media_type = (question.headers.get("content-type") or "").partition(";")[0].strip().lower()
-    if body and media_type != "application/json":
-        raise _BodyError(ErrorCode.MEDIA_TYPE_UNSUPPORTED, "The body must be application/json.")
-    return body or b"{}"
-
-
-class _BodyError(KeyvaultError):
-    def __init__(self, code: ErrorCode, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
 
 
 def _error_problem(error: KeyvaultError, request_id: str) -> Problem:
@@ -679,14 +441,10 @@ def _require_served(environment: str, service: Service, now: datetime) -> None:
         raise DeniedError(verdict)
 
 
-def _endpoint(asked: Asked, rules: RuleBook, base_url: str) -> Endpoint | Miss:
+def _endpoint(asked: Asked, rules: RuleBook, base_path: str) -> Endpoint | Miss:
     if asked.endpoint is not UNSET:
         return rules.catalog.find(asked.endpoint)
-    return rules.catalog.match(asked.method or "", asked.path or "", _base_path(base_url))
-
-
-def _base_path(base_url: str) -> str:
-    return urlsplit(base_url).path
+    return rules.catalog.match(asked.method or "", asked.path or "", base_path)
 
 
 def _presented(asked: Asked, environment: Environment, endpoint: Endpoint | Miss, service: Service) -> Presented:
@@ -722,21 +480,6 @@ _NO_TOKEN = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service 
 _NO_GATEWAY = Denial(
     ErrorCode.SERVICE_TOKEN_INVALID, f"The gateway needs a valid service token in {SERVICE_TOKEN}, sent once."
 )
-
-
-def _read_forwarded(question: Question, dialect: Dialect) -> Forwarded:
-    if dialect is Dialect.ENVOY:
-        return Forwarded(
-            method=question.method,
-            uri=question.target.removeprefix(ENVOY.rstrip("/")),
-            host=question.headers.get("host") or "",
-            address=last_address(question.headers.get(ENVOY_ADDRESS)),
-        )
-    read = read_forwarded(NAMES[dialect], question.headers)
-    if isinstance(read, Misread):
-        fault = Fault("", f"{read.header} is missing, or cannot be read.")
-        raise RequestInvalidError("The gateway does not say which request it asks about.", [fault])
-    return read
 
 
 def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[Environment, str]) -> Environment:

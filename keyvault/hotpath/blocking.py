@@ -6,9 +6,10 @@ from typing import Protocol
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.rule_book import RuleBook
 from keyvault.domain.errors import DependencyUnavailableError
-from keyvault.hotpath.answering import KEY, RULES, Answering, Found, Headers, Needs, Payment, Question
+from keyvault.hotpath.answering import Answering
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.engine import Engine
+from keyvault.hotpath.questions import KEY, RULES, Found, Headers, Needs, Payment, Question
 
 
 class StoreAwayError(Exception):

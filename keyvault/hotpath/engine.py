@@ -1,10 +1,9 @@
 """The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
 
-    engine.verify_known(authorization, body) -> Answer | None      a question whose answer is in memory, and is yes
-    engine.step(question) -> Answer | Needs                        any question of the service plane, see `answering`
+    engine.verify_known(authorization, body) -> Answer | Missed | None    a question whose answer is in memory, and is yes
+    engine.verify_missed([(missed, record)]) -> [Answer | None]           once the key was read
 
-Whoever gets `Needs` reads them from the primary database and asks again. Nothing is noted or spent by a step that ends
-in needs, so that asking again costs nothing but time.
+Every other question goes the whole way, see `answering`.
 
 What is remembered is good as long as nobody has changed it. Before each decision the host's generation word is
 compared, and what was changed is forgotten before anybody answers; changes of other hosts come by `evict`, and
@@ -244,6 +243,7 @@ class Engine:
     def __init__(self, ports: Ports, freshness: Freshness, capacity: int) -> None:
         self.ports = ports
         self.freshness = freshness
+        self.base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
         self.memory = Memory(ports.random_bytes(32), capacity)
         self.rules: RuleBook | None = None
         self.lock = threading.Lock()
@@ -256,7 +256,6 @@ class Engine:
         self._purses: dict[tuple[object, ...], Purses] = {}
         self._uses: dict[Use, list[float]] = {}
         self._period = 1
-        self._base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
         self._new_tag = self.memory.new_tag
@@ -612,7 +611,7 @@ class Engine:
             path = asked.path or ""
             if find_exposed(path) is not None:
                 return None
-            base = self._base_paths[asked.environment]
+            base = self.base_paths[asked.environment]
             endpoint = rules.catalog.match(asked.method or "", path, base)
             if not isinstance(endpoint, Endpoint):
                 return None

@@ -24,11 +24,11 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KeyString
-from keyvault.hotpath.answering import VERIFY, is_ours
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor, StoreAwayError
 from keyvault.hotpath.engine import Engine, Ports, Verdict
 from keyvault.hotpath.freshness import SWITCH_SECONDS, Freshness
+from keyvault.hotpath.questions import VERIFY, is_ours
 from keyvault.hotpath.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
 from keyvault.hotpath.waiting import WaitingDoor

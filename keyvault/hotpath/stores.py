@@ -18,8 +18,8 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.json import set_json_loads
 
 from keyvault.access.rule_book import RuleBook
-from keyvault.hotpath.answering import CUSTOMER, KEY, TOKEN, Found
 from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.questions import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient_connection
 from keyvault.services.limits import failed_proofs
 from keyvault.services.lookup import key_rows

@@ -14,10 +14,11 @@ from keyvault.access.limits import Bucket, Spend
 from keyvault.access.rule_book import RuleBook
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyRecord
-from keyvault.hotpath.answering import KEY, RULES, VERIFY, Answering, Found, Headers, Needs, Question
+from keyvault.hotpath.answering import Answering
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError, lack, whole
 from keyvault.hotpath.engine import Engine, Missed
+from keyvault.hotpath.questions import KEY, RULES, VERIFY, Found, Headers, Needs, Question
 from keyvault.wire.headers import join_headers
 
 LANES: Final = 2

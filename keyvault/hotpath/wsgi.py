@@ -10,8 +10,8 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from keyvault.hotpath.answering import ENVOY, VERIFY, Headers, is_ours
 from keyvault.hotpath.answers import JSON, Answer
+from keyvault.hotpath.questions import ENVOY, VERIFY, Headers, is_ours
 from keyvault.wire.headers import REQUEST_ID
 
 BODY_BYTES: Final = 64 * 1024

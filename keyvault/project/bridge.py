@@ -35,8 +35,8 @@ from django.utils.http import parse_header_parameters
 
 from keyvault.api.middleware import RAW_PATH
 from keyvault.domain.errors import ErrorCode, Fault
-from keyvault.hotpath.answering import VERIFY
 from keyvault.hotpath.answers import Answer as EngineAnswer
+from keyvault.hotpath.questions import VERIFY
 from keyvault.project.verifying import is_welcome
 from keyvault.wire.headers import REQUEST_ID, join_headers, mint_request_id
 from keyvault.wire.problems import CONTENT_TYPE, problem

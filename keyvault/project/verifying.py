@@ -8,8 +8,8 @@ from django.http import HttpRequest, HttpResponse
 from django.http.request import split_domain_port, validate_host
 
 from keyvault.api.middleware import FORWARDED_HOST, raw_path, split_base_url
-from keyvault.hotpath.answering import Headers
 from keyvault.hotpath.loader import load_blocking
+from keyvault.hotpath.questions import Headers
 
 
 @lru_cache(maxsize=1024)

@@ -14,8 +14,8 @@ from keyvault.access.principals import HOST, KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.hotpath.answering import RULES, Found
 from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.questions import RULES, Found
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import Account, Key
 from keyvault.services.recording import recorded

@@ -15,6 +15,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.hotpath import answering, loader
+from keyvault.hotpath.questions import KEY, RULES, TOKEN
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import KeyUse, Operator, UseBucket
 from keyvault.models.keys import OriginHeader
@@ -226,7 +227,7 @@ def test_gateway_passes_on_when_to_come_back(dialect: Dialect, gateway: Gateway)
 
 
 @EVERY
-@pytest.mark.parametrize("lost", [answering.KEY, answering.TOKEN, answering.RULES])
+@pytest.mark.parametrize("lost", [KEY, TOKEN, RULES])
 def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, lost: str, gateway: Gateway) -> None:
     key = private()
     with losing(lost):

@@ -17,7 +17,7 @@ from keyvault.api.integration import IntegrationView
 from keyvault.api.views.docs import CONTENT_SECURITY_POLICY, openapi_page
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
-from keyvault.hotpath.answering import BATCH, GATEWAYS, VERIFY
+from keyvault.hotpath.questions import BATCH, GATEWAYS, VERIFY
 from keyvault.project.verifying import verifying_view
 
 OPERATION_IDS = """

@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.revocation import RevocationReason
-from keyvault.hotpath.answering import KEY
+from keyvault.hotpath.questions import KEY
 from keyvault.models import Key, KeyUse, Merchant, UseBucket
 from keyvault.models.keys import OriginHeader
 from keyvault.services.credentials import restrict_credential

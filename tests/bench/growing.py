@@ -128,7 +128,7 @@ class _Reading:
 
     async def look_up(self, count: int) -> list[float]:
         """Microseconds of each. One after the other, by a query of its own: what one miss waits for."""
-        from keyvault.hotpath.answering import KEY
+        from keyvault.hotpath.questions import KEY
 
         took = []
         for _ in range(count):

@@ -18,12 +18,12 @@ from weakref import finalize
 from django.conf import settings
 
 from keyvault.access.rule_book import RuleBook
-from keyvault.hotpath.answering import Found
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor
 from keyvault.hotpath.engine import Engine
 from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.loader import make_engine
+from keyvault.hotpath.questions import Found
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import WaitingDoor
 from keyvault.hotpath.wsgi import RAW_PATH, Mounted

@@ -15,12 +15,11 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.rule_book import RuleBook
 from keyvault.domain.keystring import StringScope, checksum
-from keyvault.hotpath import answering
-from keyvault.hotpath.answering import BATCH, VERIFY, Found
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.engine import Verdict
 from keyvault.hotpath.memory import Subject
+from keyvault.hotpath.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import WaitingDoor
 from keyvault.models import Key
@@ -164,7 +163,7 @@ def test_engine_that_was_not_confirmed_lately_reads_through(stage: Stage, step: 
         assert found["code"] == "key_not_active"
 
 
-@pytest.mark.parametrize("lost", [answering.KEY, answering.TOKEN, answering.RULES])
+@pytest.mark.parametrize("lost", [KEY, TOKEN, RULES])
 def test_engine_that_is_stale_and_cannot_read_says_yes_to_nothing(stage: Stage, lost: str) -> None:
     """Guarantee: what was a yes a moment ago is none without somebody to vouch for it."""
     clock = Clock()
@@ -181,8 +180,8 @@ def test_engine_that_is_stale_and_cannot_read_says_yes_to_nothing(stage: Stage, 
         ):
             assert b'"allowed":true' not in answer.body
             assert b"503" in answer.body
-            assert answer.status != 200 or lost == answering.KEY
-        if lost == answering.KEY:
+            assert answer.status != 200 or lost == KEY
+        if lost == KEY:
             assert decision(primed.ask(stage.token, stage.asked)) == (503, "verifier_stale")
     assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
 
@@ -217,7 +216,7 @@ def test_engine_whose_feed_goes_back_between_reading_and_judging_says_no(
 
     def find_and_lose(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         found = find(store, of, ids, address)
-        if of == answering.KEY:
+        if of == KEY:
             primed.engine.freshness.lose()
         return found
 
@@ -291,7 +290,7 @@ def test_engine_service_token_that_expires_in_memory_is_none(stage: Stage) -> No
 # --- what is remembered -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [answering.KEY, answering.TOKEN, answering.RULES])
+@pytest.mark.parametrize("kind", [KEY, TOKEN, RULES])
 def test_engine_reading_that_a_change_came_across_is_not_remembered(
     stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +306,7 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
 
     def read_late(store: DatabaseStore, known: RuleBook | None) -> RuleBook:
         rules = read_rules(store, known)
-        if kind == answering.RULES:
+        if kind == RULES:
             primed.engine.evict([("key", "somebody else's")])
         return rules
 
@@ -317,9 +316,9 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
     memory = primed.engine.memory
     remembered = {
-        answering.KEY: memory.keys.by_id,
-        answering.TOKEN: memory.tokens.by_id,
-        answering.RULES: primed.engine.rules,
+        KEY: memory.keys.by_id,
+        TOKEN: memory.tokens.by_id,
+        RULES: primed.engine.rules,
     }
     assert not remembered.pop(kind)
     assert all(remembered.values())
@@ -389,7 +388,7 @@ class HeldStore:
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         found = outside_the_loop(lambda: self._store.find(kind, ids, None))
-        if kind == answering.KEY and self.holds:
+        if kind == KEY and self.holds:
             released = asyncio.Event()
             self.readings.append((kind, ids, released))
             await released.wait()
@@ -543,7 +542,7 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
     for _ in range(3):
         primed.ask(stage.token, stage.asked)
     known = next(iter(primed.engine.memory.keys.by_id.values()))
-    question = answering.Question("POST", VERIFY, answering.Headers(authorization=stage.token), b"", lambda n: b"x" * n)
+    question = Question("POST", VERIFY, Headers(authorization=stage.token), b"", lambda n: b"x" * n)
     for each in (primed.engine, known, known.about, known.record, question, primed.engine.ports.budgets):
         assert stage.text[27:60] not in repr(each)
         assert stage.token[27:60] not in repr(each)

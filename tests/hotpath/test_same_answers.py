@@ -19,7 +19,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
-from keyvault.hotpath.answering import BATCH
+from keyvault.hotpath.questions import BATCH
 from keyvault.services.limit_overrides import set_endpoint_limit
 from keyvault.services.recording import recorded
 from tests.doors.golden import ADDRESS, BEARERS, ENDPOINTS, STORED, UNPROVED, Row

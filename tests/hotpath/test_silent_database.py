@@ -7,8 +7,8 @@ import pytest
 from django.db import connection
 
 from keyvault.hotpath import stores
-from keyvault.hotpath.answering import KEY, TOKEN, Found
 from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.questions import KEY, TOKEN, Found
 from keyvault.hotpath.stores import ImpatientThread, PostgresStore, Reader
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]

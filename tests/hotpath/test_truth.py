@@ -15,9 +15,9 @@ import pytest
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
-from keyvault.hotpath.answering import BATCH
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.loader import make_follower
+from keyvault.hotpath.questions import BATCH
 from keyvault.hotpath.requests import MOST_REQUESTS
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel

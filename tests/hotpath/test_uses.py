@@ -11,8 +11,8 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind
 from keyvault.hotpath import engine as engine_module
-from keyvault.hotpath.answering import BATCH
 from keyvault.hotpath.loader import uses_of
+from keyvault.hotpath.questions import BATCH
 from keyvault.models import Key, KeyUse, UseBucket
 from keyvault.models.usage import Outcome
 from keyvault.services.usage import SeenUse, UsageLog
