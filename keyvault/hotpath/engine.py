@@ -1,7 +1,7 @@
 """The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
 
-    engine.verify_known(authorization, body) -> Answer | Missed | None    a question whose answer is in memory, and is yes
-    engine.verify_missed([(missed, record)]) -> [Answer | None]           once the key was read
+    engine.verify_known(authorization, body) -> Answer | Missed | None   what is in memory, and yes
+    engine.verify_missed([(missed, record)]) -> [Answer | None]          once the key was read
 
 Every other question goes the whole way, see `answering`.
 
