@@ -7,7 +7,7 @@ chunked`, and no Host or two of them (RFC 9112, 3, 3.2 and 6).
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,7 @@ CHUNKED_BYTES: Final = 8 * BODY_BYTES
 """Of a chunked body as it is sent, with the size of each chunk, its extensions, and trailers."""
 
 _KNOWN: Final = 512
+_KNOWN_NAMES_BYTES: Final = 1024
 _KNOWN_BYTES: Final = 90
 """Too short for a key with anything around it: what somebody puts into a URL is not kept here."""
 
@@ -65,14 +66,40 @@ def malformed(detail: str) -> RefusedError:
     return RefusedError(400, ErrorCode.REQUEST_INVALID, detail)
 
 
-class Known:
-    """Request lines and hosts that were found good; clients send few of them, again and again."""
+class Shape:
+    """Which of a request's headers, by the names as they were sent, decide how it is read."""
 
-    __slots__ = ("hosts", "lines")
+    __slots__ = ("authorization", "connection", "content_type", "host")
+
+    def __init__(self, names: Mapping[bytes, bytes]) -> None:
+        """`names` as they were sent, by their lower case. Raises KeyError without a Host."""
+        self.host = names[b"host"]
+        self.connection = names.get(b"connection")
+        self.authorization = names.get(b"authorization")
+        self.content_type = names.get(b"content-type")
+
+
+class Known:
+    """Request lines, hosts, and headers' names that were found good; clients send few of them, again and again."""
+
+    __slots__ = ("hosts", "lines", "shapes")
 
     def __init__(self) -> None:
         self.lines: dict[bytes, Line] = {}
         self.hosts: set[bytes] = set()
+        self.shapes: dict[tuple[bytes, ...], Shape] = {}
+
+    def read_shape(self, names: tuple[bytes, ...]) -> Shape | None:
+        """Of a request with these headers. None: it is to be read line by line."""
+        lower = {name.lower(): name for name in names}
+        if len(lower) != len(names) or b"host" not in lower or b"transfer-encoding" in lower:
+            return None
+        shape = Shape(lower)
+        if sum(map(len, names)) <= _KNOWN_NAMES_BYTES:
+            if len(self.shapes) >= _KNOWN:
+                self.shapes.clear()
+            self.shapes[names] = shape
+        return shape
 
     def read_line(self, text: bytes) -> Line | None:
         """What a request line says, given without its LF; None: it is none."""

@@ -28,6 +28,7 @@ from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor, StoreAwayError
 from keyvault.hotpath.engine import Engine, Ports, Verdict
 from keyvault.hotpath.freshness import SWITCH_SECONDS, Freshness
+from keyvault.hotpath.protocol import Shortcut
 from keyvault.hotpath.questions import VERIFY, is_ours
 from keyvault.hotpath.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
@@ -188,6 +189,7 @@ class Verifier:
         self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
         self._budgets = budgets()
         self._door = WaitingDoor(self.engine, self._store, self._budgets, failed_proofs().is_over)
+        self.shortcut = Shortcut(_VERIFY, self._door.verify)
         self._follower = make_follower(self.engine, "verifier")
         self._watching = {path: ImpatientThread(path) for path in _WATCHED}
         self._noting = ImpatientThread("notes", END_SECONDS)
@@ -207,8 +209,6 @@ class Verifier:
     def handle(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> Answer | Awaitable[Answer]:
-        if target == _VERIFY:
-            return self._door.answer(method, target, headers, body)
         path = target.partition(b"?")[0].decode("latin-1")
         if is_ours(path):
             return self._door.answer(method, target, headers, body)

@@ -14,7 +14,7 @@ from typing import Protocol
 import uvloop
 
 from keyvault.hotpath.freshness import SWITCH_SECONDS
-from keyvault.hotpath.protocol import Bounds, Connection, Handler, Shared
+from keyvault.hotpath.protocol import Bounds, Connection, Handler, Shared, Shortcut
 
 BACKLOG = 2048
 LONGEST_TICK_SECONDS = 0.25
@@ -33,10 +33,14 @@ SPARE_DESCRIPTORS = 256
 
 
 class Engine(Protocol):
-    """What answers: `handle`, and what goes on beside it between `start` and `stop`."""
+    """What answers: `handle`, and `shortcut` for what takes a shorter way; what goes on beside it between `start` and
+    `stop`."""
 
     @property
     def handle(self) -> Handler: ...
+
+    @property
+    def shortcut(self) -> Shortcut | None: ...
 
     async def start(self) -> None: ...
 
@@ -46,14 +50,15 @@ class Engine(Protocol):
 class Server:
     """Answers on sockets that listen already. `start` and `stop` once each, in a running loop."""
 
-    def __init__(self, handle: Handler, bounds: Bounds | None = None) -> None:
+    def __init__(self, handle: Handler, bounds: Bounds | None = None, shortcut: Shortcut | None = None) -> None:
         self._handle = handle
+        self._shortcut = shortcut
         self._bounds = bounds or Bounds()
         self._listeners: list[asyncio.Server] = []
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
-        self._shared = Shared(self._handle, self._bounds, loop)
+        self._shared = Shared(self._handle, self._bounds, loop, self._shortcut)
         bounds = self._bounds
         shortest = min(
             bounds.head_seconds, bounds.body_seconds, bounds.idle_seconds, bounds.write_seconds, bounds.linger_seconds
@@ -139,7 +144,7 @@ async def _serve(engine: Engine, listening: socket.socket, bounds: Bounds, tell_
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, is_told.set)
     await engine.start()
-    server = Server(engine.handle, bounds)
+    server = Server(engine.handle, bounds, engine.shortcut)
     try:
         await server.start([listening])
         # What is there now stays: the collector needs not look at it again while requests are answered.

@@ -50,7 +50,7 @@ class IsOver(Protocol):
 
 
 Waiting = tuple[Question, Needs, "asyncio.Future[Answer]"]
-MissedKey = tuple[Missed, list[tuple[bytes, bytes]], bytes, "asyncio.Future[Answer]"]
+MissedKey = tuple[Missed, bytes, bytes, "asyncio.Future[Answer]"]
 
 
 class WaitingDoor:
@@ -80,18 +80,29 @@ class WaitingDoor:
         if target == _VERIFY and method == b"POST" and body is not None:
             authorization = _only_plain(headers)
             if authorization is not None:
-                known = self._engine.verify_known(authorization, body)
-                if type(known) is Answer:
-                    return known
-                if type(known) is Missed and not self._is_over(known.asked.client_ip or None):
-                    return self._miss(known, headers, body)
-        question = self._ask(method, target, headers, body)
+                return self.verify(authorization, body)
+        return self._begin(self._ask(method, target, headers, body))
+
+    def verify(self, authorization: bytes, body: bytes) -> Answer | Awaitable[Answer]:
+        """A JSON body posted to verify, by a request of whose headers no other makes a difference."""
+        known = self._engine.verify_known(authorization, body)
+        if type(known) is Answer:
+            return known
+        if type(known) is Missed and not self._is_over(known.asked.client_ip or None):
+            return self._miss(known, authorization, body)
+        return self._begin(self._ask_plain(authorization, body))
+
+    def _begin(self, question: Question) -> Answer | Awaitable[Answer]:
         found = self._step(question)
         if isinstance(found, Answer):
             return found
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._wait(question, found, future)
         return future
+
+    def _ask_plain(self, authorization: bytes, body: bytes) -> Question:
+        headers = [(b"authorization", authorization), (b"content-type", b"application/json")]
+        return self._ask(b"POST", _VERIFY, headers, body)
 
     def _ask(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Question:
         return self._answering.ask(
@@ -104,9 +115,9 @@ class WaitingDoor:
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
             return self._answering.break_off(question)
 
-    def _miss(self, missed: Missed, headers: list[tuple[bytes, bytes]], body: bytes) -> "asyncio.Future[Answer]":
+    def _miss(self, missed: Missed, authorization: bytes, body: bytes) -> "asyncio.Future[Answer]":
         future: asyncio.Future[Answer] = self._loop.create_future()
-        self._missed.append((missed, headers, body, future))
+        self._missed.append((missed, authorization, body, future))
         self._open_lane()
         return future
 
@@ -148,7 +159,7 @@ class WaitingDoor:
                 self._go_on(question, future)
         except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
             waiting = [(question, future) for question, _, future in batch]
-            waiting += [(self._ask(b"POST", _VERIFY, headers, body), future) for _, headers, body, future in missed]
+            waiting += [(self._ask_plain(sent, body), future) for _, sent, body, future in missed]
             for question, future in waiting:
                 if not future.done():
                     future.set_result(self._answering.break_off(question))
@@ -178,9 +189,9 @@ class WaitingDoor:
             answers = self._engine.verify_missed(
                 [(asked, record if isinstance(record, KeyRecord) else None) for asked, record in records]
             )
-        for (_, headers, body, future), answer in zip(missed, answers, strict=True):
+        for (_, authorization, body, future), answer in zip(missed, answers, strict=True):
             if answer is None:
-                self._go_on(self._ask(b"POST", _VERIFY, headers, body), future)
+                self._go_on(self._ask_plain(authorization, body), future)
             else:
                 future.set_result(answer)
 

@@ -18,12 +18,12 @@ FEWEST_QUIET = 2
 """So many quiet rounds are enough to leave the noisy ones out."""
 
 
-def find_noise(others: float, steal: float) -> list[str]:
+def find_noise(others: float, steal: float, most_steal: float = MOST_STEAL) -> list[str]:
     """Who else was at work, on the server's core and on the machine below this one."""
     found = []
     if others > MOST_OTHERS:
         found.append(f"others used {others:.0%} of the core")
-    if steal > MOST_STEAL:
+    if steal > most_steal:
         found.append(f"{steal:.1%} of the machine was stolen")
     return found
 

@@ -11,6 +11,8 @@ BODY = b'{"hello":"world"}'
 class Hello:
     """In the place of the engine."""
 
+    shortcut = None
+
     async def start(self) -> None:
         return
 
