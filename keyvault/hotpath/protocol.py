@@ -304,7 +304,8 @@ class Connection(asyncio.Protocol):
                 and headers[shape.content_type] == b"application/json"
                 and method == b"POST"
             ):
-                answer = shared.shortcut(headers[shape.authorization].rstrip(), content)  # type: ignore[misc]
+                sent_token = headers[shape.authorization].rstrip()
+                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # where there is a target
             else:
                 sent = [(name, value.rstrip()) for name, value in headers.items()]
                 answer = shared.handle(method, target, sent, content)
