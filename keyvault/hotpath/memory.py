@@ -16,6 +16,7 @@ from keyvault.domain.keys import KeyRecord
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
 _GONE = float("-inf")
+"""The deadline of what was forgotten, for whatever still leans on it."""
 
 Subject = tuple[str, str]
 
@@ -83,11 +84,13 @@ class Shelf(Generic[R]):
             self._forget(known)
 
     def clear(self) -> None:
+        for known in self.by_id.values():
+            known.deadline = _GONE
         self.by_id.clear()
         self.by_tag.clear()
 
     def _forget(self, known: Known[R]) -> None:
-        known.deadline = _GONE  # for whatever still leans on it
+        known.deadline = _GONE
         if known.tag is not None:
             self.by_tag.pop(known.tag, None)
         if self._on_drop is not None:

@@ -546,3 +546,22 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
     for each in (primed.engine, known, known.about, known.record, question, primed.engine.ports.budgets):
         assert stage.text[27:60] not in repr(each)
         assert stage.token[27:60] not in repr(each)
+
+
+def test_engine_that_has_forgotten_all_for_want_of_room_grants_nothing_by_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: what was forgotten in the midst of a decision is not remembered by it: nobody would hear of its end."""
+    monkeypatch.setattr("keyvault.hotpath.engine._MOST_ACCOUNTS", 1)
+    make_merchant("globex")
+    _, other = issue(account("globex"))
+    primed = prime()
+    for text in (stage.text, *3 * (other.reveal(),)):
+        assert decision(primed.ask(stage.token, {**stage.asked, "key": text})) == ALLOWED
+    # Read and not proved: the proof then makes room for its account while it is decided the fast way.
+    primed.ask(stage.token, {**stage.asked, "key": forged(stage.text)})
+    for _ in range(2):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    suspend(stage)
+    primed.engine.evict([("key", stage.key.key_id)])
+    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
