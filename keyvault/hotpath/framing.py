@@ -28,9 +28,11 @@ CHUNKED_BYTES: Final = 8 * BODY_BYTES
 """Of a chunked body as it is sent, with the size of each chunk, its extensions, and trailers."""
 
 _KNOWN: Final = 512
-_KNOWN_NAMES_BYTES: Final = 1024
+_KNOWN_NAMES: Final = 32
+_KNOWN_NAME_BYTES: Final = 40
 _KNOWN_BYTES: Final = 90
-"""Too short for a key with anything around it: what somebody puts into a URL is not kept here."""
+"""Too short for a key with anything around it, and a name for a key alone: what somebody puts where it does not belong
+is not kept here."""
 
 _LINE = re.compile(rb"([A-Z-]{1,16}) ([!-~]+) HTTP/1\.([01])\r")
 _UNSAFE = re.compile(rb"[#<>`]|\?.*\"")
@@ -95,7 +97,7 @@ class Known:
         if len(lower) != len(names) or b"host" not in lower or b"transfer-encoding" in lower:
             return None
         shape = Shape(lower)
-        if sum(map(len, names)) <= _KNOWN_NAMES_BYTES:
+        if len(names) <= _KNOWN_NAMES and max(map(len, names)) <= _KNOWN_NAME_BYTES:
             if len(self.shapes) >= _KNOWN:
                 self.shapes.clear()
             self.shapes[names] = shape
