@@ -48,11 +48,7 @@ class Mounted:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ.get(RAW_PATH) or environ["PATH_INFO"]
-        if path == VERIFY:
-            is_ours_here = self._is_welcome(environ.get("HTTP_HOST", ""))
-        else:
-            is_ours_here = is_ours(path) and is_led_here(path, environ.get("HTTP_HOST", ""), self._is_welcome)
-        if not is_ours_here:
+        if not (is_ours(path) and is_led_here(path, environ.get("HTTP_HOST", ""), self._is_welcome)):
             return self._behind(environ, start_response)
         body = _body(environ)
         if path == VERIFY and body and environ.get("CONTENT_TYPE") == "application/json":
