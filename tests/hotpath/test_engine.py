@@ -551,7 +551,7 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
 def test_engine_that_has_forgotten_all_for_want_of_room_grants_nothing_by_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: what was forgotten in the midst of a decision is not remembered by it: nobody would hear of its end."""
+    """Guarantee: a decision does not remember what was forgotten in its midst: nobody would hear of its end."""
     monkeypatch.setattr("keyvault.hotpath.engine._MOST_ACCOUNTS", 1)
     make_merchant("globex")
     _, other = issue(account("globex"))
