@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 import psycopg
@@ -27,6 +27,7 @@ from keyvault.models import Confirmation, Verifier
 from keyvault.models.recording import Subject
 from keyvault.services.feed import CHANNEL, FeedWentBackError, Position, generation, look_at_feed
 from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient_connection
+from keyvault.services.libpq import ask, wait_for_notice
 from keyvault.services.usage import usage_log
 
 _log = logging.getLogger(__name__)
@@ -164,12 +165,10 @@ class Follower:
 
     def _write_report(self) -> None:
         reporter, confirmed = usage_log.reporter_id, self._position.confirmed
+        if connection.vendor == "postgresql":
+            self._write_report_at_once(reporter, confirmed)
+            return
         with transaction.atomic():
-            if connection.vendor == "postgresql":
-                with connection.cursor() as cursor:
-                    # Committed as any other: without a report that a crash has lost, receipts do not wait for this
-                    # process, though it vouches.
-                    cursor.execute("SET LOCAL lock_timeout = '200ms'")
             known = Verifier.objects.filter(pk=reporter).update(
                 confirmed_sequence=confirmed, seen_at=Now(), stopped_at=None
             )
@@ -184,6 +183,21 @@ class Follower:
                 )
             if self._has_moved:
                 Confirmation.objects.create(verifier_id=reporter, sequence=confirmed, at=Now())
+
+    def _write_report_at_once(self, reporter: str, confirmed: int) -> None:
+        """In one exchange and one transaction: whoever waits for receipts waits for this, and so do verdicts.
+
+        Committed as any other: without a report that a crash has lost, receipts do not wait for this process, though it
+        vouches.
+        """
+        statements = [_PATIENCE, _REPORT, _CONFIRM] if self._has_moved else [_PATIENCE, _REPORT]
+        values = {
+            "reporter": sql.Literal(reporter),
+            "door": sql.Literal(self.door),
+            "confirmed": sql.Literal(confirmed),
+            "staleness": sql.Literal(round(1000 * _expires_after_seconds())),
+        }
+        ask(sql.SQL(";".join(statements)).format(**values).as_bytes())
 
     def _follow(self) -> None:
         wake_up = _WakeUp(self._stop)
@@ -248,6 +262,22 @@ class Follower:
             self._is_out = False
 
 
+_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+_REPORT: Final = """
+    INSERT INTO keyvault_verifier
+        (verifier_id, door, started_at, confirmed_sequence, seen_at, staleness_ms, stopped_at)
+    VALUES ({reporter}, {door}, statement_timestamp(), {confirmed}, statement_timestamp(), {staleness}, NULL)
+    ON CONFLICT (verifier_id) DO UPDATE SET
+        confirmed_sequence = excluded.confirmed_sequence, seen_at = excluded.seen_at, stopped_at = NULL
+"""
+_CONFIRM: Final = """
+    INSERT INTO keyvault_confirmation (verifier_id, sequence, at)
+    VALUES ({reporter}, {confirmed}, statement_timestamp())
+    ON CONFLICT (verifier_id, sequence) DO NOTHING
+"""
+"""Nothing, where it was said before and the answer to that was lost."""
+
+
 class _WakeUp:
     """Waits for the next look: for a NOTIFY on a connection of its own, and never longer than a poll's time.
 
@@ -268,8 +298,7 @@ class _WakeUp:
                 self._listen()
                 # What was told meanwhile nobody heard: look at once.
             else:
-                for _ in self.connection.notifies(timeout=POLL_SECONDS, stop_after=1):
-                    pass
+                wait_for_notice(self.connection.pgconn, POLL_SECONDS)
         except psycopg.Error as error:
             if not self._is_out:
                 _log.warning("changes are not told, only found by polling", extra={"why": error})

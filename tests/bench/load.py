@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,17 +11,11 @@ from typing import Any
 
 from tests.environment import ROOT
 
+from .generators import Generators
 from .machine import Cores, cost, members, pinned, rss_mb
-
-ROTATION = Path(__file__).with_name("rotate.lua")
 
 SETTLE_SHARE = 0.15
 """Of a run, at either end, in which the server's processor time is not counted: the generator starts, and ends."""
-
-ADVICE = (
-    "wrk is not installed (Debian: apt-get install wrk): the load comes from the bundled generator in Python, which"
-    " gives out at some 100,000 requests a second."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +34,11 @@ class Loaded:
         return self.counted["requests"] / self.counted["seconds"]
 
 
-def has_wrk() -> bool:
-    return shutil.which("wrk") is not None
-
-
 def fill(port: int, requests: Path, *, cores: Cores, connections: int) -> None:
     """Sends every request once. Raises RuntimeError when the generator fails, or an answer is an error."""
+    asked = [str(port), str(requests), "--connections", str(connections)]
     done = subprocess.run(
-        _command(["tests.bench.pacer", str(port), str(requests), "--once", "--connections", str(connections)], cores),
+        pinned([sys.executable, "-m", "tests.bench.pacer", *asked, "--once"], cores.load),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -60,23 +50,19 @@ def fill(port: int, requests: Path, *, cores: Cores, connections: int) -> None:
         raise RuntimeError(f"not every request was answered: {(done.stderr or done.stdout)[-500:]}")
 
 
-def _command(module: list[str], cores: Cores) -> list[str]:
-    return pinned([sys.executable, "-m", *module], cores.load)
-
-
 def put_load(
-    port: int, requests: Path, *, process: int, cores: Cores, seconds: float, connections: int, rate: float | None
+    port: int,
+    requests: Path,
+    *,
+    generators: Generators,
+    process: int,
+    cores: Cores,
+    seconds: float,
+    connections: int,
+    rate: float | None,
 ) -> Loaded:
     """As fast as the server answers, or open loop at `rate` a second. Raises RuntimeError when the generator fails."""
-    wrk = shutil.which("wrk")
-    if rate is None and wrk is not None:
-        # A fraction of a second is more than wrk understands.
-        asked = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(ROTATION)]
-        command = pinned([wrk, *asked, f"http://127.0.0.1:{port}", "--", str(requests)], cores.load)
-    else:
-        paced = [] if rate is None else ["--rate", str(rate)]
-        asked = [str(port), str(requests), "--seconds", str(seconds), "--connections", str(connections)]
-        command = _command(["tests.bench.pacer", *asked, *paced], cores)
+    command = pinned(generators.command(port, requests, seconds, connections, rate), cores.load)
     processes = members(process)
     with subprocess.Popen(
         command,
@@ -108,7 +94,7 @@ def put_load(
 
 
 def _read(output: str) -> dict[str, float] | None:
-    """The last line, which both generators write as JSON."""
+    """The last line, which every generator writes as JSON."""
     lines = output.strip().splitlines()
     try:
         counted: Any = json.loads(lines[-1])

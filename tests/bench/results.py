@@ -125,10 +125,11 @@ def _rates(told: Told) -> list[str]:
     runs, paced = read_runs(told), told["paced"]
     cases = list(dict.fromkeys([run.case for run in runs] + list(told["states"])))
     heads = ["case", "requests/s, all rounds", "quiet rounds", "p50 us", "p99 us", "CPU us", "share", "RSS MB", "noisy"]
+    generators = _generators(told)
     about = (
         f"{told['options']['connections']} connections, {told['options']['keys']:,} keys in rotation,"
         f" {told['options']['listed']} % of them with an allow-list of networks; generator:"
-        f" {told['generator']}; {told['cores']}. PostgreSQL is a throwaway without fsync. A round is noisy when a"
+        f" {generators['closed']}; {told['cores']}. PostgreSQL is a throwaway without fsync. A round is noisy when a"
         " server that does not wait for a database had less than 94 % of its core, or the host stole over 1 %."
     )
     lines = ["## Closed loop", "", about, ""]
@@ -138,8 +139,14 @@ def _rates(told: Told) -> list[str]:
     heads = ["case", "offered/s", "achieved/s", "p50 us", "p99 us", "p99.9 us", "noisy"]
     rows = [_paced_row(case, [each for each in paced if each["case"] == case]) for case in cases]
     lines += ["", "## Open loop at 80 % of each one's own maximum", ""]
-    lines += ["The clock of a request starts when it is due, sent or not.", ""]
+    lines += [f"The clock of a request starts when it is due, sent or not; generator: {generators['open']}.", ""]
     return [*lines, *table(heads, [row for row in rows if row]), ""]
+
+
+def _generators(told: Told) -> dict[str, str]:
+    """Of either loop. A file of the time before pacer.c names one, and its open loop was pacer.py's."""
+    named = told["generator"]
+    return named if isinstance(named, dict) else {"closed": named, "open": "pacer.py"}
 
 
 def _rate_row(case: str, runs: list[Run], states: Mapping[str, str]) -> list[str]:

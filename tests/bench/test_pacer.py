@@ -1,27 +1,36 @@
-"""The generator of load: it sends what it was given, in rotation, and hides no stall of the server."""
+"""The generators of load: they send what they were given, in rotation, and hide no stall of the server."""
 
+import json
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from tests.environment import REQUIRE, ROOT, required_servers
+
+from .generators import Generators, compile_pacer, find_compiler
 from .pacer import Outcome, Pacer, is_whole, read_requests, write_requests
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 REFUSED = b"HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\n\r\n{}"
+CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\nb\r\n"a": "0\r\n"}\r\n0\r\n\r\n'
 STALL_SECONDS = 0.2
+
+REQUESTS = [b"one!", b"two!", b"six!"]
 
 
 class Answering:
-    """A server of few lines: every 4 bytes are a request, answered by `answer`; `seen` has them all."""
+    """A server of few lines: every `size` bytes are a request, answered by `answer`; `seen` has them all."""
 
-    def __init__(self, listening: socket.socket, answer: bytes, stall_at: int) -> None:
+    def __init__(self, listening: socket.socket, answer: bytes, stall_at: int, size: int) -> None:
         self.seen: list[bytes] = []
-        self._answer, self._stall_at, self._pause = answer, stall_at, threading.Lock()
+        self._answer, self._stall_at, self._size, self._pause = answer, stall_at, size, threading.Lock()
         self._listening = listening
         self.threads = [threading.Thread(target=self._accept)]
         self.threads[0].start()
@@ -37,8 +46,8 @@ class Answering:
 
     def _serve(self, connection: socket.socket) -> None:
         # In closed loop the client goes while it is answered.
-        with connection, suppress(ConnectionError):
-            while request := connection.recv(4):
+        with connection, connection.makefile("rb") as sent, suppress(ConnectionError):
+            while request := sent.read(self._size):
                 with self._pause:
                     self.seen.append(request)
                     if len(self.seen) == self._stall_at:
@@ -47,9 +56,14 @@ class Answering:
 
 
 @contextmanager
-def answering(answer: bytes = OK, stall_at: int = 0) -> Iterator[tuple[int, Answering]]:
+def answering(
+    answer: bytes = OK, *, stall_at: int = 0, size: int = 4, room: int = 0
+) -> Iterator[tuple[int, Answering]]:
+    """`room`: how many bytes the server's end takes before it reads; 0: as many as the system thinks fit."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Answering(listening, answer, stall_at)
+        if room:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        server = Answering(listening, answer, stall_at, size)
         try:
             yield listening.getsockname()[1], server
         finally:
@@ -58,21 +72,130 @@ def answering(answer: bytes = OK, stall_at: int = 0) -> Iterator[tuple[int, Answ
                 thread.join(10)
 
 
-REQUESTS = [b"one!", b"two!", b"six!"]
+@contextmanager
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port of a server that is one function, which ends when the generator does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        # Whoever never comes is not waited for.
+        listening.settimeout(30)
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            thread.join(60)
 
 
-def drive(port: int, seconds: float, rate: float | None) -> Outcome:
-    return Pacer(port, REQUESTS, 2, rate).run(seconds)
+def serve_byte_by_byte(listening: socket.socket, answer: bytes) -> None:
+    """Answers the first request of the first connection in as many pieces as it has bytes, and all else at once.
+
+    A piece has been read for certain when the generator has asked twice for what was answered after it on the other
+    connection: it looks at what is there on both before it looks anew.
+    """
+    with listening.accept()[0] as slow, slow.makefile("rb") as asked, listening.accept()[0] as other:
+        slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        asked.read(4)
+        with other.makefile("rb") as asked_meanwhile:
+            asked_meanwhile.read(4)
+            for place in range(len(answer)):
+                slow.sendall(answer[place : place + 1])
+                for _ in range(2):
+                    other.sendall(OK)
+                    asked_meanwhile.read(4)
+            other.sendall(OK)
+            rest = threading.Thread(target=_answer_all, args=(asked, slow))
+            rest.start()
+            _answer_all(asked_meanwhile, other)
+            rest.join()
 
 
-def test_pacer_in_open_loop_sends_all_that_is_due_in_rotation() -> None:
+def _answer_all(asked: BinaryIO, connection: socket.socket) -> None:
+    while asked.read(4):
+        connection.sendall(OK)
+
+
+# --- open loop, of either generator ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Generators:
+    """With pacer.c. Skips where nothing can compile it, unless KEYVAULT_REQUIRE asks for a machine that has all."""
+    compiler = find_compiler()
+    if compiler is None:
+        if required_servers():
+            pytest.fail(f"{REQUIRE} is set, but there is no cc on this machine", pytrace=False)
+        pytest.skip("no cc on this machine")
+    return Generators(pacer=compile_pacer(compiler, tmp_path_factory.mktemp("pacer")))
+
+
+@pytest.fixture(params=["pacer.c", "pacer.py"])
+def generators(request: pytest.FixtureRequest) -> Generators:
+    made: Generators = Generators() if request.param == "pacer.py" else request.getfixturevalue("compiled")
+    assert made.names["open"] == request.param
+    return made
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Starts a generator as the benchmarks do, and waits for its end."""
+
+    def perform(
+        generators: Generators,
+        port: int,
+        seconds: float,
+        rate: float,
+        *,
+        requests: Sequence[bytes] = REQUESTS,
+        connections: int = 2,
+    ) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "requests"
+        write_requests(path, requests)
+        command = generators.command(port, path, seconds, connections, rate)
+        return subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    return perform
+
+
+Drive = Callable[..., Outcome]
+
+
+@pytest.fixture
+def drive(run: Run, generators: Generators) -> Drive:
+    """What either generator has counted; all that `Outcome` has, and nothing else."""
+
+    def perform(port: int, seconds: float, rate: float, **chosen: object) -> Outcome:
+        return counted(run(generators, port, seconds, rate, **chosen))
+
+    return perform
+
+
+def counted(done: subprocess.CompletedProcess[str]) -> Outcome:
+    assert (done.returncode, done.stderr) == (0, "")
+    return Outcome(**json.loads(done.stdout))
+
+
+def test_pacer_in_open_loop_sends_all_that_is_due(drive: Drive) -> None:
     with answering() as (port, server):
         outcome = drive(port, 0.1, 1000)
     assert (outcome.requests, outcome.errors, outcome.unanswered) == (100, 0, 0)
     assert sorted(server.seen) == sorted((REQUESTS * 34)[:100])
+    # The last one is due 99 gaps after the first.
+    assert outcome.seconds > 0.099
+    assert 0 < outcome.p50_us <= outcome.p99_us <= outcome.p999_us <= outcome.most_us
 
 
-def test_pacer_in_open_loop_charges_a_stall_to_every_request_that_waited() -> None:
+def test_pacer_in_open_loop_sends_in_rotation(drive: Drive) -> None:
+    with answering() as (port, server):
+        drive(port, 0.1, 1000, connections=1)
+    assert server.seen == (REQUESTS * 34)[:100]
+
+
+def test_pacer_in_open_loop_charges_a_stall_to_every_request_that_waited(drive: Drive) -> None:
     """No coordinated omission: of two connections that stall, not two requests are late but all that were due."""
     with answering(stall_at=50) as (port, _):
         outcome = drive(port, 0.4, 1000)
@@ -83,9 +206,101 @@ def test_pacer_in_open_loop_charges_a_stall_to_every_request_that_waited() -> No
     assert outcome.late_us < outcome.most_us
 
 
+def test_pacer_counts_refusals_as_errors(drive: Drive) -> None:
+    with answering(REFUSED) as (port, _):
+        outcome = drive(port, 0.02, 1000)
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (20, 20, 0)
+
+
+@pytest.mark.parametrize("answer", [OK, CHUNKED], ids=["length", "chunked"])
+def test_pacer_reads_an_answer_that_comes_in_pieces(drive: Drive, answer: bytes) -> None:
+    offered = 6 * len(answer)
+    with serving(lambda listening: serve_byte_by_byte(listening, answer)) as port:
+        outcome = drive(port, offered / 10_000, 10_000)
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (offered, 0, 0)
+
+
+def test_pacer_reads_an_answer_of_more_than_one_read(drive: Drive) -> None:
+    body = b"{" + b" " * 1_000_000 + b"}"
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as (port, _):
+        outcome = drive(port, 0.02, 1000)
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (20, 0, 0)
+
+
+def test_pacer_reads_a_chunked_answer(drive: Drive) -> None:
+    with answering(CHUNKED) as (port, _):
+        outcome = drive(port, 0.02, 1000)
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (20, 0, 0)
+
+
+def test_pacer_sends_a_request_that_is_larger_than_any_buffer(drive: Drive) -> None:
+    """Whatever the server's end does not take at once, the system keeps a few megabytes of at most."""
+    size = 8_000_000
+    requests = [bytes([letter]) * size for letter in b"abc"]
+    with answering(size=size, room=4096) as (port, server):
+        outcome = drive(port, 0.006, 1000, requests=requests)
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (6, 0, 0)
+    assert sorted(server.seen) == sorted(requests * 2)
+
+
+def test_pacer_ends_with_a_connection_that_the_server_closes(run: Run, generators: Generators) -> None:
+    def close_after_one(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(4)
+            connection.sendall(OK)
+
+    with serving(close_after_one) as port:
+        done = run(generators, port, 60, 1000, connections=1)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the server closed a connection that was to be kept" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nCONTENT-LENGTH:2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nX-Content-Length: 9\r\nContent-Length: \t2 \r\n\r\n{}",
+        b"HTTP/1.1 100 Continue\r\nContent-Length: 9\r\n\r\n" + OK,
+        CHUNKED.replace(b"1\r\n{", b"01;name=value\r\n{"),
+        CHUNKED.replace(b"\r\n0\r\n\r\n", b"\r\n0\r\nTrailer: 0\r\n\r\n"),
+    ],
+    ids=["no body", "upper case", "blanks", "interim", "extension", "trailer"],
+)
+def test_compiled_pacer_reads_what_http_allows(run: Run, compiled: Generators, answer: bytes) -> None:
+    with answering(answer) as (port, _):
+        outcome = counted(run(compiled, port, 0.02, 1000))
+    assert (outcome.requests, outcome.errors, outcome.unanswered) == (20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"220 ready\r\n", "not HTTP/1"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\n{}", "not understood"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n{}", "not understood"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n{}", "not understood"),
+        (CHUNKED.replace(b"\r\nb\r\n", b"\r\na\r\n"), "not understood"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000, "too long"),
+        (OK + b"}", "more than it was asked for"),
+    ],
+    ids=["ftp", "two lengths", "negative", "endless", "wrong chunk", "long line", "more"],
+)
+def test_compiled_pacer_measures_nothing_around_what_it_does_not_understand(
+    run: Run, compiled: Generators, answer: bytes, why: str
+) -> None:
+    with answering(answer) as (port, _):
+        done = run(compiled, port, 0.02, 1000)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert why in done.stderr
+
+
+# --- pacer.py alone -------------------------------------------------------------------------------------------
+
+
 def test_pacer_in_closed_loop_goes_on_as_long_as_it_is_answered() -> None:
     with answering() as (port, server):
-        outcome = drive(port, 0.05, None)
+        outcome = Pacer(port, REQUESTS, 2, None).run(0.05)
     assert 0 < outcome.requests <= len(server.seen) <= outcome.requests + 2
     assert (outcome.errors, outcome.unanswered) == (0, 0)
 
@@ -95,12 +310,6 @@ def test_pacer_once_sends_each_request_once() -> None:
         outcome = Pacer(port, REQUESTS * 7, 2, None).run_once()
     assert (outcome.requests, outcome.errors) == (21, 0)
     assert sorted(server.seen) == sorted(REQUESTS * 7)
-
-
-def test_pacer_counts_refusals_as_errors() -> None:
-    with answering(REFUSED) as (port, _):
-        outcome = drive(port, 0.02, 1000)
-    assert (outcome.requests, outcome.errors) == (20, 20)
 
 
 def test_requests_are_read_as_they_were_written(tmp_path: Path) -> None:

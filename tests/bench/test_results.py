@@ -4,6 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .figures import API_KEY, BAO_KV, HIT, OWN_HELLO, TARGETS
 from .results import add, is_met, page, read_runs, targets_table
 from .servers import SERVERS
@@ -19,7 +21,7 @@ def verified(rate: float = 60.0) -> dict[str, Any]:
         "runs": [asdict(each) for each in runs],
         "paced": [{**paced, "round": 1, "flags": []}],
         "states": {BAO_KV: "not run: no bao on PATH", API_KEY: "failed: the revoked key: 200"},
-        "generator": "wrk",
+        "generator": {"closed": "wrk", "open": "pacer.c"},
         "options": {"connections": 32, "keys": 10_000, "listed": 10},
         "cores": "servers on CPU 0, load and databases on CPU 1",
     }
@@ -108,6 +110,17 @@ def test_page_drops_no_case_and_says_why_it_has_no_figures() -> None:
     assert f"| {API_KEY} | failed: the revoked key: 200 |" in text
     assert "`2026-11-21-machine.json`" in text
     assert "2 x somebody's" in text
+
+
+@pytest.mark.parametrize(
+    ("named", "open_loop"), [({"closed": "wrk", "open": "pacer.c"}, "pacer.c"), ("wrk", "pacer.py")]
+)
+def test_page_names_the_generator_of_either_loop(named: object, open_loop: str) -> None:
+    """Also of a file that was written before pacer.c was."""
+    text = page(whole(verify={**verified(), "generator": named}), "x.json")
+    closed, _, paced = text.partition("## Open loop")
+    assert "generator: wrk;" in closed
+    assert f"generator: {open_loop}." in paced
 
 
 def test_page_of_one_part_says_that_the_others_were_not_run() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from .cases import Case, find_wrong
 from .figures import HIT, TAIL, Run, Spread, find_noise, number, spread
+from .generators import find_generators
 from .launch import Started, StartError, launched
-from .load import ADVICE, Loaded, fill, has_wrk, put_load
+from .load import Loaded, fill, put_load
 from .machine import Cores
 from .pacer import write_requests
 from .servers import SERVERS, Plan, Server
@@ -62,14 +63,15 @@ class Verify:
 
     def __init__(self, site: Site, cores: Cores, asked: argparse.Namespace) -> None:
         self._site, self._cores, self._asked = site, cores, asked
+        self._generators = find_generators(site.folder)
         self._servers = [each for each in SERVERS if not asked.only or each.name in asked.only]
         self.runs: list[Run] = []
         self.paced: list[Paced] = []
         self.states: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
-        if not has_wrk():
-            tell(ADVICE)
+        for advice in self._generators.advice:
+            tell(advice)
         for server in SERVERS:
             if server not in self._servers:
                 self.states |= dict.fromkeys(server.cases, "not run: left out by --only")
@@ -185,6 +187,7 @@ class Verify:
         return put_load(
             started.port,
             requests,
+            generators=self._generators,
             process=started.process,
             cores=self._cores,
             seconds=seconds,
@@ -206,7 +209,7 @@ class Verify:
             "runs": [asdict(run) for run in self.runs],
             "paced": [asdict(each) for each in self.paced],
             "states": self.states,
-            "generator": "wrk" if has_wrk() else "bundled",
+            "generator": self._generators.names,
             "options": {name: value for name, value in vars(self._asked).items() if name != "json"},
             "cores": self._cores.words,
         }
