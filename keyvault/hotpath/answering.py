@@ -218,27 +218,39 @@ class Answering:
         sources.number = number
         judgement = _judge(presented, sources, question.at)
         if not presented.is_dry:
-            name = endpoint.name if isinstance(endpoint, Endpoint) else ""
-            engine.ports.note_verdict(
-                Verdict(
-                    judgement,
-                    request_id,
-                    "verify",
-                    environment,
-                    name,
-                    asked.client_ip or f"token:{service.token_id}",
-                    asked.user_agent or "",
-                    presented.origin,
-                    service.is_probe,
-                    question.at,
-                )
+            verdict = Verdict(
+                judgement,
+                request_id,
+                "verify",
+                environment,
+                endpoint.name if isinstance(endpoint, Endpoint) else "",
+                asked.client_ip or f"token:{service.token_id}",
+                asked.user_agent or "",
+                presented.origin,
+                service.is_probe,
+                question.at,
             )
-            if isinstance(judgement.verdict, Grant) and isinstance(endpoint, Endpoint) and sources.may_remember:
-                with engine.lock:
-                    engine.learn(asked, judgement, endpoint, rules)
+            engine.ports.note_verdict(verdict)
+            if sources.may_remember:
+                self._learn(question, asked, verdict, endpoint, sources)
         if number == 0 and question.target.startswith(VERIFY) and not question.target.startswith(BATCH):
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
+
+    def _learn(
+        self, question: Question, asked: Asked, verdict: Verdict, endpoint: Endpoint | Miss, sources: Sources
+    ) -> None:
+        """The next one like it goes the fast way."""
+        engine, judgement, rules = self._engine, verdict.judgement, sources.rules()
+        with engine.lock:
+            if isinstance(judgement.verdict, Grant):
+                if isinstance(endpoint, Endpoint):
+                    engine.learn(asked, judgement, endpoint, rules)
+                return
+            authorization = question.headers.get("authorization")
+            is_single = question.target.partition("?")[0] == VERIFY
+            if is_single and authorization is not None and authorization.isascii() and sources.token is not None:
+                engine.learn_denial(verdict, authorization.encode(), question.body or b"", sources.token, rules)
 
     def _bind(self, question: Question, sources: Sources) -> None:
         """The next request of this caller goes the fast way."""

@@ -14,7 +14,7 @@ that it was made for, and is not remembered.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import count
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -32,13 +32,13 @@ from keyvault.domain.base62 import encode, random_digits
 from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
-from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KeyString
 from keyvault.domain.networks import is_within
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.memory import RULES, Known, Memory, Subject, known_key
-from keyvault.hotpath.rendering import Template, identity_text
+from keyvault.hotpath.rendering import Template, denial_template, identity_text
 from keyvault.hotpath.requests import Asked, read_asked, read_plain
 
 _MOST_USES: Final = 20_000
@@ -233,6 +233,20 @@ class Repeat:
         """Of its use in the period between two reports that is told by `period`."""
 
 
+class Denied:
+    """A question that was denied because its key has ended, for when the same caller asks it again in the very same
+    bytes: whoever still has a revoked key asks as often as he did before. Worth what its token, key and rules are."""
+
+    __slots__ = ("known", "rules", "text", "token", "verdict")
+
+    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], rules: RuleBook, verdict: Verdict) -> None:
+        self.token = token
+        self.known = known
+        self.rules = rules
+        self.verdict = verdict
+        self.text = denial_template(verdict.judgement)
+
+
 Asker = tuple[Known[TokenRecord], bytes]
 """A proved token, and the tag of its question: `Engine.question_tags`."""
 
@@ -262,6 +276,7 @@ class Engine:
         self._keys_by_tag = self.memory.keys.by_tag
         self._tokens_by_tag = self.memory.tokens.by_tag
         self._repeats = self.memory.repeats
+        self._denied = self.memory.denied
         self._may_vouch = freshness.may_vouch
         self._monotonic = ports.monotonic
         self._wall = ports.wall
@@ -320,7 +335,8 @@ class Engine:
     # --- the fast way -------------------------------------------------------------------------------------------
 
     def verify_known(self, authorization: bytes, body: bytes) -> Answer | Missed | None:
-        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes. Missed: but for the key, which
+        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for
+        ever. Missed: but for the key, which
         `verify_missed` takes once it was read. Else None, and nothing done.
 
         `authorization` is the whole header; the rest of the request was found to be as usual.
@@ -339,6 +355,10 @@ class Engine:
             request_id = self._next_id()
             repeat = self._repeats.get(tag)
             if repeat is not None and (text := self._grant(repeat, wall, request_id)) is not None:
+                self.answered_from_memory += 1
+                return Answer(200, text, request_id.decode())
+            denied = self._denied.get(tag)
+            if denied is not None and (text := self._deny_again(denied, wall, request_id)) is not None:
                 self.answered_from_memory += 1
                 return Answer(200, text, request_id.decode())
             made = self._new_tag()
@@ -503,6 +523,28 @@ class Engine:
             return purse.text % (*standing, request_id, repeat.identity, *standing)
         return purse.template.fill(standing, request_id, repeat.identity)
 
+    def _deny_again(self, denied: Denied, wall: float, request_id: bytes) -> bytes | None:
+        """Its JSON, and noted as any other denial; None, and nothing done: it is to be decided anew."""
+        if wall >= denied.known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
+            return None
+        denied.known.is_asked_for = True
+        first = denied.verdict
+        self.ports.note_verdict(
+            Verdict(
+                first.judgement,
+                request_id.decode(),
+                first.door,
+                first.environment,
+                first.endpoint,
+                first.source,
+                first.user_agent,
+                first.origin,
+                first.is_probe,
+                datetime.fromtimestamp(wall, UTC),
+            )
+        )
+        return denied.text % (request_id, request_id)
+
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         use, uses = repeat.use, self._uses
         tally = uses.get(use)
@@ -596,6 +638,23 @@ class Engine:
         if len(self._ways) >= _MOST_WAYS:
             self._ways.clear()
         self._ways[question] = Way(judgement, endpoint, rules)
+
+    def learn_denial(
+        self, verdict: Verdict, authorization: bytes, body: bytes, proved: TokenRecord, rules: RuleBook
+    ) -> None:
+        """A denial of the whole way to a question of verify, where the key has ended for good: nothing but a change
+        will make another answer of it. Under the lock."""
+        record = verdict.judgement.record
+        if record is None or record.state not in DEAD_STATES or rules is not self.rules:
+            return
+        known = self.memory.keys.by_id.get(record.key_id)
+        token = self.memory.tokens.by_id.get(proved.service.token_id)
+        if known is None or known.record is not record or token is None or token.record is not proved:
+            return
+        if self._mark in f"{verdict.user_agent} {verdict.source} {verdict.origin}":
+            return  # of what may be a key only a masked text is kept
+        (tag,) = self.question_tags(authorization, [body])
+        self.memory.remember_denial(tag, Denied(token, known, rules, verdict))
 
     def _question(self, asked: Asked, holding: Holding, rules: RuleBook) -> tuple[object, ...] | None:
         """What of a question makes a difference for a plain key. None for what has to be judged each time: a private

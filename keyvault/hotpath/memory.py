@@ -142,7 +142,10 @@ class Memory:
         self.tokens: Shelf[TokenRecord] = Shelf(capacity)
         self.repeats: OrderedDict[bytes, Any] = OrderedDict()
         """By the tag of the whole question: what the engine has made of it."""
+        self.denied: OrderedDict[bytes, Any] = OrderedDict()
+        """Likewise, of those that are no good for ever."""
         self._most_repeats = min(capacity, _MOST_REPEATS)
+        self._most_denied = min(capacity, _MOST_DENIED)
         self.absent = Absent(_MOST_ABSENT, _ABSENT_SECONDS)
 
     def tag(self, text: bytes) -> bytes:
@@ -177,6 +180,12 @@ class Memory:
             self.repeats.popitem(last=False)
         self.repeats[tag] = repeat
 
+    def remember_denial(self, tag: bytes, denied: Any) -> None:
+        """Likewise."""
+        if len(self.denied) >= self._most_denied:
+            self.denied.popitem(last=False)
+        self.denied[tag] = denied
+
     def evict(self, subjects: Iterable[Subject]) -> None:
         """Whatever hangs on these is read anew by whoever asks for it next."""
         for subject in subjects:
@@ -205,6 +214,7 @@ class Memory:
         for shelf in (self.keys, self.customers, self.tokens):
             shelf.clear()
         self.repeats.clear()
+        self.denied.clear()
         self.absent.clear()
         self._by_credential.clear()
         self._by_account.clear()
@@ -230,6 +240,7 @@ _SECOND_CHANCES: Final = 64
 """Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
 
 _MOST_REPEATS: Final = 65_536
+_MOST_DENIED: Final = 4_096
 _MOST_ABSENT: Final = 10_000
 _ABSENT_SECONDS: Final = 1.0
 

@@ -100,6 +100,12 @@ def identity_text(holder: KeyHolder | KeyRecord) -> bytes:
     return encode(_identity(holder, None))[1:-1]
 
 
+def denial_template(judgement: Judgement) -> bytes:
+    """The answer to a denial, rendered once: the request's id is to be filled in twice."""
+    text = encode(decision(judgement, _REQUEST_ID)).replace(b"%", b"%%")
+    return text.replace(_REQUEST_ID.encode(), b"%b")
+
+
 class Template:
     """The answer to a grant, rendered once: with holes for the request's id, for whose key it is, and for what is left
     of each limit."""

@@ -189,11 +189,16 @@ class WaitingDoor:
             answers = self._engine.verify_missed(
                 [(asked, record if isinstance(record, KeyRecord) else None) for asked, record in records]
             )
-        for (_, authorization, body, future), answer in zip(missed, answers, strict=True):
-            if answer is None:
-                self._go_on(self._ask_plain(authorization, body), future)
-            else:
+        for (asked, authorization, body, future), answer in zip(missed, answers, strict=True):
+            if answer is not None:
                 future.set_result(answer)
+                continue
+            question = self._ask_plain(authorization, body)
+            if found is not None:
+                # Read after it was asked: as good for its answer now as it was, even where it may not be remembered.
+                key_id = asked.keystring.key_id
+                question.found[KEY, key_id] = found.get(key_id)
+            self._go_on(question, future)
 
     async def _read(self, batch: list[Waiting]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)

@@ -1,20 +1,23 @@
 """What was refused, and by which rule: noted in memory on the request path, written a moment later by a thread.
 
 For whoever is asked why with a request id. It is no evidence and part of no verdict, so it may be lost: memory is
-bounded, and so is what a flood of requests without any proof can have written.
+bounded, and so is what a flood can have written, of requests without any proof or with one revoked key again and again.
 """
 
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from multiprocessing.util import Finalize
+from time import sleep
 
 from django.db import InterfaceError, OperationalError, close_old_connections, connections
 from django.db.models import Q
 
-from keyvault.access.decision import Denial
+from keyvault.access.decision import Check, Denial
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import clean_text
 from keyvault.models import Refusal
@@ -31,17 +34,73 @@ _MOST_PENDING = 2_000
 _MOST_UNPROVED = 5
 """Of one flush: whoever proves nothing shall not fill the disk."""
 
+_MOST_OF_A_KEY = 10
+"""Of one flush: a revoked key that is still in use everywhere is refused as often as it was allowed."""
+
+_AT_ONCE = 10
+_PAUSE_SECONDS = 0.001
+"""Verdicts wait for whatever holds the interpreter: so it is let go after so many."""
+
 _MOST_FORGOTTEN = 5_000
 _READ = 512
 """Of a text no more than this is looked at."""
 
 
 @dataclass(slots=True)
+class _Noted:
+    """A denial as it was given. `key_id` and `merchant_id` "" before proof. `is_told`: it stands in the log."""
+
+    denial: Denial
+    trace: Sequence[Check]
+    key_id: str
+    merchant_id: str
+    request_id: str
+    door: str
+    environment: Environment
+    endpoint: str
+    source: str
+    at: datetime
+    is_told: bool = False
+
+    def tell(self) -> None:
+        """Once."""
+        if not self.is_told:
+            self.is_told = True
+            _log.info(
+                "denied",
+                extra={
+                    "request_id": self.request_id,
+                    "code": self.denial.code,
+                    "internal": self.denial.internal,
+                    "key_id": self.key_id,
+                },
+            )
+
+    def as_row(self) -> Refusal:
+        """Without the secrets that a client may have put into what it says."""
+        return Refusal(
+            request_id=self.request_id[:32],
+            at=self.at,
+            door=self.door[:32],
+            environment=self.environment,
+            endpoint=clean_text(self.endpoint[:_READ], 100),
+            code=self.denial.code,
+            detail=clean_text(self.denial.detail[:_READ], 300),
+            internal=clean_text(self.denial.internal[:_READ], 300),
+            key_id=self.key_id,
+            merchant_id=self.merchant_id,
+            source=clean_text(self.source[:_READ], 64),
+            trace=[[check.rule.value, check.passed] for check in self.trace],
+        )
+
+
+@dataclass(slots=True)
 class RefusalLog:
     """The refusals of this process that are not yet written."""
 
-    _pending: list[Refusal] = field(default_factory=list)
-    _unproved: int = 0
+    _pending: list[_Noted] = field(default_factory=list)
+    _kept: Counter[str] = field(default_factory=Counter)
+    """Of the pending ones how many are of each key; "" of none."""
     _dropped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
@@ -59,55 +118,50 @@ class RefusalLog:
         source: str,
         at: datetime,
     ) -> None:
-        """Notes a denied judgement and logs it; a grant leaves nothing. Some microseconds, no I/O, never an error."""
+        """Notes a denied judgement; a grant leaves nothing. Some microseconds, no I/O, never an error."""
         verdict = judgement.verdict
         if not isinstance(verdict, Denial):
             return
         try:
             holder = judgement.holder or verdict.holder
-            _log.info(
-                "denied",
-                extra={
-                    "request_id": request_id,
-                    "code": verdict.code,
-                    "internal": verdict.internal,
-                    "key_id": "" if holder is None else holder.key_id,
-                },
+            key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)
+            self._add(
+                _Noted(
+                    verdict,
+                    judgement.trace,
+                    key_id,
+                    merchant_id,
+                    request_id,
+                    door,
+                    environment,
+                    endpoint,
+                    source,
+                    at,
+                )
             )
-            row = Refusal(
-                request_id=request_id[:32],
-                at=at,
-                door=door[:32],
-                environment=environment,
-                endpoint=endpoint[:_READ],
-                code=verdict.code,
-                detail=verdict.detail[:_READ],
-                internal=verdict.internal[:_READ],
-                key_id="" if holder is None else holder.key_id,
-                merchant_id="" if holder is None else holder.merchant_id,
-                source=source[:_READ],
-                trace=[[check.rule.value, check.passed] for check in judgement.trace],
-            )
-            self._add(row, is_proved=holder is not None)
         except Exception:  # noqa: BLE001  the answer is given, whatever becomes of its record
             _log.exception("a refusal could not be noted")
 
     def flush(self) -> None:
-        """Writes what is pending. What a lost database did not take is kept, as far as there is room."""
+        """Tells the log and writes what is pending. What a lost database did not take is kept, as far as there is
+        room."""
         with self._flushing:
             with self._lock:
-                rows, self._pending = self._pending, []
+                pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
-                self._unproved = 0
+                self._kept.clear()
             if dropped:
                 _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
-            if not rows:
-                return
-            try:
-                Refusal.objects.bulk_create(map(_cleaned, rows), ignore_conflicts=True)
-            except (OperationalError, InterfaceError):
-                self._take_back(rows)
-                raise
+            for start in range(0, len(pending), _AT_ONCE):
+                portion = pending[start : start + _AT_ONCE]
+                for noted in portion:
+                    noted.tell()
+                try:
+                    Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
+                except (OperationalError, InterfaceError):
+                    self._take_back(pending[start:])
+                    raise
+                sleep(_PAUSE_SECONDS)
 
     def stop(self) -> None:
         """The farewell: writes what is left."""
@@ -121,13 +175,14 @@ class RefusalLog:
         """In a forked child: what is pending is the parent's to write, and so is its thread."""
         self.__init__()  # type: ignore[misc]  # of this very class, which nobody inherits from
 
-    def _add(self, row: Refusal, *, is_proved: bool) -> None:
+    def _add(self, noted: _Noted) -> None:
+        most = _MOST_OF_A_KEY if noted.key_id else _MOST_UNPROVED
         with self._lock:
-            if len(self._pending) >= _MOST_PENDING or (not is_proved and self._unproved >= _MOST_UNPROVED):
+            if len(self._pending) >= _MOST_PENDING or self._kept[noted.key_id] >= most:
                 self._dropped += 1
                 return
-            self._pending.append(row)
-            self._unproved += not is_proved
+            self._pending.append(noted)
+            self._kept[noted.key_id] += 1
             self._start()
 
     def _start(self) -> None:
@@ -155,20 +210,12 @@ class RefusalLog:
         except Exception:  # noqa: BLE001  whatever it was, the next ones may be written
             _log.exception("refusals could not be written")
 
-    def _take_back(self, rows: list[Refusal]) -> None:
+    def _take_back(self, pending: list[_Noted]) -> None:
         with self._lock:
             room = max(0, _MOST_PENDING - len(self._pending))
-            self._dropped += len(rows[room:])
-            self._pending = rows[:room] + self._pending
-
-
-def _cleaned(row: Refusal) -> Refusal:
-    """Redacted here, not on the request path."""
-    row.endpoint = clean_text(row.endpoint, 100)
-    row.detail = clean_text(row.detail, 300)
-    row.internal = clean_text(row.internal, 300)
-    row.source = clean_text(row.source, 64)
-    return row
+            self._dropped += len(pending[room:])
+            self._pending = pending[:room] + self._pending
+            self._kept.update(noted.key_id for noted in pending[:room])
 
 
 def find_refusal(request_id: str) -> Refusal | None:
