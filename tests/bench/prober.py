@@ -33,19 +33,35 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One revocation. `commit_ns`: just before COMMIT; `answers`: all for its key, before and after."""
+    """One revocation. `commit_ns`: just before COMMIT; `answers`: all for its key, before and after.
+
+    `confirmed_ms`: how long after the commit each verifier said that it had forgotten the key, by its receipt.
+    """
 
     commit_ns: int
     returned_ns: int
     answers: Sequence[Answered]
+    confirmed_ms: Sequence[float]
 
     def evicted_after_ms(self, verifiers: int) -> float | None:
-        """From COMMIT to the first refusal of the last verifier; None when one never refused."""
+        """From COMMIT to the last verifier's receipt; None when one has given none, or never refused."""
+        if len(self.confirmed_ms) != verifiers or self.refused_after_ms(verifiers) is None:
+            return None
+        return max(self.confirmed_ms)
+
+    def refused_after_ms(self, verifiers: int) -> float | None:
+        """From COMMIT to the first refusal of the last verifier, as it arrives: what the next request of the prober's
+        pace waits for is in it, and the time that a refusal takes. None when one never refused."""
         first: dict[int, int] = {}
         for each in self.answers:
             if not each.is_allowed:
                 first[each.verifier] = min(each.received_ns, first.get(each.verifier, each.received_ns))
         return (max(first.values()) - self.commit_ns) / 1e6 if len(first) == verifiers else None
+
+    def sent_after_receipts(self) -> list[Answered]:
+        """Those that were sent after the last receipt."""
+        last_ns = self.commit_ns + 1e6 * max(self.confirmed_ms, default=PATIENCE_SECONDS * 1000)
+        return [each for each in self.answers if each.sent_ns > last_ns]
 
     def sent_after(self) -> list[Answered]:
         """Those that were sent after the revoke call had returned."""
@@ -119,7 +135,10 @@ class Prober:
             raise RuntimeError("the writer did not revoke, or no verifier answered, in time")
         # What is still under way was asked about this key, too.
         answers += self._drain()
-        return Watched(told["commit_ns"], told["returned_ns"], answers)
+        self._ask_writer(f"receipt {told['sequence']}")
+        confirmed = self._read_writer()["confirmed_ns"]
+        confirmed_ms = [(each - told["commit_day_ns"]) / 1e6 for each in confirmed]
+        return Watched(told["commit_ns"], told["returned_ns"], answers, confirmed_ms)
 
     def _arrived(self) -> list[tuple[int, int]]:
         """Asleep until there is something, or the next request is due: who spins would keep the database waiting, with
@@ -137,7 +156,8 @@ class Prober:
         self._turn += 1
         if line.is_busy:
             return
-        line.is_watching = (self._turn // len(self._lines)) % 2 == 0
+        # By turns for each verifier, and for each of its lines: none is left alone for as long as a round takes.
+        line.is_watching = (self._turn // self.verifiers + self._turn // len(self._lines)) % 2 == 0
         line.is_busy = True
         self.sent += 1
         sent = request if line.is_watching else self._load[self._turn % len(self._load)]
@@ -167,9 +187,9 @@ class Prober:
                     answers.append(answered)
         return answers
 
-    def _ask_writer(self, key_id: str) -> None:
+    def _ask_writer(self, line: str) -> None:
         assert self._writer.stdin
-        self._writer.stdin.write(f"{key_id}\n".encode())
+        self._writer.stdin.write(f"{line}\n".encode())
         self._writer.stdin.flush()
 
     def _read_writer(self) -> dict[str, Any]:

@@ -174,9 +174,8 @@ def _paced_row(case: str, rounds: list[Told]) -> list[str]:
 
 
 def _revoked(told: Told) -> list[str]:
-    heads = ["verifiers", "revocations", "p50 ms", "p99 ms", "most ms", "requests after the return", 'answered "valid"']
-    lines = ["## From commit to refusal", "", revoke.describe(told), ""]
-    return [*lines, *table(heads, map(revoke.row, told["places"])), ""]
+    lines = ["## From commit to eviction and refusal", "", revoke.describe(told), ""]
+    return [*lines, *table(revoke.HEADS, map(revoke.row, told["places"])), ""]
 
 
 def _grown(told: Told) -> list[str]:

@@ -3,26 +3,45 @@
 import pytest
 
 from .prober import Answered, Watched
-from .revoke import row, summed, sums
+from .revoke import HEADS, row, summed, sums
 
 COMMIT, RETURNED = 10_000_000, 12_000_000
 
 
-def watched(*answers: tuple[int, float, float, bool]) -> Watched:
-    """Each: the verifier, when it was asked and when it answered in milliseconds, and whether it said yes."""
+def watched(*answers: tuple[int, float, float, bool], confirmed: tuple[float, ...] = (2.5,)) -> Watched:
+    """Each: the verifier, when it was asked and when it answered in milliseconds, and whether it said yes. `confirmed`:
+    the receipts, in milliseconds since the commit."""
     made = [Answered(one, int(sent * 1e6), int(received * 1e6), yes) for one, sent, received, yes in answers]
-    return Watched(COMMIT, RETURNED, made)
+    return Watched(COMMIT, RETURNED, made, confirmed)
 
 
-def test_eviction_is_the_first_refusal_of_the_last_verifier() -> None:
-    seen = watched((0, 9, 11, True), (0, 10, 13, False), (1, 10, 14, True), (1, 14, 15, False), (0, 16, 17, False))
-    assert seen.evicted_after_ms(2) == 5.0
+REFUSING = ((0, 9, 11, True), (0, 10, 13, False), (1, 10, 14, True), (1, 14, 15, False), (0, 16, 17, False))
 
 
-def test_eviction_of_a_verifier_that_never_refused_is_lost() -> None:
-    seen = watched((0, 10, 13, False), (1, 10, 14, True))
+def test_eviction_is_the_last_verifiers_receipt() -> None:
+    assert watched(*REFUSING, confirmed=(1.5, 4.5)).evicted_after_ms(2) == 4.5
+
+
+def test_refusal_is_the_first_one_of_the_last_verifier() -> None:
+    assert watched(*REFUSING).refused_after_ms(2) == 5.0
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(watched((0, 10, 13, False), (1, 10, 14, True), confirmed=(2, 3)), id="never refused"),
+        pytest.param(watched(*REFUSING, confirmed=(2,)), id="no receipt"),
+    ],
+)
+def test_eviction_of_a_verifier_that_never_heard_of_it_is_lost(seen: Watched) -> None:
     assert seen.evicted_after_ms(2) is None
     assert sums([summed(seen, 2)])["lost"] == 1
+
+
+def test_stale_after_the_receipt_is_a_yes_to_what_was_asked_after_the_last_one() -> None:
+    """The receipt is a promise: what was asked before it is not counted, however late the answer comes."""
+    seen = watched((0, 12.9, 20, True), (0, 13.1, 14, True), (0, 15, 16, False), confirmed=(1, 3))
+    assert summed(seen, 1)["stale_after_receipt"] == 1
 
 
 def test_stale_is_a_yes_to_what_was_asked_after_the_revoke_had_returned() -> None:
@@ -33,17 +52,24 @@ def test_stale_is_a_yes_to_what_was_asked_after_the_revoke_had_returned() -> Non
 
 
 def test_sums_count_all_revocations_together() -> None:
-    fine = summed(watched((0, 12.5, 13, False)), 1)
-    late = summed(watched((0, 12.5, 13, True), (0, 13, 15, False)), 1)
+    fine = summed(watched((0, 12.5, 13, False), confirmed=(1,)), 1)
+    late = summed(watched((0, 12.5, 13, True), (0, 13, 15, False), confirmed=(2.75,)), 1)
     told = sums([fine, fine, late])
     assert (told["revocations"], told["after"], told["stale"], told["lost"]) == (3, 4, 1, 0)
-    assert (told["p50_ms"], told["p99_ms"], told["most_ms"]) == (3.0, 5.0, 5.0)
-    assert row({"place": "here", **told}) == [
+    assert (told["p50_ms"], told["p99_ms"], told["most_ms"]) == (1.0, 2.75, 2.75)
+    assert (told["refused_p50_ms"], told["refused_p99_ms"], told["refused_most_ms"]) == (3.0, 5.0, 5.0)
+    shown = row({"place": "here", **told})
+    assert len(shown) == len(HEADS)
+    assert shown == [
         "here",
         "3",
+        "1",
+        "2.75",
+        "2.75",
         "3",
         "5",
         "5",
         "4",
         "1, the last asked 2.5 ms after the commit",
+        "0",
     ]

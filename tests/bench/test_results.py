@@ -35,9 +35,13 @@ def revoked(stale: int = 0, **changed: Any) -> dict[str, Any]:
         "p50_ms": 1.0,
         "p99_ms": 2.0,
         "most_ms": 3.0,
+        "refused_p50_ms": 5.0,
+        "refused_p99_ms": 6.0,
+        "refused_most_ms": 7.0,
         "returned_p50_ms": 1.0,
         "after": 100_200,
         "stale": stale,
+        "stale_after_receipt": 0,
         "last_stale_ms": 0.0,
         "per_second": 16_000.0,
     }
@@ -84,8 +88,9 @@ def test_targets_table_of_one_stale_yes_is_not_met() -> None:
     assert not is_met(told)
 
 
-def test_targets_table_of_a_lost_revocation_is_not_met() -> None:
-    told = whole(revoke=revoked(lost=1))
+@pytest.mark.parametrize("wrong", [{"lost": 1}, {"stale_after_receipt": 1}])
+def test_targets_table_of_a_lost_revocation_or_an_untrue_receipt_is_not_met(wrong: dict[str, int]) -> None:
+    told = whole(revoke=revoked(**wrong))
     assert cells(targets_table(told))["commit → last of 4 verifiers evicted, loaded, p99"][3] == "no"
 
 
