@@ -232,16 +232,22 @@ class Answering:
             )
             engine.ports.note_verdict(verdict)
             if sources.may_remember:
-                self._learn(question, asked, verdict, endpoint, sources)
+                self._learn(question, asked, verdict, endpoint, rules, sources.token)
         if number == 0 and question.target.startswith(VERIFY) and not question.target.startswith(BATCH):
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
 
     def _learn(
-        self, question: Question, asked: Asked, verdict: Verdict, endpoint: Endpoint | Miss, sources: Sources
+        self,
+        question: Question,
+        asked: Asked,
+        verdict: Verdict,
+        endpoint: Endpoint | Miss,
+        rules: RuleBook,
+        token: TokenRecord | None,
     ) -> None:
-        """The next one like it goes the fast way."""
-        engine, judgement, rules = self._engine, verdict.judgement, sources.rules()
+        """The next one like it goes the fast way. `rules` that it was judged by, whatever has become of them."""
+        engine, judgement = self._engine, verdict.judgement
         with engine.lock:
             if isinstance(judgement.verdict, Grant):
                 if isinstance(endpoint, Endpoint):
@@ -249,8 +255,8 @@ class Answering:
                 return
             authorization = question.headers.get("authorization")
             is_single = question.target.partition("?")[0] == VERIFY
-            if is_single and authorization is not None and authorization.isascii() and sources.token is not None:
-                engine.learn_denial(verdict, authorization.encode(), question.body or b"", sources.token, rules)
+            if is_single and authorization is not None and authorization.isascii() and token is not None:
+                engine.learn_denial(verdict, authorization.encode(), question.body or b"", token, rules)
 
     def _bind(self, question: Question, sources: Sources) -> None:
         """The next request of this caller goes the fast way."""

@@ -335,9 +335,8 @@ class Engine:
     # --- the fast way -------------------------------------------------------------------------------------------
 
     def verify_known(self, authorization: bytes, body: bytes) -> Answer | Missed | None:
-        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for
-        ever. Missed: but for the key, which
-        `verify_missed` takes once it was read. Else None, and nothing done.
+        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for ever. Missed: but for
+        the key, which `verify_missed` takes once it was read. Else None, and nothing done.
 
         `authorization` is the whole header; the rest of the request was found to be as usual.
         """
@@ -435,7 +434,7 @@ class Engine:
                 return None
             cost, origin = asked.cost or 1, asked.origin or ""
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
-        if asked.user_agent and self._mark in asked.user_agent:
+        if (asked.user_agent and self._mark in asked.user_agent) or self._mark in origin:
             return None  # of what may be a key only a masked text is kept
         if known is None:
             try:
@@ -527,6 +526,13 @@ class Engine:
         """Its JSON, and noted as any other denial; None, and nothing done: it is to be decided anew."""
         if wall >= denied.known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
             return None
+        record = denied.known.record
+        try:
+            peppers = self.ports.loaded_peppers(PEPPER_SET[record.environment])
+        except VerifierStaleError:
+            return None
+        if record.pepper_version not in peppers.versions:
+            return None  # it was retired: nobody can prove this key any more
         denied.known.is_asked_for = True
         first = denied.verdict
         self.ports.note_verdict(
@@ -587,7 +593,8 @@ class Engine:
             return False
         if not peppers.matches(keystring.text, record.digest, record.pepper_version):
             return False
-        self.ports.note_key_proof(record, keystring, peppers)
+        if record.state not in DEAD_STATES:
+            self.ports.note_key_proof(record, keystring, peppers)
         known.about = self._holding(record)
         self.memory.keys.bind(known, tag)
         return True

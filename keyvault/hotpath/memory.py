@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.verification import TokenRecord
-from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keys import DEAD_STATES, KeyRecord
 
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
@@ -41,7 +41,10 @@ class Known(Generic[R]):
 
 
 def known_key(record: KeyRecord) -> Known[KeyRecord]:
-    return Known(record.key_id, record, _NEVER if record.expires_at is None else record.expires_at.timestamp())
+    """What has ended is good for its denial for ever."""
+    is_over = record.state in DEAD_STATES
+    expires_at = None if is_over else record.expires_at
+    return Known(record.key_id, record, _NEVER if expires_at is None else expires_at.timestamp())
 
 
 class Shelf(Generic[R]):
@@ -176,13 +179,13 @@ class Memory:
 
     def remember_question(self, tag: bytes, repeat: Any) -> None:
         """The oldest goes first: it costs its next asker some microseconds."""
-        if len(self.repeats) >= self._most_repeats:
+        if len(self.repeats) >= self._most_repeats and tag not in self.repeats:
             self.repeats.popitem(last=False)
         self.repeats[tag] = repeat
 
     def remember_denial(self, tag: bytes, denied: Any) -> None:
         """Likewise."""
-        if len(self.denied) >= self._most_denied:
+        if len(self.denied) >= self._most_denied and tag not in self.denied:
             self.denied.popitem(last=False)
         self.denied[tag] = denied
 

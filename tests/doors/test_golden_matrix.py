@@ -31,6 +31,9 @@ ENGINES = [door for door in DOORS if door.name not in {"integration", "explain"}
 LEAST = 500
 """Cases of each door."""
 
+ENDED = {"deactivated", "revoked", "compromised", "destroyed"}
+"""States that no key ever leaves for a living one."""
+
 HEADING = """\
 # The verdict that every door gives, by credential, request and circumstances. `*`: whatever it is, the answer is the
 # same; `a|b`: the same for these; `!a|b`: the same for all but these. Endpoints from payouts.list on are added by
@@ -113,12 +116,38 @@ def test_both_doors_of_the_verifier_answer_alike_to_the_byte(
         assert _masked(first) == _masked(second)
 
 
+@pytest.mark.parametrize("client_type", CLIENTS)
+def test_both_doors_of_the_verifier_deny_what_has_ended_again_in_the_same_bytes(
+    client_type: type[EngineClient], rows: Rows, demanded: Mapping[Row, str]
+) -> None:
+    """Whatever else is asked with such a key: the second answer is the first but for the request's id, headers and
+    all, and comes from memory."""
+    client = _Keeping(client_type)
+    door = Verify(rows, demanded, client)  # type: ignore[arg-type]  # asked like Django's
+    ended = [row for row in demanded if row.state in ENDED and row.environment == "own" and door.can_ask(row)]
+    chosen = sample(demanded, ended, 150)
+    for number, row in enumerate(chosen):
+        for _ in range(2):
+            assert door.ask([_placed(row, number)]) == [door.demand(row)]
+        first, second = client.kept[-2:]
+        assert _masked(first) == _masked(second)
+        assert first["X-Request-Id"] != second["X-Request-Id"]
+    assert {row.state for row in chosen} == ENDED
+    assert client.from_memory >= sum(row.state != "deactivated" for row in chosen) > 100, (
+        "an expiry is judged each time"
+    )
+
+
 class _Keeping:
     """Keeps every answer of a client that remembers."""
 
     def __init__(self, client_type: type[EngineClient]) -> None:
         self._client = client_type(may_remember=True)
         self.kept: list[Response] = []
+
+    @property
+    def from_memory(self) -> int:
+        return self._client.engine.answered_from_memory
 
     def get(self, *given: Any, **named: Any) -> Response:
         self.kept.append(self._client.get(*given, **named))

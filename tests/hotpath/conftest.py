@@ -1,9 +1,20 @@
-"""What the verifier's engine notes goes to logs without threads."""
+"""A key, who asks about it, and what is done to it; what the verifier's engine notes goes to logs without threads."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key
+from keyvault.services.keys import revoke_key
 from keyvault.services.refusals import RefusalLog
 from keyvault.services.usage import UsageLog
+from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 from tests.services.conftest import scene as scene
 
 
@@ -14,3 +25,28 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     monkeypatch.setattr("keyvault.hotpath.loader.usage_log", log)
     monkeypatch.setattr("keyvault.hotpath.loader.refusal_log", RefusalLog())
     return log
+
+
+@dataclass(frozen=True)
+class Stage:
+    key: Key
+    text: str
+    token: str
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {"key": self.text, "environment": "sandbox", "endpoint": "orders.create"}
+
+
+@pytest.fixture
+def stage(db: None) -> Stage:
+    make_merchant("acme")
+    key, text = issue(account())
+    _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.SANDBOX)
+    return Stage(key, text.reveal(), token.reveal())
+
+
+def revoke(key: Key) -> None:
+    """In the test's own transaction, which no engine hears of."""
+    admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    revoke_key(grant(admin, P.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)

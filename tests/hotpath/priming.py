@@ -1,10 +1,11 @@
 """Engines for tests: the real one on the test's own database, whose feed the test confirms by hand."""
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -37,6 +38,24 @@ def outside_the_loop(read: Callable[[], T]) -> T:
         return read()
     finally:
         asyncio._set_running_loop(loop)
+
+
+@dataclass
+class Clock:
+    """Both clocks of a machine, told apart by what the test does to them."""
+
+    monotonic_now: float = 1_000.0
+    wall_now: float = field(default_factory=time.time)
+
+    def monotonic(self) -> float:
+        return self.monotonic_now
+
+    def wall(self) -> float:
+        return self.wall_now
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.monotonic_now += seconds
+        self.wall_now += seconds
 
 
 class Still:
@@ -85,6 +104,18 @@ def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None 
     made: Ports = replace(make_engine(failed_proofs().note, load_peppers).ports, **{"budgets": budgets, **ports})
     engine = Engine(made, Freshness(settings.MAX_STALENESS_SECONDS), capacity or settings.VERIFIER_KEYS)
     return Primed(engine, BlockingDoor(engine, DatabaseStore(), budgets), may_remember)
+
+
+def prime_by(clock: Clock, *, capacity: int | None = None, **ports: Any) -> Primed:
+    """One whose feed was confirmed just now, by the test's clock."""
+    primed = prime(may_remember=False, capacity=capacity, monotonic=clock.monotonic, wall=clock.wall, **ports)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    return primed
+
+
+def decision(answer: Answer) -> tuple[int, str]:
+    found = json.loads(answer.body)
+    return found["status"], found["code"] or "allowed"
 
 
 def masked(answer: Answer) -> tuple[int, tuple[tuple[str, str], ...], bytes]:

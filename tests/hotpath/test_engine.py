@@ -3,18 +3,14 @@
 import asyncio
 import gc
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 import pytest
 
-from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.rule_book import RuleBook
-from keyvault.domain.keystring import StringScope, checksum
+from keyvault.domain.keystring import checksum
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.engine import Verdict
@@ -22,58 +18,18 @@ from keyvault.hotpath.memory import Subject
 from keyvault.hotpath.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import WaitingDoor
-from keyvault.models import Key
+from keyvault.services.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys import get_key, suspend_key
 from keyvault.services.usage import UsageLog
 from tests.api.integration import losing
 from tests.doors.golden import forged
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+from tests.services.test_recording import WISH
 
-from .priming import Primed, Still, encode, outside_the_loop, prime
+from .conftest import Stage, revoke
+from .priming import Clock, Primed, Still, decision, encode, masked, outside_the_loop, prime, prime_by
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
-
-
-@dataclass
-class Clock:
-    """Both clocks of a machine, told apart by what the test does to them."""
-
-    monotonic_now: float = 1_000.0
-    wall_now: float = field(default_factory=time.time)
-
-    def monotonic(self) -> float:
-        return self.monotonic_now
-
-    def wall(self) -> float:
-        return self.wall_now
-
-    def pass_seconds(self, seconds: float) -> None:
-        self.monotonic_now += seconds
-        self.wall_now += seconds
-
-
-@dataclass(frozen=True)
-class Stage:
-    key: Key
-    text: str
-    token: str
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        return {"key": self.text, "environment": "sandbox", "endpoint": "orders.create"}
-
-
-@pytest.fixture
-def stage(db: None) -> Stage:
-    make_merchant("acme")
-    key, text = issue(account())
-    _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.SANDBOX)
-    return Stage(key, text.reveal(), token.reveal())
-
-
-def decision(answer: Answer) -> tuple[int, str]:
-    found = json.loads(answer.body)
-    return found["status"], found["code"] or "allowed"
 
 
 ALLOWED = (200, "allowed")
@@ -84,10 +40,6 @@ def suspend(stage: Stage) -> None:
     key = get_key(stage.key.key_id)
     assert key is not None
     suspend_key(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.KEYS_SUSPEND, account()), key)
-
-
-def prime_by(clock: Clock) -> Primed:
-    return prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
 
 
 def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
@@ -263,7 +215,6 @@ def test_engine_judges_deadlines_when_it_reads_them(stage: Stage) -> None:
     asked = {**stage.asked, "key": text.reveal()}
     clock = Clock()
     primed = prime_by(clock)
-    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     for _ in range(3):
         assert decision(primed.ask(stage.token, asked)) == ALLOWED
     clock.pass_seconds(key.expires_at.timestamp() - clock.wall_now - 0.001)
@@ -322,6 +273,36 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
     }
     assert not remembered.pop(kind)
     assert all(remembered.values())
+
+
+@pytest.mark.parametrize("is_read_anew", [False, True])
+def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remembered(
+    stage: Stage, is_read_anew: bool
+) -> None:
+    """Guarantee: an endpoint that is withdrawn while a question about it is judged is granted to nobody afterwards;
+    and that question is spent for and noted once, whatever has become of the rules that it was judged by."""
+    allowed = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
+    row = add_endpoint(allowed, WISH)
+    asked = {**stage.asked, "endpoint": WISH.name}
+    noted: list[Verdict] = []
+
+    def note(verdict: Verdict) -> None:
+        noted.append(verdict)
+        if verdict.endpoint == WISH.name and len(noted) == 2:
+            withdraw_endpoint(allowed, row)
+            primed.engine.evict([("endpoint", WISH.name)])
+            if is_read_anew:
+                primed.engine.rules = DatabaseStore().read_rules(None)
+
+    primed, whole = prime(full=False, note_verdict=note), prime(full=False, may_remember=False)
+    for each in (primed, whole):
+        assert decision(each.ask(stage.token, stage.asked)) == ALLOWED
+    expected = masked(whole.ask(stage.token, asked))
+    answer = primed.ask(stage.token, asked)
+    assert decision(answer) == ALLOWED, "it was asked before"
+    assert masked(answer) == expected
+    assert len(noted) == 2
+    assert decision(primed.ask(stage.token, asked)) == (404, "endpoint_unknown")
 
 
 def test_engine_flooded_with_ids_that_are_nobodys_stays_bounded_and_asks_once_for_each(
@@ -406,9 +387,17 @@ async def until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never was")
 
 
-def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> asyncio.Future[Answer]:
+def sent(stage: Stage, key: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
     headers = [(b"Authorization", f"Bearer {stage.token}".encode()), (b"Content-Type", b"application/json")]
-    found = door.answer(b"POST", VERIFY.encode(), headers, encode({**stage.asked, "key": key or stage.text}))
+    return headers, encode({**stage.asked, "key": key})
+
+
+async def answered(found: Answer | Awaitable[Answer]) -> Answer:
+    return found if isinstance(found, Answer) else await found
+
+
+def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> asyncio.Future[Answer]:
+    found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text))
     assert not isinstance(found, Answer)
     return asyncio.ensure_future(found)
 
@@ -447,6 +436,87 @@ def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> No
         assert len(ids) == len(texts)
         released.set()
         assert [decision(answer) for answer in await asyncio.gather(*waiting)] == [ALLOWED] * 20
+        assert len(store.readings) == 1
+
+    asyncio.run(run())
+
+
+MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
+    "another key": lambda primed, _: primed.engine.evict([("key", "another")]),
+    "the key itself": lambda primed, stage: primed.engine.evict([("key", stage.key.key_id)]),
+    "the rules": lambda primed, _: primed.engine.evict([("limit", "any")]),
+    "everything": lambda primed, _: primed.engine.evict(None),
+    "too long ago": lambda primed, _: primed.engine.freshness.confirm(float("-inf"), 0.0),
+}
+
+
+@pytest.mark.parametrize("change", MEANWHILE)
+def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_it_and_not_remembered(
+    stage: Stage, change: str
+) -> None:
+    """Guarantee: a key is read for once, and that reading, which began after the question came, serves it; and no other
+    question."""
+    (_, known), (gone, gone_text), (_, other) = (issue(account(), label=f"number {number}") for number in range(3))
+    revoke(gone)
+    expected = {
+        stage.text: ALLOWED,
+        gone_text.reveal(): (401, "key_revoked"),
+        _nobodys(stage): (401, "credential_invalid"),
+        forged(other.reveal()): (401, "credential_invalid"),
+    }
+
+    async def run() -> None:
+        clock, store = Clock(), HeldStore()
+        primed = prime_by(clock)
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for text, told in expected.items():
+            store.holds = False
+            primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+            await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
+            store.holds = True
+            store.readings.clear()
+            question = asks(door, stage, text)
+            assert len(door._missed) == 1, "it lacks the key alone, or this is about something else"
+            await until(lambda: bool(store.readings))
+            MEANWHILE[change](primed, stage)
+            store.readings[0][2].set()
+            assert decision(await question) == told
+            assert [(kind, len(ids)) for kind, ids, _ in store.readings] == [(KEY, 1)]
+            memory = primed.engine.memory
+            assert text[11:27] not in memory.keys.by_id
+            assert (len(memory.absent), len(memory.denied)) == (0, 0)
+
+    asyncio.run(run())
+
+
+def _nobodys(stage: Stage) -> str:
+    """A well-formed key whose id is nobody's."""
+    text = f"{stage.text[:11]}{7:016d}{stage.text[27:-6]}"
+    return text + checksum(text)
+
+
+@pytest.mark.parametrize("is_revoked", [False, True])
+def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_revoked: bool) -> None:
+    """Of one that has ended so is its denial: what was read is what is remembered, and is read for once."""
+    known = issue(account(), label="known before")[1].reveal()
+    if is_revoked:
+        revoke(stage.key)
+
+    async def run() -> None:
+        primed, store = prime_by(Clock()), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
+        store.holds = True
+        question = asks(door, stage)
+        await until(lambda: len(store.readings) == 1)
+        store.readings[0][2].set()
+        expected = masked(await question)
+        before = primed.from_memory
+        again = door.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
+        assert isinstance(again, Answer)
+        assert decision(again) == ((401, "key_revoked") if is_revoked else ALLOWED)
+        assert masked(again) == expected
+        assert primed.from_memory == before + 1
         assert len(store.readings) == 1
 
     asyncio.run(run())
@@ -516,13 +586,20 @@ def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:
     no string, nor the secret part of one, as a name or as a value."""
     primed = prime()
     agent = f"shop/1 {stage.text}"
+    gone, gone_text = issue(account(), label="revoked")
+    revoke(gone)
+    refused = {**stage.asked, "key": gone_text.reveal()}
     for _ in range(3):
+        primed.ask(stage.token, refused)
+        primed.ask(stage.token, {**refused, "user_agent": f"shop/1 {gone_text.reveal()}"})
+        primed.ask(stage.token, {**refused, "origin": f"https://shop.example/{gone_text.reveal()}"})
         primed.ask(stage.token, stage.asked)
         primed.ask(stage.token, {**stage.asked, "user_agent": agent})
         primed.ask(stage.token, {**stage.asked, "key": forged(stage.text)})
         primed.ask(stage.token, {"requests": [stage.asked]}, BATCH)
     assert primed.from_memory
-    secrets = [text[27:60] for text in (stage.text, stage.token, forged(stage.text))]
+    assert primed.engine.memory.denied
+    secrets = [text[27:60] for text in (stage.text, stage.token, forged(stage.text), gone_text.reveal())]
     held = [each.encode() if isinstance(each, str) else each for each in reachable(_state(primed))]
     texts = [each for each in held if isinstance(each, bytes)]
     assert len(texts) > 20

@@ -1,18 +1,21 @@
 """What was changed is seen by the next question: every act of the services against every tier of what an engine knows.
 
-Three engines have been asked every question before the act: one on the host of the act that has proved each string and
-granted whatever it could again, alone and in batches; one there that has read each record and proved nothing; and one
-on another host, which learns of it from the feed alone. Afterwards each of them answers as one that knows nothing, and
-reads.
+Three engines have been asked every question before the act: one on the host of the act that has proved each string,
+granted whatever it could again, alone and in batches, and denied again what has ended; one there that has read each
+record and proved nothing; and one on another host, which learns of it from the feed alone. Afterwards each of them
+answers as one that knows nothing, and reads.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
 from keyvault.hotpath.answers import Answer
@@ -24,13 +27,14 @@ from keyvault.models.recording import RecordedModel
 from keyvault.services import customer_tokens, keys, tokens
 from keyvault.services.feed import FeedWentBackError
 from tests.doors.golden import forged
-from tests.factories import issue, make_token, now
+from tests.factories import grant, issue, make_token, now
 from tests.services.conftest import Scene
 from tests.services.rows import lift_triggers
 from tests.services.test_customer_tokens import token_of
 from tests.services.test_recording import ACTS, WISH
 
-from .priming import Primed, Still, encode, prime, unnumbered
+from .conftest import revoke
+from .priming import Primed, Still, decision, encode, prime, unnumbered
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("usage")]
 
@@ -142,6 +146,8 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
     another host that has seen the feed since; whatever it had in memory, and in which tier."""
     make_token(*SERVICE_PERMISSIONS)
     token_of(issue(scene.sandbox)[0])
+    ended, ended_text = issue(scene.sandbox)
+    revoke(ended)
     act = ACTS[name].prepare(scene)
     asked = list(minted.questions())
     proved, read, elsewhere = prime(), prime(), prime(generation=Still())
@@ -152,6 +158,9 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
         assert answers(primed, asked) == answers(primed, asked) == answers(primed, asked) == before
         assert answers_together(primed, asked) == answers_together(primed, asked) == before
         assert primed.engine.memory.repeats or not any(b'"allowed":true' in body for _, body in before)
+        denied, from_memory = [each for each in asked if each[1]["key"] == ended_text.reveal()], primed.from_memory
+        assert answers(primed, denied) == fresh(denied)
+        assert primed.from_memory - from_memory >= 5, "with each service's token, and by other endpoints"
     assert proved.from_memory or not any(b'"allowed":true' in body for _, body in before)
     prove_nothing(read, asked)
     assert len(read.engine.memory.keys.by_id)
@@ -168,6 +177,24 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
         assert answers(primed, asked) == expected
     if name in MOVED.values():
         assert expected[: len(before)] != before
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_engine_key_that_had_expired_is_a_revoked_one_once_it_is_reported(scene: Scene, is_elsewhere: bool) -> None:
+    """The one denial of a key that has ended which another takes the place of."""
+    _, service = make_token(*SERVICE_PERMISSIONS)
+    key, text = issue(scene.sandbox, expires_in_days=30, at=now() - timedelta(days=40))
+    keys.expire_key(grant(WORKER, P.ROTATIONS_ADVANCE, scene.sandbox), key)
+    asked = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}
+    primed = prime(generation=Still()) if is_elsewhere else prime()
+    follower = make_follower(primed.engine, "test")
+    follower.poll_once()
+    for _ in range(3):
+        assert decision(primed.ask(service.reveal(), asked)) == (401, "key_expired")
+    keys.report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), key)
+    follower.poll_once()
+    for _ in range(3):
+        assert decision(primed.ask(service.reveal(), asked)) == (401, "key_revoked")
 
 
 def kinds() -> dict[str, type[RecordedModel]]:

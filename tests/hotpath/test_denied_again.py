@@ -1,0 +1,600 @@
+"""A key that has ended is refused again from memory: in the same bytes as ever, noted each time, and only as long as
+its record, its caller and the rules are those that it was refused by."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from django.forms import model_to_dict
+from hypothesis import given
+
+from keyvault.access.decision import Denial
+from keyvault.access.judgement import Judgement
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER, KeyHolder
+from keyvault.access.roles import Role
+from keyvault.access.verification import judge_record
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+from keyvault.domain.ids import is_merchant_id
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.hotpath import rendering
+from keyvault.hotpath.engine import Verdict
+from keyvault.hotpath.memory import Memory, Subject
+from keyvault.hotpath.questions import BATCH, KEY, VERIFY, Found
+from keyvault.hotpath.stores import DatabaseStore
+from keyvault.models import Key, KeyUse, Refusal, ServiceToken, UseBucket
+from keyvault.services.keys import burn_key, expire_key, report_compromise, stage_key, suspend_key
+from keyvault.services.limit_stores import LocalStore
+from keyvault.services.limits import Limiter
+from keyvault.services.refusals import RefusalLog
+from keyvault.services.tokens import revoke_service_token
+from keyvault.services.usage import UsageLog
+from tests.doors.golden import forged
+from tests.factories import account, grant, issue, make_merchant, make_token, now, the_operator
+
+from .conftest import Stage, revoke
+from .priming import Clock, Primed, Still, decision, encode, masked, prime, prime_by
+from .test_memory import a_key
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
+
+REVOKED = (401, "key_revoked")
+
+
+def _admin() -> Any:
+    return the_operator("admin", Role.KEY_ADMINISTRATOR)
+
+
+def _burn_staged(key: Key) -> None:
+    burn_key(grant(_admin(), P.KEYS_REVOKE, account()), key)
+
+
+@pytest.fixture
+def ended(stage: Stage) -> Stage:
+    """Its key is revoked, in the test's own transaction: before any engine knows of it."""
+    revoke(stage.key)
+    return stage
+
+
+def staged(stage: Stage) -> tuple[Key, str]:
+    """Another key of the same credential, which is not active yet."""
+    allowed = grant(WORKER, P.ROTATIONS_ADVANCE, account())
+    key, text = stage_key(allowed, stage.key.credential, expires_in_days=None)
+    return key, text.reveal()
+
+
+def learn(primed: Primed, stage: Stage) -> None:
+    """Until it is denied from memory."""
+    assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
+    assert primed.from_memory == 0
+    assert decision(primed.ask(stage.token, stage.asked)) == REVOKED
+    assert primed.from_memory == 1, "this is memory, or nothing is shown"
+
+
+def reread(primed: Primed, clock: Clock) -> None:
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+
+
+# --- what is answered -------------------------------------------------------------------------------------
+
+ENDS: dict[str, Callable[[Stage], tuple[Key, str]]] = {
+    "revoked": lambda stage: _ended(stage.key, stage.text, revoke),
+    "compromised": lambda stage: _ended(stage.key, stage.text, _report),
+    "destroyed": lambda stage: _ended(*staged(stage), _burn_staged),
+    "public": lambda stage: _ended(*_public(), revoke),
+}
+
+
+def _ended(key: Key, text: str, end: Callable[[Key], None]) -> tuple[Key, str]:
+    end(key)
+    return key, text
+
+
+def _report(key: Key) -> None:
+    report_compromise(grant(_admin(), P.KEYS_REPORT_COMPROMISE, account()), key)
+
+
+def _public() -> tuple[Key, str]:
+    key, text = issue(account(), kind=KeyKind.PUBLIC, label="public")
+    return key, text.reveal()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) -> None:
+    """Guarantee: who still has a key that has ended is told so in the same words as the first time, under an id of its
+    own; each time it is noted like the first, and nothing is spent or counted as a use."""
+    key, text = ENDS[end](stage)
+    more = {"client_ip": "192.0.2.9", "user_agent": "shop/1 50% \u00e9", "cost": 3}
+    if key.credential.kind == KeyKind.PUBLIC:
+        more["origin"] = "https://shop.example/50%25"
+    asked = {**stage.asked, "key": text, **more}
+    noted: list[Verdict] = []
+    clock = Clock()
+    primed = prime_by(clock, note_verdict=noted.append)
+    expected = masked(prime(may_remember=False).ask(stage.token, asked))
+    answers = [primed.ask(stage.token, asked)]
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 1)
+    for times in (1, 2, 3):
+        clock.pass_seconds(0.25)
+        answers.append(primed.ask(stage.token, asked))
+        assert primed.from_memory == times
+        assert noted[-1].at == datetime.fromtimestamp(clock.wall(), UTC)
+    for answer, verdict in zip(answers, noted, strict=True):
+        assert masked(answer) == expected
+        told = json.loads(answer.body)
+        assert told["key_id"] == key.key_id
+        assert told["request_id"] == told["problem"]["request_id"] == answer.request_id == verdict.request_id
+        assert replace(verdict, request_id="", at=noted[0].at) == replace(noted[0], request_id="")
+    assert len({answer.request_id for answer in answers}) == 4
+    assert primed.engine.take_uses() == ({}, 3)
+
+
+def test_denied_again_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[str] = []
+    for kind, name in ((Limiter, "spend"), (LocalStore, "try_spend")):
+        monkeypatch.setattr(kind, name, noting(spent, name, getattr(kind, name)))
+    _, good = issue(account(), label="good")
+    primed = prime()
+    learn(primed, ended)
+    assert not spent
+    for _ in range(2):
+        primed.ask(ended.token, {**ended.asked, "key": good.reveal()})
+    assert spent == ["spend", "try_spend"], "this is what would have been seen"
+
+
+def noting(names: list[str], name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    def note_and_act(*given: Any, **named: Any) -> Any:
+        names.append(name)
+        return act(*given, **named)
+
+    return note_and_act
+
+
+def test_denied_again_leaves_the_traces_that_any_denial_leaves(
+    ended: Stage, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal under each request id for whoever is asked why, and no sign of life of the key."""
+    refusals = RefusalLog()
+    monkeypatch.setattr("keyvault.hotpath.loader.refusal_log", refusals)
+    primed = prime()
+    ids = [primed.ask(ended.token, ended.asked).request_id for _ in range(4)]
+    assert primed.from_memory == 3
+    refusals.flush()
+    usage.flush()
+    kept = {row.request_id: row for row in Refusal.objects.all()}
+    assert set(kept) == set(ids)
+    first, *others = [model_to_dict(kept[request_id], exclude=["id", "request_id", "at"]) for request_id in ids]
+    assert others == [first] * 3
+    assert first["key_id"] == ended.key.key_id
+    assert not UseBucket.objects.exists()
+    assert not KeyUse.objects.exists()
+
+
+def test_denied_again_is_for_the_same_bytes_of_the_same_caller(ended: Stage) -> None:
+    """Another's question, or another question about the same key, is judged by itself."""
+    primed = prime()
+    learn(primed, ended)
+    _, other = make_token(P.KEYS_VERIFY, name="another")
+    make_merchant("globex")
+    _, elsewhere = make_token(P.KEYS_VERIFY, name="of others", merchants=["globex"])
+    assert decision(primed.ask(other.reveal(), ended.asked)) == REVOKED
+    assert decision(primed.ask(elsewhere.reveal(), ended.asked)) == (401, "credential_invalid")
+    assert decision(primed.ask(ended.token, {**ended.asked, "endpoint": "payouts.list"})) == REVOKED
+    assert decision(primed.ask(ended.token, {**ended.asked, "key": forged(ended.text)})) == (401, "credential_invalid")
+    spaced = primed.send("POST", VERIFY, {"authorization": f"Bearer {ended.token}"}, b" " + encode(ended.asked))
+    assert decision(spaced) == REVOKED
+    assert primed.from_memory == 1
+
+
+# --- how long it is good for ------------------------------------------------------------------------------
+
+SUBJECTS: dict[str, Callable[[Stage], list[Subject] | None]] = {
+    "its key": lambda stage: [("key", stage.key.key_id)],
+    "its credential": lambda stage: [("credential", stage.key.credential_id)],
+    "its account": lambda _: [("account", "acme/sandbox")],
+    "its merchant": lambda _: [("merchant", "acme")],
+    "its caller's token": lambda _: [("service_token", ServiceToken.objects.get().token_id)],
+    "a limit": lambda _: [("limit", "orders.create")],
+    "an endpoint": lambda _: [("endpoint", "orders.create")],
+    "something that this release does not know": lambda _: [("of a newer release", "x")],
+    "everything": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_denied_key_is_decided_anew_after_a_change_of_what_its_denial_hangs_on(ended: Stage, subject: str) -> None:
+    primed = prime()
+    learn(primed, ended)
+    primed.engine.evict(SUBJECTS[subject](ended))
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 1
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 2
+
+
+def test_denied_key_is_denied_by_memory_after_a_change_of_something_else(ended: Stage) -> None:
+    primed = prime()
+    learn(primed, ended)
+    primed.engine.evict([("key", "another"), ("merchant", "globex"), ("service_token", "another")])
+    primed.ask(ended.token, ended.asked)
+    assert primed.from_memory == 2
+
+
+def test_denied_key_s_caller_is_refused_once_its_token_was_revoked(ended: Stage) -> None:
+    """Guarantee: whoever lost the right to ask is not told about keys from memory either."""
+    primed = prime()
+    learn(primed, ended)
+    row = ServiceToken.objects.get()
+    revoke_service_token(grant(_admin(), P.TOKENS_WRITE), row)
+    primed.ask(ended.token, ended.asked)
+    assert primed.from_memory == 2, "no engine has heard of it yet"
+    primed.engine.evict([("service_token", row.token_id)])
+    answer = primed.ask(ended.token, ended.asked)
+    assert (answer.status, json.loads(answer.body)["code"]) == (401, "service_token_invalid")
+
+
+def test_denied_key_s_caller_is_refused_once_its_token_has_expired(ended: Stage) -> None:
+    clock = Clock()
+    primed = prime_by(clock)
+    learn(primed, ended)
+    clock.pass_seconds(ServiceToken.objects.get().expires_at.timestamp() - clock.wall() - 0.001)
+    reread(primed, clock)
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 2
+    clock.pass_seconds(0.001)
+    answer = primed.ask(ended.token, ended.asked)
+    assert (answer.status, json.loads(answer.body)["code"]) == (401, "service_token_invalid")
+
+
+@pytest.mark.parametrize("shelf", ["keys", "tokens"])
+def test_denied_key_is_decided_anew_once_there_was_no_more_room_for_what_its_denial_hangs_on(
+    ended: Stage, shelf: str
+) -> None:
+    _, other = issue(account(), label="another")
+    _, token = make_token(P.KEYS_VERIFY, name="another")
+    primed = prime(capacity=1)
+    learn(primed, ended)
+    if shelf == "keys":
+        primed.ask(ended.token, {**ended.asked, "key": other.reveal()})
+    else:
+        primed.ask(token.reveal(), {**ended.asked, "key": None})
+    assert len(primed.engine.memory.denied) == 1
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 1
+
+
+@pytest.mark.parametrize("step", ["the bound", "forwards", "backwards"])
+def test_denied_key_is_read_anew_by_an_engine_that_was_not_confirmed_lately(
+    ended: Stage, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    find = DatabaseStore.find
+
+    def find_and_note(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        looked.append(of)
+        return find(store, of, ids, address)
+
+    monkeypatch.setattr(DatabaseStore, "find", find_and_note)
+    clock = Clock()
+    primed = prime_by(clock)
+    learn(primed, ended)
+    clock.pass_seconds(1.9)
+    primed.ask(ended.token, ended.asked)
+    assert primed.from_memory == 2
+    if step == "the bound":
+        clock.pass_seconds(0.1)
+    else:
+        clock.wall_now += 5 if step == "forwards" else -5
+    looked.clear()
+    for _ in range(2):
+        assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert looked.count(KEY) == 2
+    assert primed.from_memory == 2
+    reread(primed, clock)
+    primed.ask(ended.token, ended.asked)
+    assert primed.from_memory == 3
+
+
+def test_denied_key_is_not_vouched_for_by_an_engine_whose_feed_went_back(ended: Stage) -> None:
+    primed = prime()
+    learn(primed, ended)
+    primed.engine.freshness.lose()
+    for _ in range(2):
+        assert decision(primed.ask(ended.token, ended.asked)) == (503, "verifier_stale")
+    assert primed.from_memory == 1
+
+
+class Moving(Still):
+    """The generation of a host on which the test says what was changed."""
+
+    subjects: Iterable[Subject] | None = ()
+    is_readable = True
+
+    def move(self, subjects: Iterable[Subject] | None) -> None:
+        self.words[0] += 1
+        self.subjects = subjects
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
+        if not self.is_readable:
+            raise OSError("too many open files")
+        return self.words[0], self.subjects
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_denied_key_is_decided_anew_by_the_next_question_after_a_change_on_its_host(ended: Stage, subject: str) -> None:
+    """Guarantee: no denial either is given by what was, once whoever changed it had an answer."""
+    host = Moving()
+    primed = prime(generation=host)
+    learn(primed, ended)
+    host.move(SUBJECTS[subject](ended))
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 1
+    host.move([("key", "another")])
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 2
+
+
+def test_denied_key_is_forgotten_by_an_engine_that_cannot_read_what_its_host_changed(ended: Stage) -> None:
+    host = Moving()
+    primed = prime(generation=host)
+    learn(primed, ended)
+    host.is_readable = False
+    host.move([("key", "another")])
+    for _ in range(3):
+        assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert primed.from_memory == 1
+    assert not primed.engine.memory.denied
+
+
+def test_denied_key_that_would_have_expired_meanwhile_is_still_a_revoked_one(stage: Stage) -> None:
+    key, text = issue(account(), label="short-lived", expires_in_days=1)
+    assert key.expires_at is not None
+    revoke(key)
+    asked = {**stage.asked, "key": text.reveal()}
+    clock = Clock()
+    quick, whole = prime_by(clock), prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
+    for _ in range(2):
+        assert masked(quick.ask(stage.token, asked)) == masked(whole.ask(stage.token, asked))
+    clock.pass_seconds(key.expires_at.timestamp() - clock.wall())
+    reread(quick, clock)
+    for _ in range(3):
+        answer = quick.ask(stage.token, asked)
+        assert decision(answer) == REVOKED
+        assert masked(answer) == masked(whole.ask(stage.token, asked))
+
+
+# --- what is not remembered -------------------------------------------------------------------------------
+
+
+def test_denied_key_that_may_come_back_is_judged_each_time(stage: Stage) -> None:
+    """Nothing is remembered of a key that has not ended for good: what it is denied for may pass by itself."""
+    late, late_text = issue(account(), label="late", expires_in_days=1)
+    assert late.expires_at is not None
+    _, not_yet = staged(stage)
+    suspend_key(grant(_admin(), P.KEYS_SUSPEND, account()), stage.key)
+    primed = prime_by(Clock(wall_now=late.expires_at.timestamp() + 60))
+    denied = {stage.text: "key_not_active", not_yet: "key_not_active", late_text.reveal(): "key_expired"}
+    for text, code in denied.items():
+        for _ in range(3):
+            assert decision(primed.ask(stage.token, {**stage.asked, "key": text})) == (401, code)
+    assert len(primed.engine.memory.keys.by_id) == 3
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
+
+
+def test_denied_key_that_has_expired_is_told_so_whether_or_not_it_was_swept(stage: Stage) -> None:
+    """However often, and by whichever way."""
+    key, text = issue(account(), label="late", expires_in_days=1)
+    assert key.expires_at is not None
+    asked = {**stage.asked, "key": text.reveal()}
+    clock = Clock(wall_now=key.expires_at.timestamp() + 60)
+    quick, whole = prime_by(clock), prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
+    expected = masked(whole.ask(stage.token, asked))
+    assert b"key_expired" in expected[2]
+    expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, account(), at=key.expires_at), key)
+    for _ in range(3):
+        assert masked(quick.ask(stage.token, asked)) == expected
+
+
+MARKED = "kv_prv_sbx_and the rest of a key"
+
+UNLEARNED: dict[str, dict[str, Any]] = {
+    "a dry run": {"dry_run": True},
+    "a user agent with what may be a key": {"user_agent": f"shop/1 {MARKED}"},
+    "an origin with what may be a key": {"origin": f"https://shop.example/{MARKED}"},
+    "no key": {"key": None},
+    "a key that is none": {"key": "nonsense"},
+}
+
+
+@pytest.mark.parametrize("case", UNLEARNED)
+def test_denied_question_that_is_not_to_be_remembered_is_judged_each_time(ended: Stage, case: str) -> None:
+    primed = prime()
+    first, *others = [primed.ask(ended.token, {**ended.asked, **UNLEARNED[case]}) for _ in range(3)]
+    assert first.status == 200
+    assert b'"allowed":false' in first.body
+    assert [masked(answer) for answer in others] == [masked(first)] * 2
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
+    learn(primed, ended)
+    assert len(primed.engine.memory.denied) == 1
+
+
+def test_denied_question_without_proof_is_judged_each_time(ended: Stage) -> None:
+    """Guarantee: nothing is remembered of a key for whoever has not shown that he has it, or may not be told of it."""
+    primed = prime()
+    make_merchant("globex")
+    _, others = make_token(P.KEYS_VERIFY, name="of others", merchants=["globex"])
+    _, everywhere = make_token(P.KEYS_VERIFY, name="of both")
+    by_line = {"key": ended.text, "environment": "sandbox", "method": "GET", "path": f"/sandbox/x?key={ended.text}"}
+    learn(primed, ended)
+    questions = [
+        (ended.token, {**ended.asked, "key": forged(ended.text)}, "credential_invalid"),
+        (ended.token, {**ended.asked, "key": f"{ended.text},{ended.text}"}, "credential_ambiguous"),
+        (ended.token, by_line, "credential_in_url"),
+        (others.reveal(), ended.asked, "credential_invalid"),
+        (everywhere.reveal(), {**ended.asked, "environment": "production"}, "environment_mismatch"),
+    ]
+    for token, asked, code in questions:
+        for _ in range(3):
+            assert decision(primed.ask(token, asked))[1] == code
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (1, 1)
+
+
+def test_denied_questions_of_a_batch_are_judged_each_time(ended: Stage) -> None:
+    """Also where the same was asked alone; each under its own number."""
+    noted: list[Verdict] = []
+    primed = prime(note_verdict=noted.append)
+    together = {"requests": [ended.asked, ended.asked]}
+    for _ in range(3):
+        primed.ask(ended.token, together, BATCH)
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
+    learn(primed, ended)
+    noted.clear()
+    answer = primed.ask(ended.token, together, BATCH)
+    ids = [f"{answer.request_id}-{number}" for number in range(2)]
+    assert [verdict.request_id for verdict in noted] == ids
+    assert [each["request_id"] for each in json.loads(answer.body)["decisions"]] == ids
+    assert primed.from_memory == 1
+
+
+def test_denied_question_of_a_gateway_is_judged_each_time(ended: Stage) -> None:
+    primed = prime()
+    gateway = {"x-service-token": ended.token, "x-api-key": ended.text, "x-original-method": "POST"}
+    gateway |= {"x-original-uri": "/sandbox/merchants/orders", "x-original-host": "127.0.0.1"}
+    for _ in range(3):
+        assert json.loads(primed.send("GET", "/v1/authorize/nginx", gateway).body)["code"] == "key_revoked"
+    assert (primed.from_memory, len(primed.engine.memory.denied)) == (0, 0)
+
+
+def test_denied_question_of_an_engine_that_may_remember_nothing_is_not_remembered(ended: Stage) -> None:
+    primed = prime(may_remember=False)
+    for _ in range(3):
+        assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert not primed.engine.memory.denied
+
+
+def _token(primed: Primed) -> Any:
+    (known,) = primed.engine.memory.tokens.by_id.values()
+    return known.record
+
+
+def _read_key_anew(primed: Primed, stage: Stage) -> None:
+    record = primed.engine.memory.keys.by_id[stage.key.key_id].record
+    primed.engine.evict([("key", stage.key.key_id)])
+    primed.engine.memory.admit_key(record._replace())
+
+
+def _make_room(primed: Primed, stage: Stage) -> None:
+    record = primed.engine.memory.keys.by_id[stage.key.key_id].record
+    for number in range(2):
+        primed.engine.memory.admit_key(record._replace(key_id=f"another {number}"))
+
+
+def _read_token_anew(primed: Primed, stage: Stage) -> None:
+    record = _token(primed)
+    primed.engine.evict([("service_token", record.service.token_id)])
+    primed.engine.memory.admit_token(replace(record))
+
+
+def _read_rules_anew(primed: Primed, stage: Stage) -> None:
+    primed.engine.evict([("limit", "any")])
+    primed.engine.rules = DatabaseStore().read_rules(None)
+
+
+MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
+    "its key is forgotten": lambda primed, stage: primed.engine.evict([("key", stage.key.key_id)]),
+    "its key is read anew": _read_key_anew,
+    "its key makes room for others": _make_room,
+    "its token is forgotten": lambda primed, _: primed.engine.evict(
+        [("service_token", _token(primed).service.token_id)]
+    ),
+    "its token is read anew": _read_token_anew,
+    "the rules are read anew": _read_rules_anew,
+    "everything is forgotten": lambda primed, _: primed.engine.evict(None),
+}
+
+
+@pytest.mark.parametrize("case", MEANWHILE)
+def test_denied_question_is_not_remembered_when_it_was_judged_by_what_is_no_longer_known(
+    ended: Stage, case: str
+) -> None:
+    """Guarantee: a judgement of a record that was replaced while it was made serves its own question alone: nobody
+    would hear of that record's end."""
+    noted: list[Verdict] = []
+    acts = [MEANWHILE[case]]
+
+    def note(verdict: Verdict) -> None:
+        noted.append(verdict)
+        if acts:
+            acts.pop()(primed, ended)
+
+    primed = prime(capacity=2, note_verdict=note)
+    primed.ask(ended.token, {**ended.asked, "key": None, "dry_run": True})
+    assert primed.engine.rules is not None
+    assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
+    assert not primed.engine.memory.denied
+    assert not acts
+    assert len(noted) == 1
+    learn(primed, ended)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_denied_questions_are_remembered_in_bounds_and_the_oldest_goes(ended: Stage) -> None:
+    primed = prime(capacity=2)
+    questions = [{**ended.asked, "client_ip": f"192.0.2.{number}"} for number in range(5)]
+    for asked in questions:
+        assert decision(primed.ask(ended.token, asked)) == REVOKED
+        assert len(primed.engine.memory.denied) <= 2
+    assert primed.from_memory == 0
+    for asked in questions[3:]:
+        primed.ask(ended.token, asked)
+    assert primed.from_memory == 2
+    primed.ask(ended.token, questions[2])
+    assert primed.from_memory == 2
+    assert len(primed.engine.memory.denied) == 2
+
+
+@pytest.mark.parametrize(("capacity", "most"), [(8, 8), (4_096, 4_096), (100_000, 4_096)])
+def test_denied_questions_are_no_more_than_keys_and_never_more_than_some_thousands(capacity: int, most: int) -> None:
+    memory = Memory(b"k" * 32, capacity)
+    for number in range(5_000):
+        memory.remember_denial(b"%d" % number, number)
+    assert list(memory.denied.values()) == list(range(5_000 - most, 5_000))
+    memory.clear()
+    assert not memory.denied
+
+
+# --- what is in the answer --------------------------------------------------------------------------------
+
+
+def judgement(merchant_id: str, detail: str) -> Judgement:
+    holder = KeyHolder("K" * 16, "crd_x", KeyKind.PRIVATE, Environment.SANDBOX, merchant_id)
+    return Judgement(Denial(ErrorCode.KEY_REVOKED, detail, holder=holder), holder)
+
+
+@given(merchant=st.text('%bds(){}\\"<\u00e9', max_size=12), detail=st.text("%bds<>\n\u00e9", max_size=12))
+def test_denial_template_is_filled_like_the_answer_itself_whatever_is_in_its_texts(merchant: str, detail: str) -> None:
+    found = judgement(merchant, detail)
+    filled = rendering.denial_template(found) % (b"id-%b", b"id-%b")
+    assert filled == rendering.encode(rendering.decision(found, "id-%b"))
+
+
+@pytest.mark.parametrize("state", sorted(DEAD_STATES))
+@pytest.mark.parametrize("retirement", Retirement)
+def test_denial_template_has_two_holes_whatever_a_key_s_record_may_hold(
+    state: KeyState, retirement: Retirement
+) -> None:
+    """Its texts are ids, words of enums and sentences of our own: none of them can hold the mark of a hole."""
+    assert not is_merchant_id(f"a{rendering._REQUEST_ID}b")
+    record = a_key(1)._replace(state=state, retirement=retirement)
+    denial = judge_record(record, now())
+    assert isinstance(denial, Denial)
+    text = rendering.denial_template(Judgement(denial, denial.holder, record))
+    assert text.replace(b"%b", b"").count(b"%") == 0
+    assert text.count(b"%b") == 2
