@@ -18,8 +18,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, KeyHolder
 from keyvault.access.roles import Role
 from keyvault.access.verification import judge_record
+from keyvault.domain.digests import Peppers, PepperSet
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import ErrorCode
+from keyvault.domain.errors import ErrorCode, VerifierStaleError
 from keyvault.domain.ids import is_merchant_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
 from keyvault.hotpath import rendering
@@ -398,6 +399,7 @@ def test_denied_key_that_has_expired_is_told_so_whether_or_not_it_was_swept(stag
     expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, account(), at=key.expires_at), key)
     for _ in range(3):
         assert masked(quick.ask(stage.token, asked)) == expected
+    assert quick.from_memory == 2, "what was swept is over for ever"
 
 
 MARKED = "kv_prv_sbx_and the rest of a key"
@@ -543,6 +545,35 @@ def test_denied_question_is_not_remembered_when_it_was_judged_by_what_is_no_long
 
 
 # --- bounds -----------------------------------------------------------------------------------------------
+
+
+def _stale(pepper_set: PepperSet) -> Peppers:
+    raise VerifierStaleError(f"the {pepper_set} peppers are not loaded yet")
+
+
+@pytest.mark.parametrize("loaded", [lambda which: Peppers(which, {99: bytes(32)}), _stale], ids=["retired", "away"])
+def test_denied_key_is_decided_anew_when_nobody_can_prove_it_with_the_peppers_of_now(
+    ended: Stage, loaded: Callable[[PepperSet], Peppers]
+) -> None:
+    """A dead key of a pepper that was retired is no key any more, and nothing is told of it."""
+    primed = prime()
+    learn(primed, ended)
+    before = primed.from_memory
+    primed.engine.ports = replace(primed.engine.ports, loaded_peppers=loaded)
+    primed.ask(ended.token, ended.asked)
+    assert primed.from_memory == before
+
+
+@pytest.mark.parametrize("kind", ["denial", "question"])
+def test_denied_question_that_is_learned_again_takes_nobody_s_place(kind: str) -> None:
+    memory = Memory(bytes(32), 2)
+    remember, kept = {
+        "denial": (memory.remember_denial, memory.denied),
+        "question": (memory.remember_question, memory.repeats),
+    }[kind]
+    for tag, what in ((b"a", 1), (b"b", 2), (b"b", 3)):
+        remember(tag, what)
+    assert dict(kept) == {b"a": 1, b"b": 3}
 
 
 def test_denied_questions_are_remembered_in_bounds_and_the_oldest_goes(ended: Stage) -> None:
