@@ -182,7 +182,8 @@ class Follower:
                     staleness_ms=round(1000 * _expires_after_seconds()),
                 )
             if self._has_moved:
-                Confirmation.objects.create(verifier_id=reporter, sequence=confirmed, at=Now())
+                # Perhaps it was said before, and the answer to that was lost.
+                Confirmation.objects.get_or_create(verifier_id=reporter, sequence=confirmed, defaults={"at": Now()})
 
     def _write_report_at_once(self, reporter: str, confirmed: int) -> None:
         """In one exchange and one transaction: whoever waits for receipts waits for this, and so do verdicts.
@@ -275,7 +276,6 @@ _CONFIRM: Final = """
     VALUES ({reporter}, {confirmed}, statement_timestamp())
     ON CONFLICT (verifier_id, sequence) DO NOTHING
 """
-"""Nothing, where it was said before and the answer to that was lost."""
 
 
 class _WakeUp:

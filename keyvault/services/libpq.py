@@ -19,8 +19,8 @@ _GOOD = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 def ask(text: bytes, values: Sequence[bytes] = ()) -> list[PGresult]:
     """The results of a statement with these values, or of several without any, as text; on the calling thread's
     connection and in its transaction, where it is in one. Raises what Django's cursors raise."""
-    connection.validate_no_broken_transaction()
     connection.ensure_connection()
+    connection.validate_no_broken_transaction()
     with connection.wrap_database_errors:
         lent: Any = connection.connection  # untyped, of a backend that types do not know
         wire: PGconn = lent.pgconn

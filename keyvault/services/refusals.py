@@ -83,13 +83,13 @@ class _Noted:
             at=self.at,
             door=self.door[:32],
             environment=self.environment,
-            endpoint=clean_text(self.endpoint[:_READ], 100),
+            endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,
             detail=clean_text(self.denial.detail[:_READ], 300),
             internal=clean_text(self.denial.internal[:_READ], 300),
             key_id=self.key_id,
             merchant_id=self.merchant_id,
-            source=clean_text(self.source[:_READ], 64),
+            source=clean_text(self.source, 64),
             trace=[[check.rule.value, check.passed] for check in self.trace],
         )
 
@@ -100,7 +100,7 @@ class RefusalLog:
 
     _pending: list[_Noted] = field(default_factory=list)
     _kept: Counter[str] = field(default_factory=Counter)
-    """Of the pending ones how many are of each key; "" of none."""
+    """How many are of each key ("" of none), of the pending ones and of those that are being written."""
     _dropped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
@@ -134,8 +134,8 @@ class RefusalLog:
                     request_id,
                     door,
                     environment,
-                    endpoint,
-                    source,
+                    endpoint[:_READ],
+                    source[:_READ],
                     at,
                 )
             )
@@ -149,19 +149,30 @@ class RefusalLog:
             with self._lock:
                 pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
-                self._kept.clear()
-            if dropped:
-                _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
-            for start in range(0, len(pending), _AT_ONCE):
-                portion = pending[start : start + _AT_ONCE]
-                for noted in portion:
-                    noted.tell()
-                try:
-                    Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
-                except (OperationalError, InterfaceError):
-                    self._take_back(pending[start:])
-                    raise
-                sleep(_PAUSE_SECONDS)
+            try:
+                self._flush(pending, dropped)
+            finally:
+                with self._lock:
+                    self._kept = Counter(noted.key_id for noted in self._pending)
+
+    def _flush(self, pending: list[_Noted], dropped: int) -> None:
+        if dropped:
+            _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
+        portions = [pending[start : start + _AT_ONCE] for start in range(0, len(pending), _AT_ONCE)]
+        # First of all of them: whatever becomes of the database, the log has them.
+        for portion in portions:
+            for noted in portion:
+                noted.tell()
+            sleep(_PAUSE_SECONDS)
+        for number, portion in enumerate(portions):
+            try:
+                Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
+            except (OperationalError, InterfaceError):
+                self._take_back(pending[number * _AT_ONCE :])
+                raise
+            except Exception:  # noqa: BLE001  whatever it was, the others may be written
+                _log.exception("refusals could not be written", extra={"count": len(portion)})
+            sleep(_PAUSE_SECONDS)
 
     def stop(self) -> None:
         """The farewell: writes what is left."""
@@ -215,7 +226,6 @@ class RefusalLog:
             room = max(0, _MOST_PENDING - len(self._pending))
             self._dropped += len(pending[room:])
             self._pending = pending[:room] + self._pending
-            self._kept.update(noted.key_id for noted in pending[:room])
 
 
 def find_refusal(request_id: str) -> Refusal | None:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Change, Key
 from keyvault.models.recording import Subject
 from keyvault.services import feed, keys, merchants, recording
+from keyvault.services.feed import Look
 from keyvault.services.generation import Generation
 from tests.factories import grant, issue, now
 
@@ -176,6 +178,31 @@ def test_feed_is_read_above_a_sequence() -> None:
     look = feed.look_at_feed(first)
     assert [(row.sequence, row.subject) for row in look.rows] == [(second, ("key", "b"))]
     assert look.drawn == second
+
+
+@pytest.mark.django_db
+def test_feed_is_read_to_the_letter_and_in_its_order() -> None:
+    """Whatever a subject is called: one that is not recognised is one that is not forgotten."""
+    subjects = [("key", name) for name in ("", '"', "\\", "[1,2]", "null", "a\nb\t", "O'Neill; --", "%s é 収納 🛒")]
+    with transaction.atomic():
+        last = feed.announce_changes(dict.fromkeys(subjects, True), now())
+    assert last is not None
+    look = feed.look_at_feed(last - len(subjects))
+    assert [row.subject for row in look.rows] == subjects
+    assert [row.sequence for row in look.rows] == list(Change.objects.values_list("pk", flat=True).order_by("pk"))
+    assert feed.look_at_feed(last) == Look(last, look.holders, [])
+
+
+@pytest.mark.django_db
+def test_feed_tells_times_apart_to_the_microsecond() -> None:
+    """A restored database may draw the same sequence for the same subject a moment later."""
+    at = now().replace(microsecond=0)
+    for _ in range(2):
+        for microseconds in (0, 1, 500_000, 999_999):
+            Change.objects.create(subject_kind="key", subject_id="a", at=at + timedelta(microseconds=microseconds))
+    first, again = (rows := [row.at for row in feed.look_at_feed(0).rows])[:4], rows[4:]
+    assert len(set(first)) == 4
+    assert first == again
 
 
 def test_feed_nothing_that_can_fail_comes_before_the_announcement() -> None:

@@ -257,6 +257,21 @@ def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
         assert (row.sequence, row.subject) == (sequence, key("meanwhile"))
 
 
+@pytest.mark.parametrize(
+    "setting", ["TimeZone TO 'Asia/Kathmandu'", "DateStyle TO 'SQL, DMY'", "extra_float_digits TO -15"]
+)
+def test_feed_time_of_a_row_is_the_same_however_the_session_is_set(setting: str) -> None:
+    """A host's setting that somebody changes would else look like a feed that went back."""
+    change("a")
+    rows = feed.look_at_feed(0).rows
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET {setting}")
+    try:
+        assert feed.look_at_feed(0).rows == rows
+    finally:
+        connection.close()
+
+
 def test_feed_is_not_followed_on_a_standby(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A standby knows neither who holds the lock nor how old it is."""
     monkeypatch.setattr(feed, "_LAST_DRAWN", "SELECT 7, true")
@@ -320,6 +335,20 @@ def test_follower_that_cannot_report_applies_and_does_not_vouch(memory: Memory) 
     memory.follower.poll_once()
     assert memory.applied == [key("a")]
     assert confirmed() == Change.objects.latest("sequence").pk
+
+
+def test_follower_that_reported_is_as_patient_as_before(memory: Memory) -> None:
+    """The receipts' patience is theirs alone: the connection is used for more."""
+
+    def patience() -> str:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW lock_timeout")
+            return str(cursor.fetchone()[0])
+
+    before = patience()
+    memory.follower.poll_once()
+    assert confirmed() >= 0
+    assert patience() == before
 
 
 # ------------------------------------------------------------------------------------------------- what may be lost

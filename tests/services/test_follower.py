@@ -288,6 +288,34 @@ def test_follower_without_news_reports_now_and_then_only(memory: Memory) -> None
 
 
 @on_every_database
+def test_follower_whose_report_was_written_and_not_answered_makes_it_again(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was lost after the commit: saying the same again is no fault, and one step is one row."""
+    memory.follower.poll_once()
+    Confirmation.objects.all().delete()
+    sequence, vouched, write = change("a"), len(memory.confirmed), Follower._write_report
+
+    def write_without_an_answer(written_by: Follower) -> None:
+        write(written_by)
+        raise OperationalError("gone")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Follower, "_write_report", write_without_an_answer)
+        memory.follower._try_poll()
+    assert Verifier.objects.get().confirmed_sequence == sequence
+    before = Verifier.objects.get().seen_at
+    for _ in range(2):
+        memory.follower.poll_once()
+        assert list(Confirmation.objects.values_list("sequence", flat=True)) == [sequence]
+    row = Verifier.objects.get()
+    assert row.seen_at >= before
+    assert (row.confirmed_sequence, row.stopped_at) == (sequence, None)
+    assert memory.applied == [key("a")]
+    assert len(memory.confirmed) > vouched + 1
+
+
+@on_every_database
 def test_follower_vouches_from_before_its_look_began(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that was made while it looked may have been missed: both clocks are taken before."""
     began: list[tuple[float, float]] = []
@@ -317,11 +345,12 @@ def test_follower_that_receipts_did_not_wait_for_looks_again_before_it_vouches(
     seen: list[tuple[float, bool]] = []
 
     def look(above: int) -> Look:
-        reported = Verifier.objects.filter(seen_at__gte=began_at).exists()
+        reported = Verifier.objects.filter(seen_at__gt=long_ago).exists()
         seen.append((time.monotonic(), reported))
         return feed.look_at_feed(above)
 
-    began_at = now()
+    long_ago = now() - timedelta(hours=1)
+    Verifier.objects.update(seen_at=long_ago)
     monkeypatch.setattr(follower, "look_at_feed", look)
     memory.follower.poll_once()
     assert [reported for _, reported in seen] == ([False] if was == "reported in time" else [False, True])

@@ -10,6 +10,7 @@ from django.db import connection
 from keyvault.services import follower
 from keyvault.services.feed import Look, look_at_feed
 from keyvault.services.impatience import hang_up, take_impatient_connection
+from keyvault.services.libpq import ask
 
 from .racing import PATIENCE_SECONDS
 from .test_follower import Memory, await_that, change, following, key
@@ -66,8 +67,7 @@ def test_follower_whose_look_hangs_hangs_up_and_follows_on(monkeypatch: pytest.M
     def look(above: int) -> Look:
         if not hung.is_set():
             hung.set()
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT pg_sleep(600)")
+            ask(b"SELECT pg_sleep(600)")
         return look_at_feed(above)
 
     monkeypatch.setattr(follower, "look_at_feed", look)

@@ -1,7 +1,9 @@
 """What was refused: kept by request id for whoever is asked why, never at the cost of a request."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
+from logging import LogRecord
 from typing import Any
 from unittest import mock
 
@@ -47,6 +49,46 @@ def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **more: 
 @pytest.fixture
 def log(db: None) -> RefusalLog:
     return RefusalLog()
+
+
+def holder(key_id: str) -> KeyHolder:
+    return replace(HOLDER, key_id=key_id.ljust(16, "x"))
+
+
+def kept() -> set[str]:
+    return set(Refusal.objects.values_list("request_id", flat=True))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[LogRecord]:
+    return [record for record in caplog.records if record.message == "denied"]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """The request ids of those lines."""
+    return [getattr(line, "request_id", None) for line in lines(caplog)]
+
+
+def dropped(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """How many each warning says were not kept."""
+    return [record.dropped for record in caplog.records if hasattr(record, "dropped")]
+
+
+class Outage:
+    """Of the database, for the writes of these numbers. Whatever is written, in its order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+        self.written: list[list[str]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._failing = failing
+        self._write = Refusal.objects.bulk_create
+        monkeypatch.setattr(Refusal.objects, "bulk_create", self._write_or_fail)
+
+    def _write_or_fail(self, rows: list[Refusal], **how: Any) -> object:
+        self.written.append([row.request_id for row in rows])
+        if len(self.written) - 1 in self._failing:
+            self.meanwhile()
+            raise OperationalError("gone")
+        return self._write(rows, **how)
 
 
 def test_refusal_noted_is_found_by_its_request_id(log: RefusalLog) -> None:
@@ -106,10 +148,125 @@ def test_refusal_log_without_room_drops_and_says_so_once(log: RefusalLog, caplog
         for number in range(9):
             note(log, denied(HOLDER), f"P{number}")
         log.flush()
-    kept = set(Refusal.objects.values_list("request_id", flat=True))
-    assert kept == {"U0", "U1", "P0", "P1", "P2"}
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert [getattr(record, "dropped", None) for record in warnings] == [13]
+    assert kept() == {"U0", "U1", "P0", "P1", "P2"}
+    assert [record.levelname for record in caplog.records if hasattr(record, "dropped")] == ["WARNING"]
+    assert dropped(caplog) == [13]
+
+
+def test_refusals_of_one_key_are_kept_up_to_a_few_beside_all_of_the_others(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A revoked key that is still in use everywhere neither fills the disk nor displaces what is asked for."""
+    caplog.set_level("INFO", refusals.__name__)
+    most = refusals._MOST_OF_A_KEY
+    for number in range(most + 7):
+        note(log, denied(HOLDER), f"R{number}")
+        note(log, denied(holder(f"other{number}")), f"O{number}")
+    for number in range(3):
+        note(log, denied(holder("once more")), f"M{number}")
+    log.flush()
+    expected = {f"R{number}" for number in range(most)} | {f"O{number}" for number in range(most + 7)}
+    assert kept() == expected | {"M0", "M1", "M2"}
+    assert sorted(told(caplog)) == sorted(kept()), "what the log is told can be found, and no more"
+    assert dropped(caplog) == [7]
+
+
+def test_refusals_of_one_key_are_counted_anew_after_each_flush(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for flush in range(2):
+        for number in range(refusals._MOST_OF_A_KEY + 1):
+            note(log, denied(HOLDER), f"R{flush}.{number}")
+        log.flush()
+    assert Refusal.objects.count() == 2 * refusals._MOST_OF_A_KEY
+    assert dropped(caplog) == [1, 1]
+
+
+def test_refusals_of_one_key_that_could_not_be_written_count_among_its_next(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As do those of none."""
+    Outage(monkeypatch, 0)
+    most, unproved = refusals._MOST_OF_A_KEY, refusals._MOST_UNPROVED
+    for number in range(most - 1):
+        note(log, denied(HOLDER), f"R{number}")
+    for number in range(unproved):
+        note(log, denied(), f"U{number}")
+    with pytest.raises(OperationalError):
+        log.flush()
+    for number in range(most - 1, most + 2):
+        note(log, denied(HOLDER), f"R{number}")
+    note(log, denied(), "one too many")
+    log.flush()
+    assert kept() == {f"R{number}" for number in range(most)} | {f"U{number}" for number in range(unproved)}
+    assert dropped(caplog) == [3]
+
+
+def test_refusals_of_several_portions_are_told_and_written_in_their_order(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_AT_ONCE", 3)
+    database = Outage(monkeypatch)
+    for number in range(8):
+        note(log, denied(HOLDER), f"R{number}")
+    log.flush()
+    log.flush()
+    assert database.written == [["R0", "R1", "R2"], ["R3", "R4", "R5"], ["R6", "R7"]]
+    assert told(caplog) == [f"R{number}" for number in range(8)]
+    assert kept() == set(told(caplog))
+
+
+def test_refusals_of_a_portion_that_could_not_be_written_are_kept_with_all_after_it(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those before it are not written again. The log is told of each once, whichever try wrote it."""
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
+    database = Outage(monkeypatch, 1, 2)
+    database.meanwhile = lambda: note(log, denied(HOLDER), f"later{len(database.written)}")
+    for number in range(6):
+        note(log, denied(HOLDER), f"R{number}")
+    with pytest.raises(OperationalError):
+        log.flush()
+    assert kept() == {"R0", "R1"}
+    with pytest.raises(OperationalError):
+        log.flush()
+    log.flush()
+    assert database.written == [
+        ["R0", "R1"],
+        ["R2", "R3"],
+        ["R2", "R3"],
+        ["R2", "R3"],
+        ["R4", "R5"],
+        ["later2", "later3"],
+    ]
+    assert told(caplog) == [*(f"R{number}" for number in range(6)), "later2", "later3"]
+    assert kept() == set(told(caplog))
+    assert dropped(caplog) == []
+
+
+def test_refusals_that_could_not_be_written_are_dropped_where_there_is_no_room_for_them(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded in an outage too, and what it costs is told by the flush after it."""
+    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
+    monkeypatch.setattr(refusals, "_MOST_PENDING", 4)
+
+    def fail_late(rows: list[Refusal], **_: object) -> None:
+        for number in range(3):
+            note(log, denied(holder("another")), f"N{number}")
+        raise OperationalError("gone")
+
+    for number in range(4):
+        note(log, denied(HOLDER), f"R{number}")
+    with monkeypatch.context() as outage:
+        outage.setattr(Refusal.objects, "bulk_create", fail_late)
+        with pytest.raises(OperationalError):
+            log.flush()
+    log.flush()
+    assert kept() == {"R0", "N0", "N1", "N2"}
+    assert dropped(caplog) == [3]
 
 
 def test_refusal_log_of_a_lost_database_keeps_what_it_has_room_for(log: RefusalLog) -> None:
@@ -129,11 +286,14 @@ def test_refusal_note_never_fails_a_request(log: RefusalLog) -> None:
 
 
 def test_refusal_line_is_logged_with_what_support_needs(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="keyvault.services.refusals"):
-        note(log, denied(HOLDER, internal="why"))
-    line = next(record for record in caplog.records if record.message == "denied")
-    told = {name: getattr(line, name) for name in ("request_id", "code", "internal", "key_id")}
-    assert told == {"request_id": "R1", "code": "key_revoked", "internal": "why", "key_id": "K" * 16}
+    """By whoever writes the refusals down: no request waits for the log."""
+    caplog.set_level("INFO", refusals.__name__)
+    note(log, denied(HOLDER, internal="why"))
+    assert lines(caplog) == []
+    log.flush()
+    (line,) = lines(caplog)
+    found = {name: getattr(line, name) for name in ("request_id", "code", "internal", "key_id")}
+    assert found == {"request_id": "R1", "code": "key_revoked", "internal": "why", "key_id": "K" * 16}
 
 
 def test_refusal_log_in_a_forked_child_is_empty(log: RefusalLog) -> None:

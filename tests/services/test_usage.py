@@ -2,10 +2,12 @@
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -276,6 +278,51 @@ def test_usage_seen_twice_before_a_report_is_one_row(key: Key, log: UsageLog, cl
     ]
     total = KeyUse.objects.get()
     assert (total.count, total.first_at, total.last_at) == (7, NOON + 0.5 * SECOND, second)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 64, 1000])
+def test_usage_in_however_many_portions_adds_up_to_a_plain_sum(
+    key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Whichever portions the uses of one bucket are in: none is left out and none is told twice."""
+    monkeypatch.setattr(usage, "_AT_ONCE", at_once)
+    keys = [key, *(issue(account())[0] for _ in range(2))]
+    chosen = Random(20261122)  # noqa: S311  examples, no secret
+    told: list[tuple[SeenUse, list[float]]] = []
+    for _ in range(5):
+        verifier: dict[SeenUse, list[float]] = {}
+        for _ in range(40):
+            use_of = seen(chosen.choice(keys), f"192.0.2.{chosen.randrange(20)}", is_probe=chosen.random() < 0.2)
+            first = chosen.randrange(100)
+            verifier[use_of] = [chosen.randint(1, 9), at(first), at(first + chosen.randrange(100))]
+        have_seen(log, verifier)
+        told += verifier.items()
+    for number in range(20):
+        clock.tick(7)
+        use(log, key, source=f"192.0.2.{number}")
+        told.append((seen(key, f"192.0.2.{number}"), [1, clock().timestamp(), clock().timestamp()]))
+    log.flush()
+
+    of_buckets, of_keys = defaultdict(list), defaultdict(list)
+    for (key_id, _, source, _, _, is_probe), times in told:
+        of_buckets[key_id, source, "probed" if is_probe else "allowed", _minute_of(times[2])].append(times)
+        if not is_probe:
+            of_keys[key_id].append(times)
+    found = UseBucket.objects.values_list("key_id", "source", "outcome", "minute", "count", "first_at", "last_at")
+    assert set(found) == {(*bucket, *_sum_of(times)) for bucket, times in of_buckets.items()}
+    totals = KeyUse.objects.values_list("key_id", "count", "first_at", "last_at")
+    assert set(totals) == {(key_id, *_sum_of(times)) for key_id, times in of_keys.items()}
+    assert len(told) > 150
+    assert len(of_buckets) < len(told)
+
+
+def _minute_of(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds // 60 * 60, UTC)
+
+
+def _sum_of(all_times: list[list[float]]) -> tuple[float, datetime, datetime]:
+    times, firsts, lasts = zip(*all_times, strict=True)
+    return sum(times), datetime.fromtimestamp(min(firsts), UTC), datetime.fromtimestamp(max(lasts), UTC)
 
 
 def test_usage_seen_by_a_probe_alone_is_no_use(key: Key, log: UsageLog) -> None:
