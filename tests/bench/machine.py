@@ -66,7 +66,7 @@ def members(server: int) -> list[int]:
 
 
 def cost(processes: list[int], core: int | None) -> Cost:
-    return Cost(sum(map(_cpu_seconds, processes)), _core_seconds(core), _stolen_seconds())
+    return Cost(sum(map(_cpu_seconds, processes)), _core_seconds(core), stolen_seconds())
 
 
 def rss_mb(processes: list[int]) -> float:
@@ -108,7 +108,7 @@ def _core_seconds(core: int | None) -> float:
     return 0.0
 
 
-def _stolen_seconds() -> float:
+def stolen_seconds() -> float:
     """Of all cores together."""
     fields = _read(PROC / "stat").split()
     return int(fields[8]) / _TICKS

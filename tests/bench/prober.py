@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .machine import stolen_seconds
 from .pacer import is_whole
 
 PATIENCE_SECONDS = 10.0
@@ -36,12 +37,15 @@ class Watched:
     """One revocation. `commit_ns`: just before COMMIT; `answers`: all for its key, before and after.
 
     `confirmed_ms`: how long after the commit each verifier said that it had forgotten the key, by its receipt.
+    `stolen_ms`: of the machine, by its host, from before the commit until every verifier had refused; in steps of some
+    milliseconds, as the kernel counts.
     """
 
     commit_ns: int
     returned_ns: int
     answers: Sequence[Answered]
     confirmed_ms: Sequence[float]
+    stolen_ms: float = 0.0
 
     def evicted_after_ms(self, verifiers: int) -> float | None:
         """From COMMIT to the last verifier's receipt; None when one has given none, or never refused."""
@@ -113,6 +117,7 @@ class Prober:
         fine: set[int] = set()
         refused: set[int] = set()
         late = 0
+        stolen_before, stolen = 0.0, -1.0
         while told is None or late < after or len(refused) < self.verifiers:
             self._send_due(request)
             for descriptor, _ in self._arrived():
@@ -123,11 +128,13 @@ class Prober:
                     answers.append(answered)
                     (fine if answered.is_allowed else refused).add(answered.verifier)
                     late += told is not None and answered.sent_ns > told["returned_ns"]
+            if stolen < 0 and len(refused) == self.verifiers:
+                stolen = stolen_seconds() - stolen_before
             now = time.monotonic_ns()
             if not asked_at and refused:
                 raise RuntimeError("a key that is to be revoked was not good before")
             if not asked_at and len(fine) == self.verifiers and now - began > WAIT_BEFORE_NS:
-                asked_at = now
+                asked_at, stolen_before = now, stolen_seconds()
                 self._ask_writer(key_id)
             if now - began > PATIENCE_SECONDS * 1e9:
                 break
@@ -138,7 +145,7 @@ class Prober:
         self._ask_writer(f"receipt {told['sequence']}")
         confirmed = self._read_writer()["confirmed_ns"]
         confirmed_ms = [(each - told["commit_day_ns"]) / 1e6 for each in confirmed]
-        return Watched(told["commit_ns"], told["returned_ns"], answers, confirmed_ms)
+        return Watched(told["commit_ns"], told["returned_ns"], answers, confirmed_ms, 1000 * max(0.0, stolen))
 
     def _arrived(self) -> list[tuple[int, int]]:
         """Asleep until there is something, or the next request is due: who spins would keep the database waiting, with

@@ -56,13 +56,13 @@ def test_sums_count_all_revocations_together() -> None:
     late = summed(watched((0, 12.5, 13, True), (0, 13, 15, False), confirmed=(2.75,)), 1)
     told = sums([fine, fine, late])
     assert (told["revocations"], told["after"], told["stale"], told["lost"]) == (3, 4, 1, 0)
-    assert (told["p50_ms"], told["p99_ms"], told["most_ms"]) == (1.0, 2.75, 2.75)
-    assert (told["refused_p50_ms"], told["refused_p99_ms"], told["refused_most_ms"]) == (3.0, 5.0, 5.0)
+    assert (told["p50_ms"], told["p99_ms"], told["all_p99_ms"]) == (1.0, 2.75, 2.75)
+    assert (told["refused_p50_ms"], told["refused_p99_ms"], told["refused_all_p99_ms"]) == (3.0, 5.0, 5.0)
     shown = row({"place": "here", **told})
     assert len(shown) == len(HEADS)
     assert shown == [
         "here",
-        "3",
+        "3, 3 counted",
         "1",
         "2.75",
         "2.75",
@@ -73,3 +73,12 @@ def test_sums_count_all_revocations_together() -> None:
         "1, the last asked 2.5 ms after the commit",
         "0",
     ]
+
+
+def test_sums_leave_out_what_the_host_has_disturbed_where_enough_was_quiet() -> None:
+    fine = summed(watched((0, 12.5, 13, False), confirmed=(1,)), 1)
+    disturbed = {**summed(watched((0, 12.5, 63, False), confirmed=(51,)), 1), "is_quiet": False}
+    told = sums([fine, disturbed])
+    assert (told["revocations"], told["quiet"], told["p99_ms"], told["all_p99_ms"]) == (2, 1, 1.0, 51.0)
+    told = sums([fine, disturbed, disturbed])
+    assert (told["revocations"], told["quiet"], told["p99_ms"], told["all_p99_ms"]) == (3, 3, 51.0, 51.0)
