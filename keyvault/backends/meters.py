@@ -30,7 +30,7 @@ _checkpoint = Gauge(
     multiprocess_mode="livemax",
 )
 
-_from_memory = Counter("keyvault_verdicts_from_memory", "Verdicts that were given without a look at the database.")
+_from_memory = Counter("keyvault_verdicts_from_memory", "Keys allowed, and ended ones refused again, from memory.")
 _denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
 _feed_age = Gauge(
     "keyvault_change_feed_age_seconds",

@@ -249,9 +249,10 @@ def _begin(follower: Follower) -> None:
 
 
 def _end(follower: Follower) -> None:
-    """Uses first: nothing else is lost that somebody relies on. What fails holds up nothing of the rest."""
+    """Uses first, which are relied on, then the farewell, which receipts wait for. What fails holds up nothing of the
+    rest."""
     try:
-        for stop in (usage_log.stop, refusal_log.stop, follower.stop):
+        for stop in (usage_log.stop, follower.stop, refusal_log.stop):
             try:
                 stop()
             except Exception:  # noqa: BLE001  whatever it was, the process ends

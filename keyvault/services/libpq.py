@@ -19,6 +19,7 @@ _GOOD = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 def ask(text: bytes, values: Sequence[bytes] = ()) -> list[PGresult]:
     """The results of a statement with these values, or of several without any, as text; on the calling thread's
     connection and in its transaction, where it is in one. Raises what Django's cursors raise."""
+    connection.close_if_health_check_failed()
     connection.ensure_connection()
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors:

@@ -8,11 +8,11 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from multiprocessing.util import Finalize
-from time import sleep
+from time import monotonic, sleep
 
 from django.db import InterfaceError, OperationalError, close_old_connections, connections
 from django.db.models import Q
@@ -35,9 +35,15 @@ _MOST_UNPROVED = 5
 """Of one flush: whoever proves nothing shall not fill the disk."""
 
 _MOST_OF_A_KEY = 10
-"""Of one flush: a revoked key that is still in use everywhere is refused as often as it was allowed."""
+"""Of one flush and for one reason: a revoked key that is still in use everywhere is refused as often as it was
+allowed."""
 
-_AT_ONCE = 10
+_MOST_LINES = 50
+_MOST_LINES_OF_ALL = 200
+"""Of the same, in the log, which the request path writes itself: a tenth of a millisecond each. They depend neither on
+the database nor on whoever writes to it."""
+
+_AT_ONCE = 100
 _PAUSE_SECONDS = 0.001
 """Verdicts wait for whatever holds the interpreter: so it is let go after so many."""
 
@@ -48,7 +54,7 @@ _READ = 512
 
 @dataclass(slots=True)
 class _Noted:
-    """A denial as it was given. `key_id` and `merchant_id` "" before proof. `is_told`: it stands in the log."""
+    """A denial as it was given. `key_id` and `merchant_id` "" before proof."""
 
     denial: Denial
     trace: Sequence[Check]
@@ -60,21 +66,17 @@ class _Noted:
     endpoint: str
     source: str
     at: datetime
-    is_told: bool = False
 
     def tell(self) -> None:
-        """Once."""
-        if not self.is_told:
-            self.is_told = True
-            _log.info(
-                "denied",
-                extra={
-                    "request_id": self.request_id,
-                    "code": self.denial.code,
-                    "internal": self.denial.internal,
-                    "key_id": self.key_id,
-                },
-            )
+        _log.info(
+            "denied",
+            extra={
+                "request_id": self.request_id,
+                "code": self.denial.code,
+                "internal": self.denial.internal,
+                "key_id": self.key_id,
+            },
+        )
 
     def as_row(self) -> Refusal:
         """Without the secrets that a client may have put into what it says."""
@@ -98,9 +100,12 @@ class _Noted:
 class RefusalLog:
     """The refusals of this process that are not yet written."""
 
+    clock: Callable[[], float] = monotonic
     _pending: list[_Noted] = field(default_factory=list)
-    _kept: Counter[str] = field(default_factory=Counter)
-    """How many are of each key ("" of none), of the pending ones and of those that are being written."""
+    _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many there were of each key ("" of none) and for each reason in the period between two flushes."""
+    _lines: int = 0
+    _period: int = 0
     _dropped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
@@ -118,61 +123,48 @@ class RefusalLog:
         source: str,
         at: datetime,
     ) -> None:
-        """Notes a denied judgement; a grant leaves nothing. Some microseconds, no I/O, never an error."""
+        """Notes a denied judgement, and tells the log; a grant leaves nothing. No I/O but the log's, never an error."""
         verdict = judgement.verdict
         if not isinstance(verdict, Denial):
             return
         try:
             holder = judgement.holder or verdict.holder
             key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)
-            self._add(
-                _Noted(
-                    verdict,
-                    judgement.trace,
-                    key_id,
-                    merchant_id,
-                    request_id,
-                    door,
-                    environment,
-                    endpoint[:_READ],
-                    source[:_READ],
-                    at,
-                )
+            noted = _Noted(
+                verdict,
+                judgement.trace,
+                key_id,
+                merchant_id,
+                request_id,
+                door,
+                environment,
+                endpoint[:_READ],
+                source[:_READ],
+                at,
             )
+            if self._add(noted):
+                noted.tell()
         except Exception:  # noqa: BLE001  the answer is given, whatever becomes of its record
             _log.exception("a refusal could not be noted")
 
     def flush(self) -> None:
-        """Tells the log and writes what is pending. What a lost database did not take is kept, as far as there is
-        room."""
+        """Writes what is pending. What a lost database did not take is kept, as far as there is room."""
         with self._flushing:
             with self._lock:
                 pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
-            try:
-                self._flush(pending, dropped)
-            finally:
-                with self._lock:
-                    self._kept = Counter(noted.key_id for noted in self._pending)
-
-    def _flush(self, pending: list[_Noted], dropped: int) -> None:
-        if dropped:
-            _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
-        portions = [pending[start : start + _AT_ONCE] for start in range(0, len(pending), _AT_ONCE)]
-        # First of all of them: whatever becomes of the database, the log has them.
-        for portion in portions:
-            for noted in portion:
-                noted.tell()
-            sleep(_PAUSE_SECONDS)
-        for number, portion in enumerate(portions):
-            try:
-                Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
-            except (OperationalError, InterfaceError):
-                self._take_back(pending[number * _AT_ONCE :])
-                raise
-            except Exception:  # noqa: BLE001  whatever it was, the others may be written
-                _log.exception("refusals could not be written", extra={"count": len(portion)})
-            sleep(_PAUSE_SECONDS)
+            if dropped:
+                _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
+            for start in range(0, len(pending), _AT_ONCE):
+                portion = pending[start : start + _AT_ONCE]
+                try:
+                    Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
+                except (OperationalError, InterfaceError):
+                    self._take_back(pending[start:])
+                    raise
+                except Exception:  # noqa: BLE001  whatever it was, the other portions may be written
+                    _log.exception("refusals could not be written", extra={"count": len(portion)})
+                sleep(_PAUSE_SECONDS)
 
     def stop(self) -> None:
         """The farewell: writes what is left."""
@@ -184,17 +176,27 @@ class RefusalLog:
 
     def forget(self) -> None:
         """In a forked child: what is pending is the parent's to write, and so is its thread."""
-        self.__init__()  # type: ignore[misc]  # of this very class, which nobody inherits from
+        self.__init__(self.clock)  # type: ignore[misc]  # of this very class, which nobody inherits from
 
-    def _add(self, noted: _Noted) -> None:
+    def _add(self, noted: _Noted) -> bool:
+        """Whether the log is to have it. By time and not by flushes: a database that hangs silences nobody."""
+        about = noted.key_id, noted.denial.code
         most = _MOST_OF_A_KEY if noted.key_id else _MOST_UNPROVED
+        period = int(self.clock() / FLUSH_SECONDS)
         with self._lock:
-            if len(self._pending) >= _MOST_PENDING or self._kept[noted.key_id] >= most:
+            if period != self._period:
+                self._period, self._lines = period, 0
+                self._seen.clear()
+            self._seen[about] += 1
+            times = self._seen[about]
+            if times <= most and len(self._pending) < _MOST_PENDING:
+                self._pending.append(noted)
+                self._start()
+            else:
                 self._dropped += 1
-                return
-            self._pending.append(noted)
-            self._kept[noted.key_id] += 1
-            self._start()
+            is_told = times <= _MOST_LINES and self._lines < _MOST_LINES_OF_ALL
+            self._lines += is_told
+            return is_told
 
     def _start(self) -> None:
         """A process that reports its uses writes its refusals too; no other one has a door."""

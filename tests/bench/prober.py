@@ -18,6 +18,9 @@ from .pacer import is_whole
 PATIENCE_SECONDS = 10.0
 """A verifier that still says yes after that has lost the change."""
 
+WINDOW_NS = 100_000_000
+"""In which nobody else should be at work. Of one length for all: a slow revocation is left out no sooner for it."""
+
 WAIT_BEFORE_NS = 3_000_000
 """Every verifier has said yes, and still goes on for so long before the key is revoked."""
 
@@ -37,8 +40,8 @@ class Watched:
     """One revocation. `commit_ns`: just before COMMIT; `answers`: all for its key, before and after.
 
     `confirmed_ms`: how long after the commit each verifier said that it had forgotten the key, by its receipt.
-    `stolen_ms`: of the machine, by its host, from before the commit until every verifier had refused; in steps of some
-    milliseconds, as the kernel counts.
+    `stolen_ms`: of the machine, by its host, in the WINDOW_NS that began before the commit, however soon the verifiers
+    refused; in steps of some milliseconds, as the kernel counts.
     """
 
     commit_ns: int
@@ -63,9 +66,9 @@ class Watched:
         return (max(first.values()) - self.commit_ns) / 1e6 if len(first) == verifiers else None
 
     def sent_after_receipts(self) -> list[Answered]:
-        """Those that were sent after the last receipt."""
+        """Those of them that were sent after the last receipt, too."""
         last_ns = self.commit_ns + 1e6 * max(self.confirmed_ms, default=PATIENCE_SECONDS * 1000)
-        return [each for each in self.answers if each.sent_ns > last_ns]
+        return [each for each in self.sent_after() if each.sent_ns > last_ns]
 
     def sent_after(self) -> list[Answered]:
         """Those that were sent after the revoke call had returned."""
@@ -128,9 +131,9 @@ class Prober:
                     answers.append(answered)
                     (fine if answered.is_allowed else refused).add(answered.verifier)
                     late += told is not None and answered.sent_ns > told["returned_ns"]
-            if stolen < 0 and len(refused) == self.verifiers:
-                stolen = stolen_seconds() - stolen_before
             now = time.monotonic_ns()
+            if stolen < 0 and asked_at and now - asked_at > WINDOW_NS:
+                stolen = stolen_seconds() - stolen_before
             if not asked_at and refused:
                 raise RuntimeError("a key that is to be revoked was not good before")
             if not asked_at and len(fine) == self.verifiers and now - began > WAIT_BEFORE_NS:
@@ -140,12 +143,14 @@ class Prober:
                 break
         if told is None:
             raise RuntimeError("the writer did not revoke, or no verifier answered, in time")
+        if stolen < 0:
+            stolen = stolen_seconds() - stolen_before
         # What is still under way was asked about this key, too.
         answers += self._drain()
         self._ask_writer(f"receipt {told['sequence']}")
         confirmed = self._read_writer()["confirmed_ns"]
         confirmed_ms = [(each - told["commit_day_ns"]) / 1e6 for each in confirmed]
-        return Watched(told["commit_ns"], told["returned_ns"], answers, confirmed_ms, 1000 * max(0.0, stolen))
+        return Watched(told["commit_ns"], told["returned_ns"], answers, confirmed_ms, 1000 * stolen)
 
     def _arrived(self) -> list[tuple[int, int]]:
         """Asleep until there is something, or the next request is due: who spins would keep the database waiting, with

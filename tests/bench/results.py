@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import growth, revoke, verify
-from .figures import STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
+from .figures import EVICTION, STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
+from .generators import SOURCE
 
 FOLDER = Path(__file__).with_name("results")
 TABLE = FOLDER / "RESULTS.md"
@@ -102,6 +103,8 @@ def _by_cpu(target: Target, runs: Sequence[Run]) -> str:
 def _about(figure: str, whole: Told) -> str:
     if figure == STALE and _has(whole, "revoke"):
         return f" (of {revoke.count_after(whole['revoke']):,} requests)"
+    if figure == EVICTION and _has(whole, "revoke"):
+        return f" ({revoke.sample(whole['revoke'])})"
     return ""
 
 
@@ -139,7 +142,10 @@ def _rates(told: Told) -> list[str]:
     heads = ["case", "offered/s", "achieved/s", "p50 us", "p99 us", "p99.9 us", "noisy"]
     rows = [_paced_row(case, [each for each in paced if each["case"] == case]) for case in cases]
     lines += ["", "## Open loop at 80 % of each one's own maximum", ""]
-    lines += [f"The clock of a request starts when it is due, sent or not; generator: {generators['open']}.", ""]
+    about = f"The clock of a request starts when it is due, sent or not; generator: {generators['open']}."
+    if generators["open"] == SOURCE.name:
+        about += " It goes before the databases on its core, where the kernel lets it."
+    lines += [about, ""]
     return [*lines, *table(heads, [row for row in rows if row]), ""]
 
 
@@ -174,6 +180,8 @@ def _paced_row(case: str, rounds: list[Told]) -> list[str]:
 
 
 def _revoked(told: Told) -> list[str]:
+    if not revoke.is_readable(told):
+        return []
     lines = ["## From commit to eviction and refusal", "", revoke.describe(told), ""]
     return [*lines, *table(revoke.HEADS, map(revoke.row, told["places"])), ""]
 

@@ -112,7 +112,7 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
         waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
         await asyncio.sleep(0)
         await verifier.stop()
-        assert stopped == ["uses", "refusals", "follower"]
+        assert stopped == ["uses", "follower", "refusals"]
         assert not waiting.done()
         waiting.cancel()
 

@@ -31,8 +31,10 @@ pytestmark = pytest.mark.database
 HOLDER = KeyHolder("K" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
 
 
-def denied(holder: KeyHolder | None = None, detail: str = "no", internal: str = "") -> Judgement:
-    denial = Denial(ErrorCode.KEY_REVOKED, detail, internal, holder)
+def denied(
+    holder: KeyHolder | None = None, detail: str = "no", internal: str = "", code: ErrorCode = ErrorCode.KEY_REVOKED
+) -> Judgement:
+    denial = Denial(code, detail, internal, holder)
     return Judgement(denial, holder, trace=[Check(ErrorCode.CREDENTIAL_INVALID, True), Check(denial.code, False)])
 
 
@@ -46,9 +48,27 @@ def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **more: 
     log.note(judgement, request_id=request_id, **{"at": now(), **told, **more})
 
 
+class Clock:
+    """Stands still until the test lets a period pass."""
+
+    def __init__(self) -> None:
+        self._now = 1_000.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def pass_period(self) -> None:
+        self._now += refusals.FLUSH_SECONDS
+
+
 @pytest.fixture
-def log(db: None) -> RefusalLog:
-    return RefusalLog()
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(db: None, clock: Clock) -> RefusalLog:
+    return RefusalLog(clock)
 
 
 def holder(key_id: str) -> KeyHolder:
@@ -167,39 +187,59 @@ def test_refusals_of_one_key_are_kept_up_to_a_few_beside_all_of_the_others(
     log.flush()
     expected = {f"R{number}" for number in range(most)} | {f"O{number}" for number in range(most + 7)}
     assert kept() == expected | {"M0", "M1", "M2"}
-    assert sorted(told(caplog)) == sorted(kept()), "what the log is told can be found, and no more"
+    assert sorted(told(caplog)) == sorted(kept() | {f"R{most + number}" for number in range(7)})
     assert dropped(caplog) == [7]
 
 
-def test_refusals_of_one_key_are_counted_anew_after_each_flush(
-    log: RefusalLog, caplog: pytest.LogCaptureFixture
+def test_refusals_are_counted_by_time_and_not_by_what_was_written(
+    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for flush in range(2):
-        for number in range(refusals._MOST_OF_A_KEY + 1):
-            note(log, denied(HOLDER), f"R{flush}.{number}")
-        log.flush()
-    assert Refusal.objects.count() == 2 * refusals._MOST_OF_A_KEY
-    assert dropped(caplog) == [1, 1]
-
-
-def test_refusals_of_one_key_that_could_not_be_written_count_among_its_next(
-    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As do those of none."""
-    Outage(monkeypatch, 0)
-    most, unproved = refusals._MOST_OF_A_KEY, refusals._MOST_UNPROVED
-    for number in range(most - 1):
-        note(log, denied(HOLDER), f"R{number}")
-    for number in range(unproved):
-        note(log, denied(), f"U{number}")
-    with pytest.raises(OperationalError):
-        log.flush()
-    for number in range(most - 1, most + 2):
-        note(log, denied(HOLDER), f"R{number}")
-    note(log, denied(), "one too many")
+    """A database that fails, or hangs and lets nobody flush, silences nobody."""
+    caplog.set_level("INFO", refusals.__name__)
+    database, most = Outage(monkeypatch, 0), refusals._MOST_OF_A_KEY
+    for period in range(3):
+        for number in range(most + 1):
+            note(log, denied(HOLDER), f"R{period}.{number}")
+        if period == 0:
+            with pytest.raises(OperationalError):
+                log.flush()
+        clock.pass_period()
     log.flush()
-    assert kept() == {f"R{number}" for number in range(most)} | {f"U{number}" for number in range(unproved)}
-    assert dropped(caplog) == [3]
+    assert len(told(caplog)) == 3 * (most + 1)
+    assert kept() == {f"R{period}.{number}" for period in range(3) for number in range(most)}
+    assert dropped(caplog) == [1, 2]
+    assert len(database.written) == 2
+
+
+def test_refusals_of_one_key_for_another_reason_are_counted_apart(log: RefusalLog) -> None:
+    """Whoever is over its limit all the time does not hide that it came from a browser once."""
+    most, unproved = refusals._MOST_OF_A_KEY, refusals._MOST_UNPROVED
+    for number in range(most + 3):
+        note(log, denied(HOLDER, code=ErrorCode.RATE_LIMITED), f"R{number}")
+        note(log, denied(code=ErrorCode.CREDENTIAL_INVALID), f"U{number}")
+    note(log, denied(HOLDER, code=ErrorCode.PRIVATE_KEY_IN_BROWSER), "browser")
+    note(log, denied(code=ErrorCode.VERIFIER_STALE), "stale")
+    log.flush()
+    expected = {f"R{number}" for number in range(most)} | {f"U{number}" for number in range(unproved)}
+    assert kept() == expected | {"browser", "stale"}
+
+
+def test_refusal_lines_are_bounded_for_each_key_and_in_all_in_each_period(
+    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line costs the request path a tenth of a millisecond."""
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_MOST_LINES", 3)
+    monkeypatch.setattr(refusals, "_MOST_LINES_OF_ALL", 5)
+    for period in range(2):
+        for name, of in (("R", HOLDER), ("O", holder("other"))):
+            for number in range(4):
+                note(log, denied(of), f"{name}{period}.{number}")
+        clock.pass_period()
+    expected = [
+        [f"R{period}.{number}" for number in range(3)] + [f"O{period}.0", f"O{period}.1"] for period in range(2)
+    ]
+    assert told(caplog) == expected[0] + expected[1]
 
 
 def test_refusals_of_several_portions_are_told_and_written_in_their_order(
@@ -286,11 +326,9 @@ def test_refusal_note_never_fails_a_request(log: RefusalLog) -> None:
 
 
 def test_refusal_line_is_logged_with_what_support_needs(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
-    """By whoever writes the refusals down: no request waits for the log."""
+    """At once: it stands there at the time of the denial, and whatever becomes of the database."""
     caplog.set_level("INFO", refusals.__name__)
     note(log, denied(HOLDER, internal="why"))
-    assert lines(caplog) == []
-    log.flush()
     (line,) = lines(caplog)
     found = {name: getattr(line, name) for name in ("request_id", "code", "internal", "key_id")}
     assert found == {"request_id": "R1", "code": "key_revoked", "internal": "why", "key_id": "K" * 16}
