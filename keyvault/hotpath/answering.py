@@ -139,11 +139,11 @@ class Answering:
 
     def _decide_again(self, question: Question, body: bytes) -> list[bytes]:
         """A batch whose questions were all granted before; the tags of its questions, where they can be asked again."""
-        authorization, pieces = question.headers.get("authorization"), split_batch(body)
-        if pieces is None or authorization is None or not authorization.isascii():
+        authorization, pieces = _authorization(question), split_batch(body)
+        if pieces is None or authorization is None:
             return []
         engine = self._engine
-        tags = engine.question_tags(authorization.encode(), pieces)
+        tags = engine.question_tags(authorization, pieces)
         if not question.decided:
             with engine.lock:
                 engine.catch_up()
@@ -157,7 +157,7 @@ class Answering:
     ) -> None:
         """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
-        is_single = question.target.partition("?")[0] == VERIFY
+        is_single = _is_single(question)
         caller = Caller(service, engine.ports.environments)
         with engine.lock:
             engine.catch_up()
@@ -233,7 +233,7 @@ class Answering:
             engine.ports.note_verdict(verdict)
             if sources.may_remember:
                 self._learn(question, asked, verdict, endpoint, rules, sources.token)
-        if number == 0 and question.target.startswith(VERIFY) and not question.target.startswith(BATCH):
+        if _is_single(question):
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
 
@@ -253,16 +253,14 @@ class Answering:
                 if isinstance(endpoint, Endpoint):
                     engine.learn(asked, judgement, endpoint, rules)
                 return
-            authorization = question.headers.get("authorization")
-            is_single = question.target.partition("?")[0] == VERIFY
-            if is_single and authorization is not None and authorization.isascii() and token is not None:
-                engine.learn_denial(verdict, authorization.encode(), question.body or b"", token, rules)
+            authorization = _authorization(question)
+            if authorization is not None and token is not None and _is_single(question):
+                engine.learn_denial(verdict, authorization, question.body or b"", token, rules)
 
     def _bind(self, question: Question, sources: Sources) -> None:
         """The next request of this caller goes the fast way."""
-        authorization = question.headers.get("authorization")
-        token = sources.token
-        if token is None or authorization is None or not sources.may_remember or not authorization.isascii():
+        authorization, token = _authorization(question), sources.token
+        if token is None or authorization is None or not sources.may_remember:
             return
         engine = self._engine
         with engine.lock:
@@ -270,7 +268,7 @@ class Answering:
             known = engine.memory.tokens.by_id.get(token.service.token_id)
             if known is not None and known.record is token:
                 known.about = Caller(token.service, engine.ports.environments)
-                engine.memory.tokens.bind(known, engine.memory.tag(authorization.encode()))
+                engine.memory.tokens.bind(known, engine.memory.tag(authorization))
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
@@ -415,6 +413,16 @@ class _MethodError(KeyvaultError):
     def __init__(self, allowed: tuple[str, ...]) -> None:
         super().__init__("The method is not one of this path.")
         self.allowed = allowed
+
+
+def _is_single(question: Question) -> bool:
+    return question.target.partition("?")[0] == VERIFY
+
+
+def _authorization(question: Question) -> bytes | None:
+    """The header as it was sent, for whoever knows it by its tag. None: there is none, or none that a token fits in."""
+    text = question.headers.get("authorization")
+    return text.encode() if text is not None and text.isascii() else None
 
 
 def _batch_answer(question: Question) -> Answer:

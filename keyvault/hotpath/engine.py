@@ -13,7 +13,7 @@ that it was made for, and is not remembered.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from typing import Final, Protocol, cast
@@ -357,28 +357,37 @@ class Engine:
                 self.answered_from_memory += 1
                 return Answer(200, text, request_id.decode())
             denied = self._denied.get(tag)
-            if denied is not None and (text := self._deny_again(denied, wall, request_id)) is not None:
-                self.answered_from_memory += 1
-                return Answer(200, text, request_id.decode())
-            made = self._new_tag()
-            made.update(authorization)
-            token = self._tokens_by_tag.get(made.digest())
-            if token is None or wall >= token.deadline:
-                return None
-            asked, is_plain = read_plain(body), True
-            if asked is None:
-                asked, is_plain = read_asked(body), False
-                if asked is None:
-                    return None
-            self.unread = None
-            text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain, asker=(token, tag))
-            if text is None:
-                unread, self.unread = self.unread, None
-                if unread is None:
-                    return None
-                return Missed(asked, token.about, *unread, self.changes, is_plain=is_plain)
+            if denied is None or not self._is_denied_still(denied, wall):
+                return self._verify_anew(authorization, body, tag, wall, request_id)
             self.answered_from_memory += 1
-            return Answer(200, text, request_id.decode())
+        # Told without the lock: it is written to the log, and nobody else waits for that.
+        at = datetime.fromtimestamp(wall, UTC)
+        self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
+        return Answer(200, denied.text % (request_id, request_id), request_id.decode())
+
+    def _verify_anew(
+        self, authorization: bytes, body: bytes, tag: bytes, wall: float, request_id: bytes
+    ) -> Answer | Missed | None:
+        """By what is known of the token and the key; `tag` of the whole question."""
+        made = self._new_tag()
+        made.update(authorization)
+        token = self._tokens_by_tag.get(made.digest())
+        if token is None or wall >= token.deadline:
+            return None
+        asked, is_plain = read_plain(body), True
+        if asked is None:
+            asked, is_plain = read_asked(body), False
+            if asked is None:
+                return None
+        self.unread = None
+        text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain, asker=(token, tag))
+        if text is None:
+            unread, self.unread = self.unread, None
+            if unread is None:
+                return None
+            return Missed(asked, token.about, *unread, self.changes, is_plain=is_plain)
+        self.answered_from_memory += 1
+        return Answer(200, text, request_id.decode())
 
     def verify_missed(self, several: Sequence[tuple[Missed, KeyRecord | None]]) -> list[Answer | None]:
         """The answers once the keys were read. None, and nothing done: when something was changed since it was asked,
@@ -522,34 +531,17 @@ class Engine:
             return purse.text % (*standing, request_id, repeat.identity, *standing)
         return purse.template.fill(standing, request_id, repeat.identity)
 
-    def _deny_again(self, denied: Denied, wall: float, request_id: bytes) -> bytes | None:
-        """Its JSON, and noted as any other denial; None, and nothing done: it is to be decided anew."""
-        if wall >= denied.known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
-            return None
-        record = denied.known.record
+    def _is_denied_still(self, denied: Denied, wall: float) -> bool:
+        """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
+        known = denied.known
+        if wall >= known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
+            return False
+        known.is_asked_for = True
         try:
-            peppers = self.ports.loaded_peppers(PEPPER_SET[record.environment])
+            peppers = self.ports.loaded_peppers(PEPPER_SET[known.record.environment])
         except VerifierStaleError:
-            return None
-        if record.pepper_version not in peppers.versions:
-            return None  # it was retired: nobody can prove this key any more
-        denied.known.is_asked_for = True
-        first = denied.verdict
-        self.ports.note_verdict(
-            Verdict(
-                first.judgement,
-                request_id.decode(),
-                first.door,
-                first.environment,
-                first.endpoint,
-                first.source,
-                first.user_agent,
-                first.origin,
-                first.is_probe,
-                datetime.fromtimestamp(wall, UTC),
-            )
-        )
-        return denied.text % (request_id, request_id)
+            return False
+        return known.record.pepper_version in peppers.versions
 
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         use, uses = repeat.use, self._uses

@@ -179,15 +179,11 @@ class Memory:
 
     def remember_question(self, tag: bytes, repeat: Any) -> None:
         """The oldest goes first: it costs its next asker some microseconds."""
-        if len(self.repeats) >= self._most_repeats and tag not in self.repeats:
-            self.repeats.popitem(last=False)
-        self.repeats[tag] = repeat
+        _put(self.repeats, tag, repeat, self._most_repeats)
 
     def remember_denial(self, tag: bytes, denied: Any) -> None:
         """Likewise."""
-        if len(self.denied) >= self._most_denied and tag not in self.denied:
-            self.denied.popitem(last=False)
-        self.denied[tag] = denied
+        _put(self.denied, tag, denied, self._most_denied)
 
     def evict(self, subjects: Iterable[Subject]) -> None:
         """Whatever hangs on these is read anew by whoever asks for it next."""
@@ -234,6 +230,12 @@ class Memory:
                 identities.discard(record.key_id)
                 if not identities:
                     del index[name]
+
+
+def _put(kept: OrderedDict[bytes, Any], tag: bytes, what: Any, most: int) -> None:
+    if len(kept) >= most and tag not in kept:
+        kept.popitem(last=False)
+    kept[tag] = what
 
 
 RULES: Final = frozenset({"endpoint", "limit"})

@@ -12,8 +12,7 @@ import msgspec
 import psycopg
 from django.db import InterfaceError, OperationalError, connection, connections
 from psycopg.adapt import Transformer
-from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, Format
+from psycopg.pq import Format
 from psycopg.pq.abc import PGresult
 from psycopg.types.json import set_json_loads
 
@@ -21,6 +20,7 @@ from keyvault.access.rule_book import RuleBook
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.questions import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient_connection
+from keyvault.services.libpq import checked
 from keyvault.services.limits import failed_proofs
 from keyvault.services.lookup import key_rows
 from keyvault.services.reads import find_customers, find_keys, find_tokens, keys_of, read_rules
@@ -228,15 +228,10 @@ class Reader:
             send()
             if self._wire.flush():
                 self._loop.add_writer(self._socket, self._send_on)
-            results = await answer
-            for result in results:
-                if result.status not in _GOOD:
-                    raise error_from_result(result)
+            return checked(await answer)
         except BaseException:
             self.close()
             raise
-        else:
-            return results
         finally:
             self._answer = None
             patience.cancel()
@@ -277,8 +272,6 @@ class Reader:
 _STATEMENT: Final = b"keys"
 _TEXTS: Final = 1009
 """The type text[]."""
-
-_GOOD: Final = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 
 _SETTINGS: Final = b"""
 SET plan_cache_mode = force_generic_plan;

@@ -48,22 +48,11 @@ class Mounted:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ.get(RAW_PATH) or environ["PATH_INFO"]
-        host = environ.get("HTTP_HOST", "")
-        # Asked first, and without the calls that say the same: nearly every request is for it.
-        is_verify = path == VERIFY
-        if not (self._is_welcome(host) if is_verify else is_ours(path) and is_led_here(path, host, self._is_welcome)):
+        if not (is_ours(path) and is_led_here(path, environ.get("HTTP_HOST", ""), self._is_welcome)):
             return self._behind(environ, start_response)
         body = _body(environ)
-        authorization = environ.get("HTTP_AUTHORIZATION")
-        if (
-            is_verify
-            and body
-            and authorization
-            and environ["REQUEST_METHOD"] == "POST"
-            and environ.get("CONTENT_TYPE") == "application/json"
-            and not environ.get("QUERY_STRING")
-        ):
-            known = self._known(authorization, body)
+        if path == VERIFY and body and environ.get("CONTENT_TYPE") == "application/json":
+            known = self._known(environ, body)
             if known is not None:
                 text = known.body
                 start_response("200 OK", [*JSON, (REQUEST_ID, known.request_id), (_LENGTH, str(len(text)))])
@@ -73,7 +62,10 @@ class Mounted:
         start_response(status_line(answer.status), list(answer.all_headers().items()))
         return [] if method == "HEAD" else [answer.body]
 
-    def _known(self, authorization: str, body: bytes) -> Answer | None:
+    def _known(self, environ: WSGIEnvironment, body: bytes) -> Answer | None:
+        authorization = environ.get("HTTP_AUTHORIZATION")
+        if authorization is None or environ["REQUEST_METHOD"] != "POST" or environ.get("QUERY_STRING"):
+            return None
         try:
             return self._door.verify_known(authorization, body)
         except Exception:  # noqa: BLE001  the whole way meets it again, and has an answer for it

@@ -30,6 +30,14 @@ def ask(text: bytes, values: Sequence[bytes] = ()) -> list[PGresult]:
         return _exchange(wire, text, values)
 
 
+def checked(results: list[PGresult]) -> list[PGresult]:
+    """These, where the server did what it was asked. Raises psycopg.Error."""
+    for result in results:
+        if result.status not in _GOOD:
+            raise error_from_result(result)
+    return results
+
+
 def wait_for_notice(wire: PGconn, seconds: float) -> None:
     """Until the server has told something, of what LISTEN asked for or otherwise, and at most so long. Raises
     psycopg.Error when the connection is lost."""
@@ -59,10 +67,7 @@ def _exchange(wire: PGconn, text: bytes, values: Sequence[bytes] = ()) -> list[P
         if result is None:
             break
         results.append(result)
-    for result in results:
-        if result.status not in _GOOD:
-            raise error_from_result(result)
-    return results
+    return checked(results)
 
 
 def _readable(wire: PGconn) -> "select.poll":
