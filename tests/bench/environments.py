@@ -1,12 +1,13 @@
 """The peers' own virtual environment, made on first use of what `requirements.txt` pins."""
 
 import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
 from tests.environment import ROOT
+
+from .launch import run_to_end
 
 LOCK = Path(__file__).with_name("requirements.txt")
 PLACE = ROOT / ".venv" / "bench"
@@ -22,14 +23,6 @@ def find_peers() -> Path:
     shutil.rmtree(PLACE, ignore_errors=True)
     venv.create(PLACE, with_pip=True)
     pip = [str(PLACE / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
-    installed = subprocess.run(
-        [*pip, "install", "--no-user", "--require-hashes", "-r", str(LOCK)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if installed.returncode:
-        raise RuntimeError(f"the peers cannot be installed: {installed.stderr.strip()[-500:]}")
+    run_to_end([*pip, "install", "--no-user", "--require-hashes", "-r", str(LOCK)], "the peers cannot be installed")
     done.write_text(LOCK.read_text())
     return PLACE

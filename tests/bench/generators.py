@@ -1,10 +1,11 @@
 """Which generators of load this machine has, and how each is started: wrk and pacer.c, or pacer.py in their place."""
 
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from .launch import run_to_end
 
 SOURCE = Path(__file__).with_name("pacer.c")
 ROTATION = Path(__file__).with_name("rotate.lua")
@@ -12,7 +13,7 @@ BUNDLED = "pacer.py"
 
 FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-Werror")
 
-INSTEAD = "comes from the bundled generator in Python, which gives out at some 50,000 requests a second"
+INSTEAD = "comes from the bundled generator in Python, which is at its end before a fast server is"
 
 
 def find_compiler() -> str | None:
@@ -22,15 +23,7 @@ def find_compiler() -> str | None:
 def compile_pacer(compiler: str, folder: Path) -> Path:
     """The program, in that folder. Raises RuntimeError when the compiler refuses."""
     program = folder / "pacer"
-    done = subprocess.run(
-        [compiler, *FLAGS, "-o", str(program), str(SOURCE)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{compiler} does not compile {SOURCE.name}: {done.stderr[-500:]}")
+    run_to_end([compiler, *FLAGS, "-o", str(program), str(SOURCE)], f"{compiler} does not compile {SOURCE.name}")
     return program
 
 

@@ -38,6 +38,15 @@ def clean_environ(**added: str) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith(ours)} | added
 
 
+def run_to_end(command: list[str], failed: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raises RuntimeError, with the end of what it said, where it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{failed}: {(done.stderr or done.stdout).strip()[-1500:]}")
+
+
 @contextmanager
 def launched(
     command: list[str], environ: Mapping[str, str], log: Path, core: int | None, port: int = 0

@@ -1,5 +1,5 @@
-"""The generator of load that is always there: raw sockets in one thread, open loop or closed. It gives out at some
-50,000 requests a second; where there is a C compiler `pacer.c` does the open loop.
+"""The generator of load that is always there: raw sockets in one thread, open loop or closed. It is at its
+end before a fast server is; where there is a C compiler `pacer.c` does the open loop.
 
     python -m tests.bench.pacer PORT REQUESTS --seconds 3 --connections 32 [--rate 80000] [--once]
 

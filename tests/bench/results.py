@@ -128,7 +128,7 @@ def _rates(told: Told) -> list[str]:
     runs, paced = read_runs(told), told["paced"]
     cases = list(dict.fromkeys([run.case for run in runs] + list(told["states"])))
     heads = ["case", "requests/s, all rounds", "quiet rounds", "p50 us", "p99 us", "CPU us", "share", "RSS MB", "noisy"]
-    generators = _generators(told)
+    generators = told["generator"]
     about = (
         f"{told['options']['connections']} connections, {told['options']['keys']:,} keys in rotation,"
         f" {told['options']['listed']} % of them with an allow-list of networks; generator:"
@@ -147,12 +147,6 @@ def _rates(told: Told) -> list[str]:
         about += " It goes before the databases on its core, where the kernel lets it."
     lines += [about, ""]
     return [*lines, *table(heads, [row for row in rows if row]), ""]
-
-
-def _generators(told: Told) -> dict[str, str]:
-    """Of either loop. A file of the time before pacer.c names one, and its open loop was pacer.py's."""
-    named = told["generator"]
-    return named if isinstance(named, dict) else {"closed": named, "open": "pacer.py"}
 
 
 def _rate_row(case: str, runs: list[Run], states: Mapping[str, str]) -> list[str]:
@@ -180,8 +174,6 @@ def _paced_row(case: str, rounds: list[Told]) -> list[str]:
 
 
 def _revoked(told: Told) -> list[str]:
-    if not revoke.is_readable(told):
-        return []
     lines = ["## From commit to eviction and refusal", "", revoke.describe(told), ""]
     return [*lines, *table(revoke.HEADS, map(revoke.row, told["places"])), ""]
 

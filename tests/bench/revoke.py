@@ -220,15 +220,8 @@ def describe(told: dict[str, Any]) -> str:
     )
 
 
-def is_readable(told: dict[str, Any]) -> bool:
-    """A file of the time before receipts were measured says nothing of them."""
-    return all("stale_after_receipt" in place for place in told["places"])
-
-
 def sample(told: dict[str, Any]) -> str:
     """What the target is held against."""
-    if not is_readable(told):
-        return "measured by an earlier way"
     (place,) = (each for each in told["places"] if each["place"] == ELSEWHERE)
     return f"elsewhere, by the receipt, {place['quiet']:,} of {place['revocations']:,} revocations"
 
@@ -240,8 +233,6 @@ def count_after(told: dict[str, Any]) -> int:
 def figures_of(told: dict[str, Any]) -> dict[str, Spread]:
     """On the same host a key is forgotten when the revoke returns, and the wrong answers after that are counted;
     elsewhere the receipt says when. A change that was lost, or a receipt that was not true, is no eviction."""
-    if not is_readable(told):
-        return {}
     places = {place["place"]: place for place in told["places"]}
     is_true = not any(place["lost"] or place["stale_after_receipt"] for place in told["places"])
     return {

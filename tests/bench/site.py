@@ -2,7 +2,6 @@
 
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,12 +12,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 
-from tests.environment import ROOT
 from tests.servers.postgres import postgres_server
 from tests.servers.throwaway import FailedServerError, MissingServerError
 
 from . import environments
-from .launch import clean_environ
+from .launch import clean_environ, run_to_end
 
 PEER_KEYS = 2000
 
@@ -84,7 +82,7 @@ class Site:
     def peers_stock(self) -> Any:
         out = self.folder / "peers.json"
         command = [str(self.peers / "python"), "-m", "tests.bench.peers.stock", str(out), "--keys", str(PEER_KEYS)]
-        _run(command, self.peers_environ)
+        run_to_end(command, "the peers cannot be stocked", self.peers_environ)
         return json.loads(out.read_text())
 
     def _furnish(self, name: str, **settings: str) -> House:
@@ -94,13 +92,5 @@ class Site:
         )
         stock = [sys.executable, "-m", "tests.bench.stock", str(out)]
         stock += ["--keys", str(self._keys), "--listed", str(self._listed), "--to-revoke", str(self._to_revoke)]
-        _run(stock, environ)
+        run_to_end(stock, f"{name} cannot be stocked", environ)
         return House(environ, data, **json.loads(out.read_text()))
-
-
-def _run(command: list[str], environ: Mapping[str, str]) -> None:
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:4])}: {(done.stderr or done.stdout)[-1500:]}")

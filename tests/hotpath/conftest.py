@@ -1,5 +1,6 @@
 """A key, who asks about it, and what is done to it; what the verifier's engine notes goes to logs without threads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
+from keyvault.hotpath.questions import Found
+from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import Key
 from keyvault.services.keys import revoke_key
 from keyvault.services.refusals import RefusalLog
@@ -44,6 +47,20 @@ def stage(db: None) -> Stage:
     key, text = issue(account())
     _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.SANDBOX)
     return Stage(key, text.reveal(), token.reveal())
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Kind and id of whatever was looked up in the database, as often as it was."""
+    seen: list[tuple[str, str]] = []
+    find = DatabaseStore.find
+
+    def find_and_note(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
+        seen.extend((of, identity) for identity in ids)
+        return find(store, of, ids, address)
+
+    monkeypatch.setattr(DatabaseStore, "find", find_and_note)
+    return seen
 
 
 def revoke(key: Key) -> None:

@@ -306,17 +306,9 @@ def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remember
 
 
 def test_engine_flooded_with_ids_that_are_nobodys_stays_bounded_and_asks_once_for_each(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, looked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     primed = prime()
-    looked: list[str] = []
-    find = DatabaseStore.find
-
-    def find_and_count(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
-        looked.extend(ids)
-        return find(store, of, ids, address)
-
-    monkeypatch.setattr(DatabaseStore, "find", find_and_count)
     monkeypatch.setattr(primed.engine.memory.absent, "_capacity", 5)
     head, tail = stage.text[:11], stage.text[27:]
     assert stage.text[11:27] == stage.key.key_id
