@@ -321,6 +321,17 @@ def test_ask_on_a_connection_that_was_lost_fails_and_the_next_one_is_good(say: A
     say("SELECT 1")
 
 
+@pytest.mark.parametrize("say", [by_cursor, by_libpq])
+def test_ask_of_a_new_turn_finds_a_lost_connection_itself(say: Ask) -> None:
+    """Each turn of a thread ends with `close_old_connections`: the first question after that fails for nobody."""
+    lost = pid()
+    close_old_connections()
+    terminate(f"pid = {lost}")
+    say("INSERT INTO asked VALUES ('after')")
+    assert names() == ["after"]
+    assert pid() != lost
+
+
 def test_hang_up_ends_an_ask_of_another_thread() -> None:
     """As it ends a cursor's: with the error of a connection that was lost."""
     lent: list[Any] = []
