@@ -36,7 +36,7 @@ from keyvault.domain.errors import (
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.engine import Caller, Engine, Verdict
+from keyvault.hotpath.engine import Engine, Verdict
 from keyvault.hotpath.questions import (
     BATCH,
     VERIFY,
@@ -158,7 +158,7 @@ class Answering:
         """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
         is_single = _is_single(question)
-        caller = Caller(service, engine.ports.environments)
+        caller = engine.caller(service)
         with engine.lock:
             engine.catch_up()
             # Of now and under the lock: no use is noted with a time that a report has passed already.
@@ -267,7 +267,7 @@ class Answering:
             engine.catch_up()
             known = engine.memory.tokens.by_id.get(token.service.token_id)
             if known is not None and known.record is token:
-                known.about = Caller(token.service, engine.ports.environments)
+                known.about = engine.caller(token.service)
                 engine.memory.tokens.bind(known, engine.memory.tag(authorization))
 
     # --- forward-auth ---------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ that it was made for, and is not remembered.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import count
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from msgspec import UNSET, Raw, UnsetType
@@ -32,6 +33,7 @@ from keyvault.domain.base62 import encode, random_digits
 from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KeyString
 from keyvault.domain.networks import is_within
@@ -45,6 +47,8 @@ _MOST_USES: Final = 20_000
 _MOST_WAYS: Final = 4_096
 _MOST_ACCOUNTS: Final = 65_536
 _MOST_ADDRESSES: Final = 256
+_READ: Final = 512
+"""Of what a client says about itself no more than this is looked at."""
 
 
 class Budgets(Protocol):
@@ -103,21 +107,23 @@ class Ports:
     note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
     note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
     note_verdict: Callable[[Verdict], None]
+    outcome: Callable[[bool], str]
+    """What a use counts as, by whether a probe asked."""
 
 
 class Caller:
     """A proved service token, as the fast way needs it."""
 
-    __slots__ = ("environments", "is_probe", "merchants", "source")
+    __slots__ = ("environments", "merchants", "outcome", "source")
 
-    def __init__(self, service: Service, served: frozenset[Environment]) -> None:
-        """`served`: the environments of this process."""
+    def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
+        """`served`: the environments of this process. `outcome`: what a use counts as that it asks about."""
         may_verify = Permission.KEYS_VERIFY in service.permissions
         environments = service.environments & served if may_verify else frozenset[Environment]()
         self.environments = frozenset(environment.value for environment in environments)
         self.merchants = service.merchants
         self.source = f"token:{service.token_id}"
-        self.is_probe = service.is_probe
+        self.outcome = outcome
 
 
 class Way:
@@ -209,8 +215,12 @@ class Missed:
         self.is_plain = is_plain
 
 
-Use = tuple[str, str, str, str, str, bool]
-"""A key's id, an endpoint's name, source, user agent, the page's origin, and whether it was a probe's."""
+Use = tuple[str, str, str, str, str, str]
+"""A key's id, an endpoint's name, source, user agent, the page's origin, and what it counts as."""
+
+Tally = list[Any]
+"""Of one use, as it is written: the use, how often, and when the first and the last time, in seconds of the epoch."""
+_TIMES, _LAST = 6, 8
 
 
 class Repeat:
@@ -229,7 +239,7 @@ class Repeat:
         self.use = use
         self.identity: bytes = known.about.identity
         self.period = 0
-        self.tally: list[float] = []
+        self.tally: Tally = []
         """Of its use in the period between two reports that is told by `period`."""
 
 
@@ -268,7 +278,7 @@ class Engine:
         """What the last decision of the fast way lacked, for whoever still has the lock."""
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: dict[tuple[object, ...], Purses] = {}
-        self._uses: dict[Use, list[float]] = {}
+        self._uses: dict[Use, Tally] = {}
         self._period = 1
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
@@ -480,8 +490,9 @@ class Engine:
             return None
         if holding.kind is not KeyKind.PUBLIC:
             origin = ""
-        agent = asked.user_agent or ""
-        use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.is_probe)
+        agent = _cleaned(asked.user_agent) if asked.user_agent else ""
+        origin = _cleaned(origin) if origin else ""
+        use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
         repeat = Repeat(asker[0] if asker else _NOBODY, known, purse, cost, use)
         text = self._grant(repeat, wall, request_id)
         if text is not None and asker is not None and record is None:
@@ -525,8 +536,8 @@ class Engine:
         if repeat.period != self._period:
             self._open_tally(repeat, wall)
         tally = repeat.tally
-        tally[0] += 1
-        tally[2] = wall
+        tally[_TIMES] += 1
+        tally[_LAST] = wall
         if len(standing) == 2:
             return purse.text % (*standing, request_id, repeat.identity, *standing)
         return purse.template.fill(standing, request_id, repeat.identity)
@@ -551,7 +562,7 @@ class Engine:
             use = (use[0], use[1], "", "", "", use[5])
             tally = uses.get(use)
         if tally is None:
-            tally = uses[use] = [0, wall, wall]
+            tally = uses[use] = [*use, 0, wall, wall]
         repeat.period, repeat.tally = self._period, tally
 
     def _prove(self, text: str, tag: bytes, environment: str, record: KeyRecord | None) -> Known[KeyRecord] | None:
@@ -689,20 +700,29 @@ class Engine:
             store is not None,
         )
 
+    def caller(self, service: Service) -> Caller:
+        return Caller(service, self.ports.environments, self.ports.outcome(service.is_probe))
+
     # --- evidence -----------------------------------------------------------------------------------------------
 
-    def take_uses(self) -> tuple[Mapping[Use, list[float]], int]:
-        """The uses since the last time (count, first and last time in seconds of the epoch), and how many answers came
-        from memory. Every use of before the call is among them, or was."""
+    def take_uses(self) -> tuple[Collection[Tally], int]:
+        """The uses since the last time, and how many answers came from memory. Every use of before the call is among
+        them, or was."""
         with self.lock:
             uses, self._uses = self._uses, {}
             self._period += 1
             from_memory, self.answered_from_memory = self.answered_from_memory, 0
-        return uses, from_memory
+        return uses.values(), from_memory
 
 
 _NOBODY: Final[Known[TokenRecord]] = Known("", cast(TokenRecord, None), float("inf"))
 """In the place of a token that was proved for this question alone."""
+
+
+@lru_cache(maxsize=4_096)
+def _cleaned(text: str) -> str:
+    """What a client says about itself, as it is kept. (What looks like a key does not come this way.)"""
+    return clean_text(text[:_READ], 120)
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import cache
 from typing import Final
@@ -34,6 +34,7 @@ from keyvault.hotpath.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
 from keyvault.hotpath.waiting import WaitingDoor
 from keyvault.models import Key, ServiceToken
+from keyvault.models.usage import Outcome
 from keyvault.services.budgets import budgets
 from keyvault.services.exposition import CONTENT_TYPE, expose_meters
 from keyvault.services.feed import generation
@@ -44,7 +45,7 @@ from keyvault.services.peppers import load_peppers, take_pepper
 from keyvault.services.readiness import find_readiness, readiness_body
 from keyvault.services.refusals import refusal_log
 from keyvault.services.rehashing import pending_rehashes
-from keyvault.services.usage import SeenUse, usage_log
+from keyvault.services.usage import Uses, usage_log
 from keyvault.services.verification import note_use, record_buckets
 from keyvault.wire.headers import mint_request_id
 from keyvault.wire.problems import problem
@@ -77,6 +78,7 @@ def make_engine(
         note_key_proof=_note_key_proof,
         note_token_proof=_note_token_proof,
         note_verdict=_note_verdict,
+        outcome=lambda is_probe: (Outcome.PROBED if is_probe else Outcome.ALLOWED).value,
     )
     return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
 
@@ -85,7 +87,7 @@ def make_follower(engine: Engine, door: str) -> Follower:
     return Follower(engine.evict, engine.freshness.confirm, engine.freshness.lose, door)
 
 
-def uses_of(engine: Engine) -> Mapping[SeenUse, list[float]]:
+def uses_of(engine: Engine) -> Collection[Uses]:
     """What the fast way has allowed since the last time, for the log of uses; and for the meters."""
     uses, from_memory = engine.take_uses()
     meters.note_verifier(from_memory, len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))

@@ -16,7 +16,7 @@ from psycopg.pq.abc import PGconn, PGresult
 _GOOD = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 
 
-def ask(text: bytes, values: Sequence[bytes] = ()) -> list[PGresult]:
+def ask(text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
     """The results of a statement with these values, or of several without any, as text; on the calling thread's
     connection and in its transaction, where it is in one. Raises what Django's cursors raise."""
     connection.close_if_health_check_failed()
@@ -47,7 +47,7 @@ def wait_for_notice(wire: PGconn, seconds: float) -> None:
             pass
 
 
-def _exchange(wire: PGconn, text: bytes, values: Sequence[bytes] = ()) -> list[PGresult]:
+def _exchange(wire: PGconn, text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
     if values:
         wire.send_query_params(text, values)
     else:

@@ -14,14 +14,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.util import Finalize
 from time import sleep
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from django.db import close_old_connections, connection, connections, transaction
@@ -57,17 +56,12 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-SeenUse = tuple[str, str, str, str, str, bool]
-"""What a verifier allows and counts itself: a key's id, an endpoint's name, the source (an address in its canonical
-form, or a token's id), user agent, the page's origin, and whether it was a probe's."""
+Uses = Sequence[Any]
+"""Of one bucket, without secrets: a key's id, an endpoint's name, the source (an address in its canonical form, or a
+token's id), user agent, the page's origin, a word of Outcome, how many there were, and the first and the last, in
+seconds of the epoch. The bucket's minute is that of the last.
 
-_Seen = Mapping[SeenUse, Sequence[float]]
-
-_Row = tuple[str, str, str, str, str, Outcome, int, float, float]
-"""Uses of one bucket, without secrets: key, endpoint, source, user agent, origin and outcome, how many there were, and
-the first and the last, in seconds of the epoch. The bucket's minute is that of the last.
-
-Not by name: ten thousand a second are made beside the request path, and the collector keeps no plain tuples in view.
+Not by name: ten thousand a second are counted on the request path, and written as they are.
 """
 
 
@@ -79,7 +73,7 @@ class Use(NamedTuple):
     source: str
     user_agent: str
     origin: str
-    outcome: Outcome
+    outcome: str
     minute: float
 
 
@@ -91,9 +85,9 @@ class UsageLog:
     reporter_id: str = field(
         default_factory=lambda: f"{socket.gethostname()[:30]}-{os.getpid()}-{secrets.token_hex(6)}"
     )
-    _counts: dict[Use, _Row] = field(default_factory=dict)
+    _counts: dict[Use, Uses] = field(default_factory=dict)
     _secrets_used: set[str] = field(default_factory=set)
-    _sources: list[Callable[[], _Seen]] = field(default_factory=list)
+    _sources: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -118,17 +112,17 @@ class UsageLog:
         )
         with self._lock:
             at = self.now().timestamp()
-            _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome, 1, at, at))
+            _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome.value, 1, at, at))
 
     def note_secret_use(self, token_id: str) -> None:
         """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
         with self._lock:
             self._secrets_used.add(token_id)
 
-    def add_source(self, take: Callable[[], _Seen]) -> None:
-        """`take` is asked before each report for what it has counted since the last time: of each use how many there
-        were, and when the first and the last, in seconds of the epoch. It must hand over every use whose time is before
-        its call: no use is older than a watermark that was given without it."""
+    def add_source(self, take: Callable[[], Collection[Uses]]) -> None:
+        """`take` is asked before each report for what it has counted since the last time, and lets go of it. It must
+        hand over every use whose time is before its call: no use is older than a watermark that was given without
+        it."""
         self._sources.append(take)
 
     def start(self) -> None:
@@ -180,32 +174,26 @@ class UsageLog:
             through = self.now()
             noted, self._counts = self._counts, {}
             used, self._secrets_used = self._secrets_used, set()
-        rows = list(noted.values())
+        counted: list[Collection[Uses]] = [noted.values()]
         try:
             for take in self._sources:
-                rows += _rows_of(take())
-            with transaction.atomic():
-                _write(rows)
-                is_known = UsageReporter.objects.filter(reporter_id=self.reporter_id).update(
-                    flushed_through_at=through,
-                    peppers=load_peppers.newest_versions(),
-                    stopped_at=through if farewell else None,
-                    lost_at=None,
-                )
-                if self.is_reporting and not is_known:
-                    # A host that slept for so long that its reporter was forgotten.
-                    self._introduce(through)
+                counted.append(take())  # noqa: PERF401  what one has told is kept when the next one cannot
+            is_known = _write(counted, Report(self.reporter_id, through, farewell))
         except Exception:
-            self._keep(rows, used)
+            self._keep(counted, used)
             raise
+        if self.is_reporting and not is_known:
+            # A host that slept for so long that its reporter was forgotten.
+            self._introduce(through)
         # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
-        shred_used(used | {row[0] for row in rows if row[5] is _ALLOWED})
+        shred_used(chain(used, (row[0] for rows in counted for row in rows if row[5] == Outcome.ALLOWED)))
 
-    def _keep(self, rows: Iterable[_Row], used: set[str]) -> None:
+    def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
         """For the next try. The lock, for which the request path waits, is held for what was noted meanwhile alone."""
-        kept: dict[Use, _Row] = {}
-        for row in rows:
-            _add(kept, row)
+        kept: dict[Use, Uses] = {}
+        for some in _in_portions(chain.from_iterable(counted)):
+            for row in some:
+                _add(kept, row)
         with self._lock:
             late, self._counts = self._counts, kept
             for row in late.values():
@@ -236,27 +224,6 @@ class UsageLog:
             _log.exception("digests could not be renewed; the next proof of each key tries again")
 
 
-def _rows_of(seen: _Seen) -> list[_Row]:
-    """Cleaned here, off the request path: what a client said about itself; the rest are words of our own."""
-    rows: list[_Row] = []
-    for some in _in_portions(seen.items()):
-        rows += [
-            (
-                key_id,
-                endpoint,
-                source,
-                _cleaned(user_agent) if user_agent else "",
-                _cleaned(origin) if origin else "",
-                _PROBED if is_probe else _ALLOWED,
-                int(times),
-                first,
-                last,
-            )
-            for (key_id, endpoint, source, user_agent, origin, is_probe), (times, first, last) in some
-        ]
-    return rows
-
-
 T = TypeVar("T")
 
 
@@ -269,21 +236,10 @@ def _in_portions(all_of_them: Iterable[T]) -> Iterator[list[T]]:
         sleep(_PAUSE_SECONDS)
 
 
-# An enum takes its time to find its members.
-_ALLOWED, _PROBED = Outcome.ALLOWED, Outcome.PROBED
-
-
-# More than a verifier tells apart: with fewer, one that sees so many would find none of them here.
-@lru_cache(maxsize=32_768)
-def _cleaned(text: str) -> str:
-    """The same few stand beside thousands of keys. (What looks like a secret does not come this way.)"""
-    return clean_text(text[:_READ], 120)
-
-
-def _add(counts: dict[Use, _Row], row: _Row) -> None:
+def _add(counts: dict[Use, Uses], row: Uses) -> None:
     """Bounded: beyond that who it was is no longer told apart; how many there were is."""
-    times, first, last = row[6:]
-    use = Use(*row[:6], last // 60)
+    *bucket, times, first, last = row
+    use = Use._make((*bucket, last // 60))
     known = counts.get(use)
     if known is None and len(counts) >= _MOST_BUCKETS:
         use = use._replace(source="", user_agent="", origin="")
@@ -294,43 +250,49 @@ def _add(counts: dict[Use, _Row], row: _Row) -> None:
     counts[use] = (*use[:6], times, first, last)
 
 
-def _write(rows: Sequence[_Row]) -> None:
-    """Adds to what stands there; order-independent, so that late and early reporters agree.
+class Report(NamedTuple):
+    """What a reporter says with its counts: `through` when it has told all, and whether that was its last word."""
 
-    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring. On
-    PostgreSQL that is one statement for each of the two: it promises no order between the parts of a single one.
+    reporter_id: str
+    through: datetime
+    is_farewell: bool
+
+
+def _write(counted: Iterable[Collection[Uses]], report: Report) -> bool:
+    """Adds to what stands there; order-independent, so that late and early reporters agree. Whether the reporter is
+    known; all in one transaction.
+
+    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring.
     """
+    stopped_at = report.through if report.is_farewell else None
+    peppers = load_peppers.newest_versions()
     if connection.vendor == "postgresql":
-        # All before the first row is locked, which others wait for.
-        buckets = [_encode(portion) for portion in _in_portions(rows)]
-        keys = [_encode(portion) for portion in _in_portions(_of_keys(rows))]
-        _send(_ADD_TO_BUCKET, _BUCKETS, buckets)
-        _send(_ADD_TO_KEY, _KEYS, keys)
-    else:
-        with connection.cursor() as cursor:
-            cursor.executemany(
-                _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
-                [(*row[:5], row[5].value, row[6], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
-            )
-            cursor.executemany(
-                _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
-                [(key_id, times, _at(first), _at(last)) for key_id, times, first, last in _of_keys(rows)],
-            )
-
-
-def _of_keys(rows: Iterable[_Row]) -> Iterator[tuple[str, int, float, float]]:
-    """What was allowed: that alone counts for a key."""
-    for key_id, _, _, _, _, outcome, times, first, last in rows:
-        if outcome is _ALLOWED:
-            yield key_id, times, first, last
-
-
-def _send(statement: str, selection: str, pieces: Sequence[bytes]) -> None:
-    """As JSON, for PostgreSQL to unpack, to group (it adds to no row twice in one statement) and to sort."""
-    if pieces:
-        places = ", ".join([f"${place}" for place in range(1, len(pieces) + 1)])
-        uses = f"unnest(ARRAY[{places}]::jsonb[]) AS piece, jsonb_array_elements(piece) AS use"
-        ask(statement.replace(_ROWS, selection.replace(_USES, uses)).encode(), pieces)
+        pieces = [_encode(portion) for portion in _in_portions(chain.from_iterable(counted))]
+        (told,) = ask(
+            _REPORT.encode(),
+            [
+                report.reporter_id.encode(),
+                report.through.isoformat().encode(),
+                None if stopped_at is None else stopped_at.isoformat().encode(),
+                _encode(peppers),
+                b"[%b]" % b",".join(pieces),
+            ],
+        )
+        return told.ntuples > 0
+    rows = list(chain.from_iterable(counted))
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.executemany(
+            _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
+            [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
+        )
+        cursor.executemany(
+            _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
+            [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == Outcome.ALLOWED],
+        )
+        known = UsageReporter.objects.filter(reporter_id=report.reporter_id).update(
+            flushed_through_at=report.through, peppers=peppers, stopped_at=stopped_at, lost_at=None
+        )
+    return known > 0
 
 
 def _at(seconds: float) -> str | None:
@@ -343,42 +305,7 @@ _PAUSE_SECONDS: Final = 0.001
 
 _encode: Final = msgspec.json.Encoder().encode
 
-_ROWS, _USES = "<rows>", "<uses>"
-_BUCKETS = """
-    SELECT key_id, endpoint, source, user_agent, origin, outcome,
-        sum(times), to_timestamp(min(first)), to_timestamp(max(last)), minute
-    FROM (
-        SELECT
-            (use ->> 0) COLLATE "C" AS key_id,
-            (use ->> 1) COLLATE "C" AS endpoint,
-            (use ->> 2) COLLATE "C" AS source,
-            (use ->> 3) COLLATE "C" AS user_agent,
-            (use ->> 4) COLLATE "C" AS origin,
-            (use ->> 5) COLLATE "C" AS outcome,
-            (use ->> 6)::int AS times,
-            (use ->> 7)::float8 AS first,
-            (use ->> 8)::float8 AS last,
-            to_timestamp(floor((use ->> 8)::float8 / 60) * 60) AS minute
-        FROM <uses>
-    ) AS used
-    GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome
-    ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
-"""
-_KEYS = """
-    SELECT key_id, sum(times), to_timestamp(min(first)), to_timestamp(max(last))
-    FROM (
-        SELECT
-            (use ->> 0) COLLATE "C" AS key_id,
-            (use ->> 1)::int AS times,
-            (use ->> 2)::float8 AS first,
-            (use ->> 3)::float8 AS last
-        FROM <uses>
-    ) AS used
-    GROUP BY key_id
-    ORDER BY key_id
-"""
-"""By bytes, as every reporter sorts whatever the database's own way is; that costs the least, too."""
-
+_ROWS = "<rows>"
 _ADD_TO_BUCKET = """
     INSERT INTO keyvault_usebucket AS was
         (key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute)
@@ -397,6 +324,48 @@ _ADD_TO_KEY = """
 """
 """In SQL, which SQLite and PostgreSQL share here: Django adds to a row in several statements, each reporter does it
 each second for every key in use, and SQLite would have no time left for other writers."""
+
+_BUCKETS = """
+    SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute FROM used
+    ORDER BY key_id, minute, source, user_agent, endpoint, origin, outcome
+"""
+_KEYS = """
+    SELECT key_id, sum(count), min(first_at), max(last_at) FROM used
+    WHERE outcome = 'allowed' AND (SELECT count(*) FROM buckets) >= 0
+    GROUP BY key_id
+    ORDER BY key_id
+"""
+_REPORT = """
+    WITH used AS MATERIALIZED (
+        SELECT
+            (use ->> 0) COLLATE "C" AS key_id,
+            (use ->> 1) COLLATE "C" AS endpoint,
+            (use ->> 2) COLLATE "C" AS source,
+            (use ->> 3) COLLATE "C" AS user_agent,
+            (use ->> 4) COLLATE "C" AS origin,
+            (use ->> 5) COLLATE "C" AS outcome,
+            sum((use ->> 6)::bigint) AS count,
+            to_timestamp(min((use ->> 7)::float8)) AS first_at,
+            to_timestamp(max((use ->> 8)::float8)) AS last_at,
+            to_timestamp(floor((use ->> 8)::float8 / 60) * 60) AS minute
+        FROM jsonb_array_elements($5::jsonb) AS piece, jsonb_array_elements(piece) AS use
+        GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome
+    ),
+    buckets AS (<buckets> RETURNING 1),
+    keys AS (<keys> RETURNING 1)
+    UPDATE keyvault_usagereporter
+    SET flushed_through_at = $2::timestamptz, stopped_at = $3::timestamptz, peppers = $4::jsonb, lost_at = NULL
+    WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
+    RETURNING 1
+"""
+_REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
+_REPORT = _REPORT.replace("<keys>", _ADD_TO_KEY.replace(_ROWS, _KEYS))
+"""In one statement, since each costs a wait and the interpreter's time; PostgreSQL unpacks the JSON, groups it (it adds
+to no row twice in one statement) and sorts it, by bytes, as every reporter does whatever the database's own way is.
+
+It promises no order between the parts of a statement but where one needs what another has done: each counts the rows
+of the part before it, which has to be over then.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +14,7 @@ from keyvault.hotpath.loader import uses_of
 from keyvault.hotpath.questions import BATCH
 from keyvault.models import Key, KeyUse, UseBucket
 from keyvault.models.usage import Outcome
-from keyvault.services.usage import SeenUse, UsageLog
+from keyvault.services.usage import UsageLog, Uses
 from tests.factories import account, issue, make_merchant, make_token
 
 from .priming import Primed, prime
@@ -122,6 +121,24 @@ def test_uses_of_dry_runs_and_of_refusals_are_none(
     assert not UseBucket.objects.exists()
 
 
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_uses_keep_no_secret_and_no_overlong_words(
+    keys: dict[KeyKind, tuple[Key, str]], token: str, usage: UsageLog, is_remembered: bool
+) -> None:
+    """Of what a client says about itself, whichever way it is answered."""
+    primed = prime(may_remember=is_remembered)
+    usage.add_source(lambda: uses_of(primed.engine))
+    secret, text = "Bearer 0123456789abcdefABCDEF", keys[KeyKind.PUBLIC][1]
+    for agent, origin in ((f"{secret} one", f"{secret} two"), ("u" * 200, "o" * 200)):
+        asked = question(text, endpoint="client.configuration", user_agent=agent, origin=origin)
+        for _ in range(3):
+            assert b'"allowed":true' in primed.ask(token, asked).body
+    assert (primed.from_memory > 0) is is_remembered
+    usage.flush()
+    kept = set(UseBucket.objects.values_list("user_agent", "origin"))
+    assert kept == {("Bearer *** one", "Bearer *** two"), ("u" * 120, "o" * 120)}
+
+
 def test_uses_beyond_the_bound_are_counted_all_the_same(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +161,7 @@ def test_uses_whose_report_failed_are_in_the_next(
     for _ in range(5):
         primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
     with monkeypatch.context() as patch:
-        patch.setattr("keyvault.services.usage._write", lambda rows: 1 / 0)
+        patch.setattr("keyvault.services.usage._write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             usage.flush()
     primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
@@ -170,13 +187,12 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
     monkeypatch.setattr("keyvault.hotpath.loader.usage_log", log)
     primed = prime(wall=tick, may_remember=False)
     text = keys[KeyKind.PRIVATE][1]
-    taken: dict[SeenUse, list[float]] = {}
+    taken: list[Uses] = []
 
-    def take() -> Mapping[SeenUse, list[float]]:
+    def take() -> list[Uses]:
         # Between the watermark and this: in this report as well, which is no harm.
         ask()
-        taken.clear()
-        taken.update(uses_of(primed.engine))
+        taken[:] = uses_of(primed.engine)
         return taken
 
     def ask() -> None:
@@ -192,9 +208,9 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
         assert primed.from_memory == 1, "this is about the fast way"
         asked_before = now()
         log.flush()
-        ((times, first, _),) = taken.values()
+        ((*_, times, first, _),) = taken
         assert (times, first < asked_before.timestamp()) == (2, True)
         assert not uses_of(primed.engine), "all that was noted before is in the report"
         ask()
-        ((_, late, _),) = uses_of(primed.engine).values()
+        ((*_, late, _),) = uses_of(primed.engine)
         assert late > asked_before.timestamp()

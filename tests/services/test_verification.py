@@ -515,7 +515,7 @@ def test_customer_token_that_is_not_asked_for_is_never_looked_up(
 @dataclass
 class Noted(UsageLog):
     def noted(self) -> list[tuple[str, Outcome]]:
-        return [(use.key_id, use.outcome) for use in self._counts]
+        return [(use.key_id, Outcome(use.outcome)) for use in self._counts]
 
 
 def note(judgement: Judgement, *, is_probe: bool = False) -> list[tuple[str, Outcome]]:
