@@ -21,6 +21,7 @@ from keyvault.access.decision import Check, Denial
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import clean_text
 from keyvault.models import Refusal
+from keyvault.services.background import stand_back
 from keyvault.services.usage import usage_log
 from keyvault.services.verification import Judgement
 
@@ -208,6 +209,7 @@ class RefusalLog:
         Finalize(None, self.stop, exitpriority=0)
 
     def _write(self) -> None:
+        stand_back()
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()

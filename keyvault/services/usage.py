@@ -29,6 +29,7 @@ from django.db.models import Max, Min, Q, QuerySet
 from keyvault.domain.free_text import clean_text
 from keyvault.models import UsageReporter, UseBucket
 from keyvault.models.usage import EXPOSURES, Outcome
+from keyvault.services.background import stand_back
 from keyvault.services.idempotency import shred_used
 from keyvault.services.libpq import ask
 from keyvault.services.peppers import load_peppers
@@ -201,6 +202,7 @@ class UsageLog:
             self._secrets_used |= used
 
     def _report(self) -> None:
+        stand_back()
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()

@@ -40,6 +40,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--keys", type=int, default=PEER_KEYS, help="in rotation; as many as the peers'")
     parser.add_argument("--listed", type=int, default=10, help="percent of them with an allow-list; 10 unless told")
     parser.add_argument("--paced-rounds", type=int, default=3, help="in open loop at 80 %%; 3 unless told")
+    parser.add_argument("--paced-turns", type=int, default=3, help="so often in each of these rounds; 3 unless told")
     parser.add_argument("--paced-seconds", type=float, default=3, help="3 unless told")
     parser.add_argument("--only", action="append", metavar="SERVER", help="these servers (--list names them)")
 
@@ -155,13 +156,14 @@ class Verify:
             with self._serving(server, plan) as (started, cases):
                 for case in cases:
                     if self._was_measured(case.name):
-                        self._pace_case(started, case, turn)
+                        path = self._warm_up(started, case)
+                        for _ in range(self._asked.paced_turns):
+                            self._pace_case(started, case, path, turn)
         except (StartError, RuntimeError, OSError) as error:
             self._give_up(server.cases, f"failed: {error}")
 
-    def _pace_case(self, started: Started, case: Case, turn: int) -> None:
+    def _pace_case(self, started: Started, case: Case, path: Path, turn: int) -> None:
         """Its maximum is measured right before: a machine that has become slower since would be offered too much."""
-        path = self._warm_up(started, case)
         offered = PACE * self._load(started, path, self._asked.seconds).rate
         loaded = self._load(started, path, self._asked.paced_seconds, offered)
         counted = loaded.counted
