@@ -138,7 +138,8 @@ class Memory:
         begun.update(b"\0")  # so that the key's own block is worked on once, and not for each tag
         self.new_tag = begun.copy
         """For whoever makes tags by the hundred thousand a second: `update` it with the text, and take its digest."""
-        self._by_credential: dict[str, set[str]] = {}
+        self._by_credential: dict[str, tuple[str, ...]] = {}
+        """Nearly always one, while it is rotated two."""
         self._by_account: dict[str, set[str]] = {}
         self.keys: Shelf[KeyRecord] = Shelf(capacity, self._unlist)
         self.customers: Shelf[CustomerRecord] = Shelf(capacity)
@@ -159,12 +160,13 @@ class Memory:
     def admit_key(self, record: KeyRecord) -> Known[KeyRecord]:
         known = known_key(record)
         self.keys.put(known)
-        for index, name in ((self._by_credential, record.credential_id), (self._by_account, _account(record))):
-            listed = index.get(name)
-            if listed is None:
-                index[name] = {record.key_id}
-            else:
-                listed.add(record.key_id)
+        key_id, credential_id, account = record.key_id, record.credential_id, _account(record)
+        self._by_credential[credential_id] = (*self._by_credential.get(credential_id, ()), key_id)
+        listed = self._by_account.get(account)
+        if listed is None:
+            self._by_account[account] = {key_id}
+        else:
+            listed.add(key_id)
         return known
 
     def admit_customer(self, record: CustomerRecord) -> Known[CustomerRecord]:
@@ -218,18 +220,21 @@ class Memory:
         self._by_credential.clear()
         self._by_account.clear()
 
-    def _drop_all(self, identities: set[str] | None) -> None:
+    def _drop_all(self, identities: Iterable[str] | None) -> None:
         for identity in list(identities or ()):
             self.keys.drop(identity)
 
     def _unlist(self, known: Known[KeyRecord]) -> None:
         record = known.record
-        for index, name in ((self._by_credential, record.credential_id), (self._by_account, _account(record))):
-            identities = index.get(name)
-            if identities is not None:
-                identities.discard(record.key_id)
-                if not identities:
-                    del index[name]
+        key_id, credential_id, account = record.key_id, record.credential_id, _account(record)
+        held = self._by_credential.pop(credential_id, ())
+        if held != (key_id,) and (others := tuple([other for other in held if other != key_id])):
+            self._by_credential[credential_id] = others
+        listed = self._by_account.get(account)
+        if listed is not None:
+            listed.discard(key_id)
+            if not listed:
+                del self._by_account[account]
 
 
 def _put(kept: OrderedDict[bytes, Any], tag: bytes, what: Any, most: int) -> None:

@@ -123,7 +123,8 @@ class Remembering(RuleBasedStateMachine):
             expected: dict[str, set[str]] = {}
             for known in self.memory.keys.by_id.values():
                 expected.setdefault(about(kind, known.record), set()).add(known.identity)
-            assert index == expected
+            assert {name: set(identities) for name, identities in index.items()} == expected
+            assert all(len(set(identities)) == len(identities) for identities in index.values())
 
 
 TestMemory = Remembering.TestCase
