@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import count
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -47,8 +46,9 @@ _MOST_USES: Final = 20_000
 _MOST_WAYS: Final = 4_096
 _MOST_ACCOUNTS: Final = 65_536
 _MOST_ADDRESSES: Final = 256
-_READ: Final = 512
-"""Of what a client says about itself no more than this is looked at."""
+_MOST_CLEAN: Final = 4_096
+_READ, _KEPT = 512, 120
+"""Of what a client says about itself no more than this is looked at, and kept."""
 
 
 class Budgets(Protocol):
@@ -279,6 +279,8 @@ class Engine:
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: dict[tuple[object, ...], Purses] = {}
         self._uses: dict[Use, Tally] = {}
+        self._clean: set[str] = set()
+        """What clients say about themselves and has nothing to hide: the same few stand beside thousands of keys."""
         self._period = 1
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
@@ -490,8 +492,8 @@ class Engine:
             return None
         if holding.kind is not KeyKind.PUBLIC:
             origin = ""
-        agent = _cleaned(asked.user_agent) if asked.user_agent else ""
-        origin = _cleaned(origin) if origin else ""
+        agent = self._cleaned(asked.user_agent) if asked.user_agent else ""
+        origin = self._cleaned(origin) if origin else ""
         use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
         repeat = Repeat(asker[0] if asker else _NOBODY, known, purse, cost, use)
         text = self._grant(repeat, wall, request_id)
@@ -553,6 +555,17 @@ class Engine:
         except VerifierStaleError:
             return False
         return known.record.pepper_version in peppers.versions
+
+    def _cleaned(self, text: str) -> str:
+        """As it is kept. (What looks like a key does not come this way.)"""
+        if text in self._clean:
+            return text
+        cleaned = clean_text(text[:_READ], _KEPT)
+        if cleaned == text:
+            if len(self._clean) >= _MOST_CLEAN:
+                self._clean.clear()
+            self._clean.add(text)
+        return cleaned
 
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         use, uses = repeat.use, self._uses
@@ -717,12 +730,6 @@ class Engine:
 
 _NOBODY: Final[Known[TokenRecord]] = Known("", cast(TokenRecord, None), float("inf"))
 """In the place of a token that was proved for this question alone."""
-
-
-@lru_cache(maxsize=4_096)
-def _cleaned(text: str) -> str:
-    """What a client says about itself, as it is kept. (What looks like a key does not come this way.)"""
-    return clean_text(text[:_READ], 120)
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:
