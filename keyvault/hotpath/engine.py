@@ -558,14 +558,15 @@ class Engine:
 
     def _cleaned(self, text: str) -> str:
         """As it is kept. (What looks like a key does not come this way.)"""
-        if text in self._clean:
-            return text
-        cleaned = clean_text(text[:_READ], _KEPT)
-        if cleaned == text:
+        read = text[:_READ]
+        if read in self._clean:
+            return read[:_KEPT]
+        cleaned = clean_text(read, _READ)
+        if cleaned == read:
             if len(self._clean) >= _MOST_CLEAN:
                 self._clean.clear()
-            self._clean.add(text)
-        return cleaned
+            self._clean.add(read)
+        return cleaned[:_KEPT]
 
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         use, uses = repeat.use, self._uses

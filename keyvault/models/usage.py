@@ -81,13 +81,15 @@ class UsageReporter(models.Model):
     """A process that verifies. All its uses up to `flushed_through_at` are in the tables above.
 
     A reporter that stopped in good order flushed first; one that was lost may have taken uses with it, and
-    `lost_at` is when that was noticed. `peppers`: of each set that it serves the newest version that it has loaded,
-    with all before it, and 0 for none; None: it is of a release that does not say.
+    `lost_at` is when that was noticed. `report`: the number of the last one that is written, so that one whose answer
+    was lost adds nothing when it is told again. `peppers`: of each set that it serves the newest version that it has
+    loaded, with all before it, and 0 for none; None: it is of a release that does not say.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
     started_at = models.DateTimeField()
     flushed_through_at = models.DateTimeField()
+    report = models.PositiveBigIntegerField(default=0, db_default=0)
     peppers = models.JSONField(null=True, blank=True)
     stopped_at = at()
     lost_at = at()

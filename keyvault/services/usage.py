@@ -91,6 +91,9 @@ class UsageLog:
     _sources: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
+    _reports: int = 0
+    _unsure: "_Report | None" = None
+    """Not known to be written: it was refused, or its answer was lost."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -142,6 +145,7 @@ class UsageLog:
             reporter_id=self.reporter_id,
             started_at=now,
             flushed_through_at=now,
+            report=self._reports,
             peppers=load_peppers.newest_versions(),
         )
 
@@ -165,12 +169,22 @@ class UsageLog:
     def flush(self, *, farewell: bool = False) -> None:
         """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next.
 
-        One at a time: a second one's watermark would vouch for counts that the first may yet fail to write.
+        One at a time: a second one's watermark would vouch for counts that the first may yet fail to write. What may
+        have been written, but whose answer was lost, is told again as it was, and then not added again.
         """
         with self._flushing:
-            self._flush(farewell)
+            report = self._take(farewell)
+            try:
+                self._send_unsure()
+            except Exception:
+                self._keep(report.counted, report.used)
+                raise
+            self._reports += 1
+            self._unsure = report._replace(number=self._reports)
+            self._send_unsure()
 
-    def _flush(self, farewell: bool) -> None:
+    def _take(self, farewell: bool) -> "_Report":
+        """What there is to tell now."""
         with self._lock:
             through = self.now()
             noted, self._counts = self._counts, {}
@@ -179,15 +193,22 @@ class UsageLog:
         try:
             for take in self._sources:
                 counted.append(take())  # noqa: PERF401  what one has told is kept when the next one cannot
-            is_known = _write(counted, Report(self.reporter_id, through, farewell))
         except Exception:
             self._keep(counted, used)
             raise
+        return _Report(self.reporter_id, 0, through, farewell, counted, used)
+
+    def _send_unsure(self) -> None:
+        report = self._unsure
+        if report is None:
+            return
+        is_known = _write(report)
+        self._unsure = None
+        # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
+        shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
         if self.is_reporting and not is_known:
             # A host that slept for so long that its reporter was forgotten.
-            self._introduce(through)
-        # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
-        shred_used(chain(used, (row[0] for rows in counted for row in rows if row[5] == Outcome.ALLOWED)))
+            self._introduce(report.through)
 
     def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
         """For the next try. The lock, for which the request path waits, is held for what was noted meanwhile alone."""
@@ -252,28 +273,35 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
     counts[use] = (*use[:6], times, first, last)
 
 
-class Report(NamedTuple):
-    """What a reporter says with its counts: `through` when it has told all, and whether that was its last word."""
+class _Report(NamedTuple):
+    """What a reporter says: its counts, `through` when these are all, and whether that is its last word. `used` are
+    secrets that were used."""
 
     reporter_id: str
+    number: int
     through: datetime
     is_farewell: bool
+    counted: Sequence[Collection[Uses]]
+    used: set[str]
 
 
-def _write(counted: Iterable[Collection[Uses]], report: Report) -> bool:
+def _write(report: _Report) -> bool:
     """Adds to what stands there; order-independent, so that late and early reporters agree. Whether the reporter is
-    known; all in one transaction.
+    known; all in one transaction. A report that was written before adds nothing.
 
-    Every reporter takes the rows in the same order, all buckets before all keys, so that none waits in a ring.
+    Every reporter takes its own row first and then the others in the same order, all buckets before all keys, so that
+    none waits in a ring.
     """
     stopped_at = report.through if report.is_farewell else None
     peppers = load_peppers.newest_versions()
+    rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
-        pieces = [_encode(portion) for portion in _in_portions(chain.from_iterable(counted))]
+        pieces = [_encode(portion) for portion in _in_portions(rows)]
         (told,) = ask(
             _REPORT.encode(),
             [
                 report.reporter_id.encode(),
+                str(report.number).encode(),
                 report.through.isoformat().encode(),
                 None if stopped_at is None else stopped_at.isoformat().encode(),
                 _encode(peppers),
@@ -281,26 +309,39 @@ def _write(counted: Iterable[Collection[Uses]], report: Report) -> bool:
             ],
         )
         return told.ntuples > 0
-    rows = list(chain.from_iterable(counted))
-    with transaction.atomic(), connection.cursor() as cursor:
+    with transaction.atomic():
+        reporter = UsageReporter.objects.filter(reporter_id=report.reporter_id)
+        if not reporter.filter(report__gte=report.number).exists():
+            _add_to_rows(list(rows))
+        known = reporter.update(
+            report=report.number,
+            flushed_through_at=report.through,
+            peppers=peppers,
+            stopped_at=stopped_at,
+            lost_at=None,
+        )
+    return known > 0
+
+
+def _add_to_rows(rows: Sequence[Uses]) -> None:
+    with connection.cursor() as cursor:
         cursor.executemany(
             _ADD_TO_BUCKET.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 10)})"),
             [(*row[:7], _at(row[7]), _at(row[8]), _at(row[8] // 60 * 60)) for row in rows],
         )
         cursor.executemany(
             _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 4)})"),
-            [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == Outcome.ALLOWED],
+            [(row[0], row[6], _at(row[7]), _at(row[8])) for row in rows if row[5] == _ALLOWED],
         )
-        known = UsageReporter.objects.filter(reporter_id=report.reporter_id).update(
-            flushed_through_at=report.through, peppers=peppers, stopped_at=stopped_at, lost_at=None
-        )
-    return known > 0
 
 
 def _at(seconds: float) -> str | None:
     """As SQLite has it."""
     return connection.ops.adapt_datetimefield_value(datetime.fromtimestamp(seconds, UTC))
 
+
+_ALLOWED: Final = Outcome.ALLOWED.value
+"""An enum takes its time to find its members, and these are thousands of rows."""
 
 _AT_ONCE: Final = 250
 _PAUSE_SECONDS: Final = 0.001
@@ -338,7 +379,10 @@ _KEYS = """
     ORDER BY key_id
 """
 _REPORT = """
-    WITH used AS MATERIALIZED (
+    WITH reporter AS MATERIALIZED (
+        SELECT report FROM keyvault_usagereporter WHERE reporter_id = $1 FOR UPDATE
+    ),
+    used AS MATERIALIZED (
         SELECT
             (use ->> 0) COLLATE "C" AS key_id,
             (use ->> 1) COLLATE "C" AS endpoint,
@@ -350,13 +394,15 @@ _REPORT = """
             to_timestamp(min((use ->> 7)::float8)) AS first_at,
             to_timestamp(max((use ->> 8)::float8)) AS last_at,
             to_timestamp(floor((use ->> 8)::float8 / 60) * 60) AS minute
-        FROM jsonb_array_elements($5::jsonb) AS piece, jsonb_array_elements(piece) AS use
+        FROM jsonb_array_elements($6::jsonb) AS piece, jsonb_array_elements(piece) AS use
+        WHERE NOT EXISTS (SELECT FROM reporter WHERE report >= $2::bigint)
         GROUP BY key_id, minute, source, user_agent, endpoint, origin, outcome
     ),
     buckets AS (<buckets> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter
-    SET flushed_through_at = $2::timestamptz, stopped_at = $3::timestamptz, peppers = $4::jsonb, lost_at = NULL
+    SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
+        lost_at = NULL
     WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """

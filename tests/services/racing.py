@@ -69,19 +69,19 @@ def held_open(act: Callable[[], Any]) -> Iterator[None]:
         future.result(PATIENCE_SECONDS)
 
 
-def wait_until_blocked(future: "Future[Any]") -> None:
-    """Returns when a connection of this PostgreSQL database waits for a lock; fails when the call ends before."""
+def wait_until_blocked(future: "Future[Any]", connections: int = 1) -> None:
+    """Returns when so many connections of this PostgreSQL database wait for a lock; fails when the call ends before."""
     pause = threading.Event()
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not _is_somebody_blocked():
+    while _count_blocked() < connections:
         assert not future.done(), "it did not have to wait"
         assert time.monotonic() < deadline, "nobody waits for a lock"
         pause.wait(0.01)
 
 
-def _is_somebody_blocked() -> bool:
+def _count_blocked() -> int:
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         )
-        return bool(cursor.fetchone()[0])
+        return int(cursor.fetchone()[0])

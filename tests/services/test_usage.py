@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, OperationalError, connection, transaction
 
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
 from keyvault.models.usage import Outcome
@@ -29,7 +29,7 @@ from keyvault.services.usage import (
 from tests.domain.minting import mint
 from tests.factories import account, issue, make_merchant
 
-from .racing import PATIENCE_SECONDS, race, start
+from .racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -379,6 +379,9 @@ def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
 ) -> None:
     """What is lost of a flood that cannot be written is who it was, never how many nor when."""
     monkeypatch.setattr(usage, "_MOST_BUCKETS", 2)
+    use(log, key, source="192.0.2.100")
+    with pytest.raises(DatabaseError):
+        log.flush()  # which is told again as it is, for it may have been written
     have_seen(log, {seen(key, source=f"192.0.2.{number}"): [2, at(number), at(number)] for number in range(5)})
     for _ in range(2):
         with pytest.raises(DatabaseError):
@@ -392,9 +395,10 @@ def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
         ("", "", 7, NOON + 2 * SECOND, NOON + 30 * SECOND),
         ("192.0.2.0", "curl", 2, NOON, NOON),
         ("192.0.2.1", "curl", 3, NOON + SECOND, NOON + 30 * SECOND),
+        ("192.0.2.100", "curl", 1, NOON, NOON),
     ]
     total = KeyUse.objects.get()
-    assert (total.count, total.first_at, total.last_at) == (12, NOON, NOON + 30 * SECOND)
+    assert (total.count, total.first_at, total.last_at) == (13, NOON, NOON + 30 * SECOND)
 
 
 def test_usage_that_one_verifier_could_not_tell_loses_none_of_the_other_s(key: Key, log: UsageLog) -> None:
@@ -448,10 +452,8 @@ def test_usage_flush_that_fails_keeps_counts_and_watermark(
 @pytest.mark.django_db(transaction=True)
 def test_usage_flush_is_all_or_nothing() -> None:
     """Counts and watermark are one transaction: a fault between them leaves neither, and nothing is counted twice."""
-    make_merchant("acme")
-    key, clock = issue(account())[0], Clock()
-    log = UsageLog(now=clock)
-    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    clock = Clock()
+    key, log = _reporting_key(clock)
     use(log, key, 3)
     clock.tick(1)
     with _watermarks_that_cannot_be_written(), pytest.raises(DatabaseError):
@@ -459,6 +461,86 @@ def test_usage_flush_is_all_or_nothing() -> None:
     assert (counted(key), KeyUse.objects.count(), watermark(log)) == (0, 0, NOON)
     log.flush()
     assert (counted(key), KeyUse.objects.get().count, watermark(log)) == (3, 3, NOON + SECOND)
+
+
+def test_usage_report_whose_answer_was_lost_is_written_once(
+    key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a use is counted once, though the database was lost after it wrote and before it said so. What proves
+    a rotation is told by how many there were."""
+    real, lost = usage._write, [OperationalError("the answer was lost")] * 2
+
+    def write(report: Any) -> bool:
+        is_known = real(report)
+        if lost:
+            raise lost.pop()
+        return is_known
+
+    monkeypatch.setattr(usage, "_write", write)
+    have_seen(log, {seen(key): [3, at(0), at(0)]})
+    for _ in range(2):
+        use(log, key)
+        clock.tick(1)
+        with pytest.raises(OperationalError):
+            log.flush()
+    assert (counted(key), watermark(log)) == (4, NOON + SECOND), "the second says the first again, and nothing more"
+    clock.tick(1)
+    log.flush()
+    assert (counted(key), KeyUse.objects.get().count, watermark(log)) == (5, 5, NOON + 3 * SECOND)
+    use(log, key)
+    log.flush()
+    assert counted(key) == 6
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_usage_report_that_is_told_again_waits_for_itself() -> None:
+    """A connection was lost, and what it asked for is still under way at the server: told again by another one, the
+    report finds that it was written, and adds nothing."""
+    key, log = _reporting_key(Clock())
+    use(log, key)
+    log.flush()
+    use(log, key)
+    report = log._take(farewell=False)._replace(number=2)
+    with held_open(lambda: list(UseBucket.objects.select_for_update())):
+        under_way = start(partial(usage._write, report))
+        wait_until_blocked(under_way)
+        again = start(partial(usage._write, report))
+        wait_until_blocked(again, connections=2)
+    assert (under_way.result(PATIENCE_SECONDS), again.result(PATIENCE_SECONDS)) == (True, True)
+    assert (counted(key), KeyUse.objects.get().count) == (2, 2)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_usage_is_written_all_buckets_before_all_keys() -> None:
+    """In one statement, of whose parts PostgreSQL promises no order: reporters that take rows in different orders wait
+    for each other in a ring."""
+    key, log = _reporting_key(Clock())
+    use(log, key)
+    log.flush()
+    use(log, key)
+    with held_open(lambda: list(UseBucket.objects.select_for_update())):
+        flushed = start(log.flush)
+        wait_until_blocked(flushed)
+        with transaction.atomic():
+            assert list(KeyUse.objects.select_for_update(nowait=True)), "while it waits for a bucket no key is taken"
+    flushed.result(PATIENCE_SECONDS)
+    use(log, key)
+    with held_open(lambda: list(KeyUse.objects.select_for_update())):
+        flushed = start(log.flush)
+        wait_until_blocked(flushed)
+        with pytest.raises(DatabaseError), transaction.atomic():
+            list(UseBucket.objects.select_for_update(nowait=True))
+    flushed.result(PATIENCE_SECONDS)
+    assert (counted(key), KeyUse.objects.get().count) == (3, 3)
+
+
+def _reporting_key(clock: Clock) -> tuple[Key, UsageLog]:
+    make_merchant("acme")
+    key, log = issue(account())[0], UsageLog(now=clock)
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=NOON, flushed_through_at=NOON)
+    return key, log
 
 
 @contextmanager
