@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -38,6 +39,24 @@ _FIND: Final[Mapping[str, Callable[[frozenset[str]], Mapping[str, Found]]]] = {
 _CONNECT_SECONDS: Final = 2
 
 
+class _Outage:
+    """Told once a second, however many ask meanwhile."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._told_at = float("-inf")
+
+    def tell(self, error: Exception) -> None:
+        now = self._monotonic()
+        if now - self._told_at >= _TOLD_SECONDS:
+            self._told_at = now
+            _log.error("nothing can be looked up", extra={"why": error})
+
+
+_TOLD_SECONDS: Final = 1.0
+_outage = _Outage()
+
+
 class DatabaseStore:
     """By Django's connection of the calling thread; one that was lost is opened once more."""
 
@@ -60,7 +79,7 @@ def _ask(read: Callable[[], R]) -> R:
         return read()
     except (OperationalError, InterfaceError) as error:
         connection.close()
-        _log.exception("nothing can be looked up")
+        _outage.tell(error)
         raise StoreAwayError(str(error)) from error
 
 
@@ -156,7 +175,7 @@ class PostgresStore(ThreadStore):
                         lost.close()
                 self._idle.clear()
                 if is_last or isinstance(error, TimeoutError):
-                    _log.exception("nothing can be looked up")
+                    _outage.tell(error)
                     raise StoreAwayError(str(error)) from error
             else:
                 self._idle.append(reader)

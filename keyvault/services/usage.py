@@ -23,7 +23,7 @@ from time import sleep
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
-from django.db import close_old_connections, connection, connections, transaction
+from django.db import InterfaceError, OperationalError, close_old_connections, connection, connections, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
 from keyvault.domain.free_text import clean_text
@@ -235,6 +235,8 @@ class UsageLog:
     def _try_flush(self) -> None:
         try:
             self.flush()
+        except (OperationalError, InterfaceError) as error:
+            _log.warning("usage could not be written; it is kept for the next try", extra={"why": error})
         except Exception:  # noqa: BLE001  whatever it was, the next try may do better
             _log.exception("usage could not be written; it is kept for the next try")
 
@@ -243,8 +245,10 @@ class UsageLog:
         try:
             pending_rehashes.write(self.now())
             load_peppers.look()
+        except (OperationalError, InterfaceError) as error:
+            _log.warning("peppers could not be looked after", extra={"why": error})
         except Exception:  # noqa: BLE001  whatever it was, the next try may do better
-            _log.exception("digests could not be renewed; the next proof of each key tries again")
+            _log.exception("peppers could not be looked after; digests are renewed at the next proof of each key")
 
 
 T = TypeVar("T")

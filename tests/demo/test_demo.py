@@ -124,7 +124,9 @@ def assert_all_held(text: str) -> None:
     quarantine = re.fullmatch(r"(\d+), and (\d+) counted", figures["refused in quarantine"])
     assert quarantine is not None
     assert int(quarantine[1]) == int(quarantine[2]) >= 1
-    assert re.match(r"\d+ ms", figures["from revoke to first refusal"])
+    assert re.fullmatch(
+        r"\d+ ms (after|before) the answer to the revocation( had arrived)?", figures["from revoke to first refusal"]
+    )
     receipt = re.fullmatch(
         r"complete: 1 verifier has confirmed, the last (\d+) ms after it was asked for",
         figures["receipt of the revocation"],

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -14,12 +15,12 @@ from tests.services.racing import PATIENCE_SECONDS
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's")
 
 
-def policy_after(act: object) -> int:
+def policy_after(act: Callable[[], None]) -> int:
     """Of a thread that has done this."""
     found: list[int] = []
 
     def run() -> None:
-        act()  # type: ignore[operator]
+        act()
         found.append(os.sched_getscheduler(0))
 
     thread = threading.Thread(target=run)

@@ -780,6 +780,24 @@ def test_usage_thread_survives_a_database_that_was_away(monkeypatch: pytest.Monk
     assert counted(key) == 3
 
 
+@pytest.mark.django_db(transaction=True)
+def test_usage_says_in_a_line_that_the_database_is_away(
+    log: UsageLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each second of it; what is our own fault comes with its traceback."""
+    faults: list[Exception] = [OperationalError("away"), ValueError("confused")]
+
+    def fail(*_: object) -> bool:
+        raise faults.pop(0)
+
+    monkeypatch.setattr(usage, "_write", fail)
+    log._try_flush()
+    log._try_flush()
+    away, confused = caplog.records
+    assert (away.levelname, away.exc_info, str(away.__dict__["why"])) == ("WARNING", None, "away")
+    assert (confused.levelname, bool(confused.exc_info)) == ("ERROR", True)
+
+
 def test_usage_of_a_forked_process_is_reported_by_itself() -> None:
     """Two processes never share a reporter: the farewell of one would vouch for what the other has in hand."""
     parent = usage.usage_log.reporter_id

@@ -140,7 +140,7 @@ def _first_refusal(tally: Tally) -> str:
         return "never"
     if tally.first_refusal_seconds < 0:
         return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the answer to the revocation had arrived"
-    return f"{tally.first_refusal_seconds * 1000:.0f} ms"
+    return f"{tally.first_refusal_seconds * 1000:.0f} ms after the answer to the revocation"
 
 
 def _timed(way: list[Entry]) -> Iterator[str]:

@@ -1,0 +1,44 @@
+"""What a process says while its database is away."""
+
+from collections.abc import Callable
+
+import pytest
+from django.db import OperationalError
+
+from keyvault.hotpath import stores
+from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.questions import KEY
+from keyvault.hotpath.stores import DatabaseStore
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock that outages go by, which stands still else."""
+    now = [1000.0]
+    monkeypatch.setattr(stores, "_outage", stores._Outage(lambda: now[0]))
+
+    def tick(seconds: float) -> None:
+        now[0] += seconds
+
+    return tick
+
+
+def test_outage_is_told_once_a_second_however_many_ask(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thousands ask, and a line for each would fill the disk, and hold up those that are answered from memory."""
+
+    def fail(ids: frozenset[str]) -> dict[str, object]:
+        raise OperationalError("away")
+
+    monkeypatch.setitem(stores._FIND, KEY, fail)
+    for expected in (1, 1, 2, 2, 3):
+        for _ in range(20):
+            with pytest.raises(StoreAwayError):
+                DatabaseStore().find(KEY, frozenset({"x"}), None)
+        lines = [record for record in caplog.records if record.msg == "nothing can be looked up"]
+        assert len(lines) == expected
+        assert all(record.exc_info is None and str(record.__dict__["why"]) == "away" for record in lines)
+        clock(0.6)
