@@ -205,7 +205,8 @@ class UsageLog:
         is_known = _write(report)
         self._unsure = None
         # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
-        shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
+        if report.used or any(map(len, report.counted)):
+            shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
         if self.is_reporting and not is_known:
             # A host that slept for so long that its reporter was forgotten.
             self._introduce(report.through)

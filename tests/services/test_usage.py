@@ -492,6 +492,31 @@ def test_usage_report_whose_answer_was_lost_is_written_once(
     assert counted(key) == 6
 
 
+def test_usage_shreds_what_was_used_though_its_reporter_was_forgotten(
+    key: Key, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cannot be introduced again just now. Where nothing was used, nothing is asked."""
+    shredded: list[set[str]] = []
+    monkeypatch.setattr(usage, "shred_used", lambda owners: shredded.append(set(owners)))
+    log = UsageLog(now=clock)
+    log.flush()
+    assert shredded == []
+    use(log, key)
+    log.note_secret_use("cat_1")
+    log._thread = threading.current_thread()
+
+    def fail(*_: object) -> None:
+        raise DatabaseError("gone")
+
+    monkeypatch.setattr(UsageLog, "_introduce", fail)
+    with pytest.raises(DatabaseError):
+        log.flush()
+    assert (counted(key), shredded) == (1, [{key.key_id, "cat_1"}])
+    with pytest.raises(DatabaseError):
+        log.flush()
+    assert counted(key) == 1
+
+
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_usage_report_that_is_told_again_waits_for_itself() -> None:
