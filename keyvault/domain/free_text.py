@@ -7,6 +7,12 @@ with an act (a reason, a user agent) is kept without the secret: the act must no
 from keyvault.domain.keystring import SHAPED
 from keyvault.domain.redaction import redact
 
+READ_AT_MOST = 512
+"""Of what a client says no more than this is looked at: a longer text costs the request path nothing."""
+
+WORDS_KEPT = 120
+"""Of a user agent, and of an origin."""
+
 
 def clean_text(text: str, longest: int) -> str:
     """The text without its secrets, and no longer than `longest`. Idempotent."""

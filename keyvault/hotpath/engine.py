@@ -32,7 +32,7 @@ from keyvault.domain.base62 import encode, random_digits
 from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
-from keyvault.domain.free_text import clean_text
+from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KeyString
 from keyvault.domain.networks import is_within
@@ -47,8 +47,6 @@ _MOST_WAYS: Final = 4_096
 _MOST_ACCOUNTS: Final = 65_536
 _MOST_ADDRESSES: Final = 256
 _MOST_CLEAN: Final = 4_096
-_READ, _KEPT = 512, 120
-"""Of what a client says about itself no more than this is looked at, and kept."""
 
 
 class Budgets(Protocol):
@@ -558,15 +556,15 @@ class Engine:
 
     def _cleaned(self, text: str) -> str:
         """As it is kept. (What looks like a key does not come this way.)"""
-        read = text[:_READ]
+        read = text[:READ_AT_MOST]
         if read in self._clean:
-            return read[:_KEPT]
-        cleaned = clean_text(read, _READ)
+            return read[:WORDS_KEPT]
+        cleaned = clean_text(read, READ_AT_MOST)
         if cleaned == read:
             if len(self._clean) >= _MOST_CLEAN:
                 self._clean.clear()
             self._clean.add(read)
-        return cleaned[:_KEPT]
+        return cleaned[:WORDS_KEPT]
 
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         use, uses = repeat.use, self._uses

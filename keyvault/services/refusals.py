@@ -19,7 +19,7 @@ from django.db.models import Q
 
 from keyvault.access.decision import Check, Denial
 from keyvault.domain.environments import Environment
-from keyvault.domain.free_text import clean_text
+from keyvault.domain.free_text import READ_AT_MOST, clean_text
 from keyvault.models import Refusal
 from keyvault.services.background import stand_back
 from keyvault.services.usage import usage_log
@@ -49,8 +49,6 @@ _PAUSE_SECONDS = 0.001
 """Verdicts wait for whatever holds the interpreter: so it is let go after so many."""
 
 _MOST_FORGOTTEN = 5_000
-_READ = 512
-"""Of a text no more than this is looked at."""
 
 
 @dataclass(slots=True)
@@ -88,8 +86,8 @@ class _Noted:
             environment=self.environment,
             endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,
-            detail=clean_text(self.denial.detail[:_READ], 300),
-            internal=clean_text(self.denial.internal[:_READ], 300),
+            detail=clean_text(self.denial.detail[:READ_AT_MOST], 300),
+            internal=clean_text(self.denial.internal[:READ_AT_MOST], 300),
             key_id=self.key_id,
             merchant_id=self.merchant_id,
             source=clean_text(self.source, 64),
@@ -139,8 +137,8 @@ class RefusalLog:
                 request_id,
                 door,
                 environment,
-                endpoint[:_READ],
-                source[:_READ],
+                endpoint[:READ_AT_MOST],
+                source[:READ_AT_MOST],
                 at,
             )
             if self._add(noted):

@@ -26,7 +26,7 @@ import msgspec
 from django.db import InterfaceError, OperationalError, close_old_connections, connection, connections, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
-from keyvault.domain.free_text import clean_text
+from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.models import UsageReporter, UseBucket
 from keyvault.models.usage import EXPOSURES, Outcome
 from keyvault.services.background import stand_back
@@ -48,9 +48,6 @@ _GONE_KEPT_FOR = timedelta(days=7)
 _MOST_FORGOTTEN = 5_000
 
 _MOST_BUCKETS = 20_000
-
-_READ = 512
-"""Of what a client says about itself no more than this is looked at: a longer text costs the request path nothing."""
 
 
 def utc_now() -> datetime:
@@ -109,10 +106,10 @@ class UsageLog:
         that was given without it.
         """
         source, user_agent, endpoint, origin = (
-            clean_text(source[:_READ], 64),
-            clean_text(user_agent[:_READ], 120),
-            clean_text(endpoint[:_READ], 100),
-            clean_text(origin[:_READ], 120),
+            clean_text(source[:READ_AT_MOST], 64),
+            clean_text(user_agent[:READ_AT_MOST], WORDS_KEPT),
+            clean_text(endpoint[:READ_AT_MOST], 100),
+            clean_text(origin[:READ_AT_MOST], WORDS_KEPT),
         )
         with self._lock:
             at = self.now().timestamp()
