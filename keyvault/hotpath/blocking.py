@@ -35,17 +35,11 @@ class BlockingDoor:
 
     def __init__(self, engine: Engine, store: Store, budgets: Budgets) -> None:
         self._engine = engine
+        self.verify_known = engine.verify_known
+        """What needs no database; for whatever else it gives than an Answer, ask `answer`."""
         self._answering = Answering(engine)
         self._store = store
         self._budgets = budgets
-
-    def verify_known(self, authorization: str, body: bytes) -> Answer | None:
-        """What POST /v1/keys/verify is answered when that needs no database; None: ask `answer`. The body is JSON, and
-        `authorization` the whole header."""
-        if not authorization.isascii():
-            return None
-        known = self._engine.verify_known(authorization.encode(), body)
-        return known if type(known) is Answer else None
 
     def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> Answer:
         """The whole way. Never raises. `target` is path and query as they were sent."""

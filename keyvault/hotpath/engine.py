@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -54,7 +54,7 @@ class Budgets(Protocol):
 
     is_local: bool
 
-    def try_spend(self, buckets: tuple[Bucket, ...], cost: int) -> tuple[int, ...] | None: ...
+    def payer(self, buckets: tuple[Bucket, ...]) -> Callable[[int], tuple[int, ...] | None]: ...
 
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
 
@@ -150,15 +150,20 @@ class Way:
 class Purse:
     """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
 
-    __slots__ = ("buckets", "most", "name", "rules", "template", "text")
+    __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
 
-    def __init__(self, way: Way, buckets: tuple[Bucket, ...]) -> None:
-        self.buckets = buckets
+    def __init__(self, way: Way, buckets: tuple[Bucket, ...], budgets: Budgets) -> None:
+        self.pay = budgets.payer(buckets) if buckets else _pay_nothing
+        self.is_single = len(buckets) == 1
         self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
         self.name = way.name
         self.rules = way.rules
         self.template = way.template(buckets)
         self.text = self.template.text
+
+
+def _pay_nothing(cost: int) -> tuple[int, ...]:
+    return ()
 
 
 class Purses:
@@ -227,7 +232,7 @@ class Repeat:
     Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
     """
 
-    __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
+    __slots__ = ("changes", "cost", "deadline", "identity", "known", "period", "purse", "tally", "token", "use")
 
     def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], purse: Purse, cost: int, use: Use) -> None:
         self.token = token
@@ -236,6 +241,9 @@ class Repeat:
         self.cost = cost
         self.use = use
         self.identity: bytes = known.about.identity
+        self.deadline = min(known.deadline, token.deadline)
+        self.changes = -1
+        """The engine's count when it was last found to be worth something: while nothing changes, it is."""
         self.period = 0
         self.tally: Tally = []
         """Of its use in the period between two reports that is told by `period`."""
@@ -287,12 +295,16 @@ class Engine:
         self._tokens_by_tag = self.memory.tokens.by_tag
         self._repeats = self.memory.repeats
         self._denied = self.memory.denied
-        self._may_vouch = freshness.may_vouch
         self._monotonic = ports.monotonic
         self._wall = ports.wall
-        self._try_spend = ports.budgets.try_spend
         self._mark = f"{ports.brand}_"
         self._next_id = _request_ids(ports.random_bytes).__next__
+        self.verify_known = self._make_verify_known()
+        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for ever. Missed: but for
+        the key, which `verify_missed` takes once it was read. Else None, and nothing done.
+
+        Asked with the whole Authorization header and the body; the rest of the request was found to be as usual.
+        """
 
     # --- what is remembered, and for how long -------------------------------------------------------------------
 
@@ -344,36 +356,62 @@ class Engine:
 
     # --- the fast way -------------------------------------------------------------------------------------------
 
-    def verify_known(self, authorization: bytes, body: bytes) -> Answer | Missed | None:
-        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for ever. Missed: but for
-        the key, which `verify_missed` takes once it was read. Else None, and nothing done.
+    def _make_verify_known(self) -> Callable[[bytes, bytes], Answer | Missed | None]:
+        """`verify_known`, which answers nearly all that is ever asked: a function that has at hand whatever stays the
+        same, and in which `may_vouch` and `_grant` are written out. Each call less is a twentieth of it, and in front
+        of a server, whose own work leaves little of ours in the processor's caches, a tenth."""
+        acquire, release = self.lock.acquire, self.lock.release  # `with` takes twice as long
+        wall_clock, monotonic_clock, freshness = self.ports.wall, self.ports.monotonic, self.freshness
+        new_tag, next_id, find_repeat = self._new_tag, self._next_id, self._repeats.get
 
-        `authorization` is the whole header; the rest of the request was found to be as usual.
-        """
-        with self.lock:
-            wall = self._wall()
-            if self._words[0] != self._seen:
-                self.catch_up()
-                if not self.may_remember():
+        def verify_known(authorization: bytes, body: bytes) -> Answer | Missed | None:
+            acquire()
+            try:
+                wall, monotonic = wall_clock(), monotonic_clock()
+                if self._words[0] != self._seen:
+                    self.catch_up()
+                    if not self.may_remember():
+                        return None
+                until, least, most = freshness.vouched
+                if monotonic >= until or not least < wall - monotonic < most:
                     return None
-            if not self._may_vouch(self._monotonic(), wall):
-                return None
-            made = self._new_tag()
-            made.update(b"\n".join((authorization, body)))
-            tag = made.digest()
-            request_id = self._next_id()
-            repeat = self._repeats.get(tag)
-            if repeat is not None and (text := self._grant(repeat, wall, request_id)) is not None:
+                made = new_tag()
+                made.update(b"\n".join((authorization, body)))
+                tag = made.digest()
+                request_id = next_id()
+                repeat = find_repeat(tag)
+                if (
+                    repeat is not None
+                    and wall < repeat.deadline
+                    and (repeat.changes == self.changes or self._is_granted_still(repeat, wall))
+                ):
+                    purse = repeat.purse
+                    standing = purse.pay(repeat.cost)
+                    if standing is not None:
+                        if repeat.period != self._period:
+                            self._open_tally(repeat, wall)
+                        tally = repeat.tally
+                        tally[_TIMES] += 1
+                        tally[_LAST] = wall
+                        self.answered_from_memory += 1
+                        if purse.is_single:
+                            remaining, reset = standing
+                            text = purse.text % (remaining, reset, request_id, repeat.identity, remaining, reset)
+                        else:
+                            text = purse.template.fill(standing, request_id, repeat.identity)
+                        return Answer(200, text, request_id.decode())
+                denied = self._denied.get(tag)
+                if denied is None or not self._is_denied_still(denied, wall):
+                    return self._verify_anew(authorization, body, tag, wall, request_id)
                 self.answered_from_memory += 1
-                return Answer(200, text, request_id.decode())
-            denied = self._denied.get(tag)
-            if denied is None or not self._is_denied_still(denied, wall):
-                return self._verify_anew(authorization, body, tag, wall, request_id)
-            self.answered_from_memory += 1
-        # Told without the lock: it is written to the log, and nobody else waits for that.
-        at = datetime.fromtimestamp(wall, UTC)
-        self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
-        return Answer(200, denied.text % (request_id, request_id), request_id.decode())
+            finally:
+                release()
+            # Told without the lock: it is written to the log, and nobody else waits for that.
+            at = datetime.fromtimestamp(wall, UTC)
+            self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
+            return Answer(200, denied.text % (request_id, request_id), request_id.decode())
+
+        return verify_known
 
     def _verify_anew(
         self, authorization: bytes, body: bytes, tag: bytes, wall: float, request_id: bytes
@@ -525,22 +563,26 @@ class Engine:
         return decided
 
     def _grant(self, repeat: Repeat, wall: float, request_id: bytes) -> bytes | None:
-        """Its JSON, spent and noted; None, and nothing done: it is to be decided anew."""
-        known, purse = repeat.known, repeat.purse
-        if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
+        """Its JSON, spent and noted; None, and nothing done: it is to be decided anew. Also in `verify_known`."""
+        purse = repeat.purse
+        if wall >= repeat.deadline or (repeat.changes != self.changes and not self._is_granted_still(repeat, wall)):
             return None
-        standing = self._try_spend(purse.buckets, repeat.cost) if purse.buckets else ()
+        standing = purse.pay(repeat.cost)
         if standing is None:
             return None
-        known.is_asked_for = True
         if repeat.period != self._period:
             self._open_tally(repeat, wall)
         tally = repeat.tally
         tally[_TIMES] += 1
         tally[_LAST] = wall
-        if len(standing) == 2:
-            return purse.text % (*standing, request_id, repeat.identity, *standing)
         return purse.template.fill(standing, request_id, repeat.identity)
+
+    def _is_granted_still(self, repeat: Repeat, wall: float) -> bool:
+        """Whether nothing that it hangs on was forgotten."""
+        if wall >= repeat.known.deadline or wall >= repeat.token.deadline or repeat.purse.rules is not self.rules:
+            return False
+        repeat.changes = self.changes
+        return True
 
     def _is_denied_still(self, denied: Denied, wall: float) -> bool:
         """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
@@ -576,6 +618,7 @@ class Engine:
         if tally is None:
             tally = uses[use] = [*use, 0, wall, wall]
         repeat.period, repeat.tally = self._period, tally
+        repeat.known.is_asked_for = True
 
     def _prove(self, text: str, tag: bytes, environment: str, record: KeyRecord | None) -> Known[KeyRecord] | None:
         """The key that this string proves now; None: that is to be found out the whole way."""
@@ -645,7 +688,7 @@ class Engine:
             if way.endpoint.spends:
                 limit, setting = rules.endpoint_limit(record.account_id, record.environment, way.endpoint)
                 buckets = self.ports.buckets(record, way.endpoint, limit, setting)
-            purse = holding.purses.by_way[way] = Purse(way, buckets)
+            purse = holding.purses.by_way[way] = Purse(way, buckets, self.ports.budgets)
         return purse
 
     def learn(self, asked: Asked, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
@@ -734,10 +777,8 @@ _NOBODY: Final[Known[TokenRecord]] = Known("", cast(TokenRecord, None), float("i
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:
     """Of the form of `mint_request_id`: random in front, so that no two processes share one, and then counted."""
     front = random_digits(_ID_DIGITS - _COUNTED, random_bytes)
-    for high in count():
-        block = f"{front}{encode(high, _COUNTED - 2)}".encode()
-        for pair in _PAIRS:
-            yield block + pair
+    blocks = (f"{front}{encode(high, _COUNTED - 2)}".encode() for high in count())
+    return chain.from_iterable(map(block.__add__, _PAIRS) for block in blocks)
 
 
 _ID_DIGITS, _COUNTED = 22, 9

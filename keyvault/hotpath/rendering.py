@@ -137,7 +137,7 @@ class Template:
         and the first two once more."""
 
     def fill(self, standing: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
-        """`standing`: of each limit what remains and when it is full again, as `budgets.try_spend` gives them.
+        """`standing`: of each limit what remains and when it is full again, as a payer of `budgets` gives them.
         `identity`: as `identity_text`."""
         if not standing:
             return self.text % (request_id, identity)

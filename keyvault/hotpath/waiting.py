@@ -58,6 +58,7 @@ class WaitingDoor:
 
     def __init__(self, engine: Engine, store: SoonStore, budgets: SoonBudgets, is_over: IsOver) -> None:
         self._engine = engine
+        self._verify_known = engine.verify_known
         self._answering = Answering(engine)
         self._store = store
         self._budgets = budgets
@@ -85,7 +86,7 @@ class WaitingDoor:
 
     def verify(self, authorization: bytes, body: bytes) -> Answer | Awaitable[Answer]:
         """A JSON body posted to verify, by a request of whose headers no other makes a difference."""
-        known = self._engine.verify_known(authorization, body)
+        known = self._verify_known(authorization, body)
         if type(known) is Answer:
             return known
         if type(known) is Missed and not self._is_over(known.asked.client_ip or None):

@@ -79,7 +79,8 @@ class TooLargeBody:
 Body = io.BytesIO | TooLargeBody
 
 
-VerifyKnown = Callable[[str, bytes], EngineAnswer | None]
+VerifyKnown = Callable[[bytes, bytes], object]
+"""See `Engine.verify_known`."""
 
 
 class Bridge:
@@ -129,16 +130,18 @@ class Bridge:
 
     def _known(self, headers: dict[str, str], body: io.BytesIO) -> Answer | None:
         authorization = headers.get("authorization")
-        if self._verify_known is None or authorization is None or headers.get("content-type") != "application/json":
+        if self._verify_known is None or authorization is None or not authorization.isascii():
+            return None
+        if headers.get("content-type") != "application/json":
             return None
         if not is_welcome(headers.get("host", "")):
             return None
         try:
-            known = self._verify_known(authorization, body.getvalue())
+            known = self._verify_known(authorization.encode(), body.getvalue())
         except Exception:  # noqa: BLE001  whatever it was: the whole way answers, be it with a problem
             _log.exception("unhandled")
             return None
-        if known is None:
+        if not isinstance(known, EngineAnswer):
             return None
         encoded = [(name.lower().encode(), value.encode()) for name, value in known.all_headers().items()]
         return Answer(known.status, encoded, known.body)

@@ -12,7 +12,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 django = get_wsgi_application()
 
 from keyvault.hotpath.loader import load_blocking  # noqa: E402  models are there once Django is set up
-from keyvault.hotpath.wsgi import Mounted  # noqa: E402  likewise
+from keyvault.hotpath.wsgi import mounted  # noqa: E402  likewise
 from keyvault.project.verifying import is_welcome  # noqa: E402  likewise
 from keyvault.services.start import require_ready  # noqa: E402  likewise
 
@@ -21,4 +21,4 @@ verifier = load_blocking()
 # Not with the first verdict only: a new pepper is taken into use when every process that may judge by it has it.
 verifier.start()
 connection.close()
-application = Mounted(django, verifier.door, is_welcome)
+application = mounted(django, verifier.door, is_welcome)

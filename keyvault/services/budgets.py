@@ -1,6 +1,6 @@
 """What the verifier spends from, by its configuration: buckets of this process, or of Redis, leased or strictly.
 
-    try_spend(buckets, cost)           no I/O: (remaining, reset_seconds) of each bucket in turn when all pay, else None
+    payer(buckets)(cost)               no I/O: (remaining, reset_seconds) of each bucket in turn when all pay, else None
     spend, await spend_soon            the whole answer, after a None; DependencyUnavailableError as `Limiter.spend`
 
 How far each may be off, with W the limit's count + w * count / seconds, the most that w seconds may bring:
@@ -22,7 +22,7 @@ from django.conf import settings
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.services.limit_leases import Ask, Leases
-from keyvault.services.limit_stores import Answer, LimitStoreLostError, LocalStore, RedisStore
+from keyvault.services.limit_stores import Answer, LimitStoreLostError, LocalStore, Payer, RedisStore
 from keyvault.services.limits import Limiter, limiter
 
 
@@ -31,7 +31,7 @@ class Budgets(Protocol):
 
     is_local: bool
 
-    def try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None: ...
+    def payer(self, buckets: Sequence[Bucket]) -> Payer: ...
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
 
@@ -47,7 +47,7 @@ class LocalBudgets:
     is_local = True
 
     def __init__(self, limiter: Limiter, store: LocalStore) -> None:
-        self.try_spend = store.try_spend
+        self.payer = store.payer
         self.spend = limiter.spend
         self.spend_soon = limiter.spend_soon
         self.close_soon = limiter.close_soon
@@ -63,9 +63,9 @@ class StrictBudgets:
         self.spend_soon = limiter.spend_soon
         self.close_soon = limiter.close_soon
 
-    def try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
+    def payer(self, buckets: Sequence[Bucket]) -> Payer:
         """Nothing is known here."""
-        return None
+        return lambda cost: None
 
 
 class LeasedBudgets:
@@ -77,7 +77,7 @@ class LeasedBudgets:
         self._limiter = limiter
         self._store = store
         self._leases = leases or Leases()
-        self.try_spend = self._leases.try_spend
+        self.payer = self._leases.payer
         self.close_soon = limiter.close_soon
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:

@@ -24,10 +24,11 @@ and what was paid before and is spent now: a lease for each process, and no more
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from keyvault.access.limits import Arrival, Bucket, Spend, Standing, spend, stand
-from keyvault.services.limit_stores import Answer, monotonic_us
+from keyvault.services.limit_stores import Answer, Payer, monotonic_us
 
 LIFE_US = 100_000
 
@@ -96,8 +97,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._holdings)
 
-    def try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
-        """As `LocalStore.try_spend`, from leases alone."""
+    def payer(self, buckets: Sequence[Bucket]) -> Payer:
+        """As `LocalStore.payer`, from leases alone."""
+        return partial(self._try_spend, buckets)
+
+    def _try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
         if cost < 1:
             return None
         told: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from redis import Redis
@@ -16,6 +17,10 @@ from keyvault.services.limit_pipeline import LimitPipeline
 
 class LimitStoreLostError(Exception):
     """The store did not answer, or not with sense; whether anything was spent there is not known."""
+
+
+Payer = Callable[[int], tuple[int, ...] | None]
+"""Spends that many tokens at once, or none: see `LocalStore.payer`."""
 
 
 class LimitStore(Protocol):
@@ -44,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def monotonic_us() -> int:
-    """Nobody else reads these states, so a clock that is never set serves better than the time of day."""
+    """Of the clock that `LocalStore` goes by."""
     return time.monotonic_ns() // 1000
 
 
@@ -65,8 +70,9 @@ class _Cell:
 class LocalStore:
     """Buckets of this process: at most `capacity` of them, the rest is forgotten, the fullest first."""
 
-    def __init__(self, now_us: Callable[[], int] = monotonic_us, capacity: int = 100_000) -> None:
-        self._now_us = now_us
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, capacity: int = 100_000) -> None:
+        """`now_ns`: nobody else reads these states, so a clock that is never set serves better than the time of day."""
+        self._now_ns = now_ns
         self._capacity = capacity
         self._cells: dict[str, _Cell] = {}
         self._lock = threading.Lock()
@@ -74,31 +80,47 @@ class LocalStore:
     def __len__(self) -> int:
         return len(self._cells)
 
-    def try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
-        """`spend` in a fifth of its time when all pay: what is left and the seconds to full, of each bucket in turn.
-
-        None: nothing was spent, and only `spend` can say whether that is a refusal. A bucket is new, or is empty.
+    def payer(self, buckets: Sequence[Bucket]) -> Payer:
+        """`spend` from these in a tenth of its time, when all pay: what is left and the seconds to full, of each in
+        turn. None: nothing was spent, and only `spend` can say whether that is a refusal. A bucket is new, or empty.
         """
-        if cost < 1:
-            return None
-        if len(buckets) == 1:  # as nearly always: without what only several need
-            bucket = buckets[0]
-            count, window_us, burst, second = bucket.limit.numbers
-            with self._lock:
-                cell = self._cells.get(bucket.key)
+        if len(buckets) == 1:
+            return self._payer_of_one(buckets[0])
+        return partial(self._try_spend, buckets)
+
+    def _payer_of_one(self, bucket: Bucket) -> Payer:
+        """As nearly always: in one function, that has at hand whatever stays the same."""
+        cells, key, now_ns = self._cells, bucket.key, self._now_ns
+        acquire, release = self._lock.acquire, self._lock.release
+        count, window_us, burst, second = bucket.limit.numbers
+
+        def pay(cost: int) -> tuple[int, ...] | None:
+            if cost < 1:
+                return None
+            acquire()  # `with` takes twice as long
+            try:
+                cell = cells.get(key)
                 if cell is None or cell.count != count:
                     return None
-                now, full_at = self._now_us() * count, cell.full_at
+                now, full_at = now_ns() // 1000 * count, cell.full_at
                 full_at = (full_at if full_at > now else now) + cost * window_us
                 unspent = now + burst - full_at
                 if unspent < 0:
                     return None
                 cell.full_at = full_at
+            finally:
+                release()
             return unspent // window_us, -((now - full_at) // second)
+
+        return pay
+
+    def _try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
+        if cost < 1:
+            return None
         paid: list[tuple[_Cell, int]] = []
         told: tuple[int, ...] = ()
         with self._lock:
-            now_us = self._now_us()
+            now_us = self._now_ns() // 1000
             for bucket in buckets:
                 count, window_us, burst, second = bucket.limit.numbers
                 cell = self._cells.get(bucket.key)
@@ -119,7 +141,7 @@ class LocalStore:
         with self._lock:
             cells = [self._cells.get(bucket.key) for bucket in buckets]
             states = [None if cell is None else cell.arrival for cell in cells]
-            outcome, kept = spend(states, buckets, cost, self._now_us())
+            outcome, kept = spend(states, buckets, cost, self._now_ns() // 1000)
             for bucket, state in zip(buckets, kept, strict=True):
                 count = bucket.limit.count
                 self._cells[bucket.key] = _Cell(state.micros * count + state.fraction, count)

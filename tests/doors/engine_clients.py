@@ -1,6 +1,6 @@
 """The verifier's two doors, each asked like Django's test client.
 
-WsgiClient     door one: `Mounted`, called with an environ
+WsgiClient     door one: `mounted`, called with an environ
 LoopClient     door two: `WaitingDoor` in an event loop, and the bytes that its server writes
 """
 
@@ -26,7 +26,7 @@ from keyvault.hotpath.loader import make_engine
 from keyvault.hotpath.questions import Found
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import WaitingDoor
-from keyvault.hotpath.wsgi import RAW_PATH, Mounted
+from keyvault.hotpath.wsgi import RAW_PATH, mounted
 from keyvault.project.verifying import is_welcome
 from keyvault.services.budgets import LocalBudgets
 from keyvault.services.limit_stores import LocalStore
@@ -89,7 +89,7 @@ class WsgiClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
         door = BlockingDoor(self.engine, DatabaseStore(), self.budgets)
-        self._mounted = Mounted(_nobody, door, is_welcome)
+        self._mounted = mounted(_nobody, door, is_welcome)
 
     def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Response:
         path, _, query = target.partition("?")

@@ -84,8 +84,8 @@ class Primed:
             self.engine.freshness.confirm(time.monotonic(), time.time())
         if method == "POST" and target == VERIFY and "authorization" in headers:
             # As the servers do.
-            known = self.door.verify_known(headers["authorization"], body)
-            if known is not None:
+            known = self.door.verify_known(headers["authorization"].encode(), body)
+            if isinstance(known, Answer):
                 return known
         return self.door.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
 
@@ -98,7 +98,7 @@ class Primed:
 def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None = None, **ports: Any) -> Primed:
     """An engine that knows nothing yet, with limits of its own: each time full, or standing still (`full` False)."""
     hours = count()
-    store = LocalStore((lambda: next(hours) * 3_600_000_000) if full else lambda: 0)
+    store = LocalStore((lambda: next(hours) * 3_600_000_000_000) if full else lambda: 0)
     limiter = Limiter(store, None, 100)
     budgets = LocalBudgets(limiter, store)
     made: Ports = replace(make_engine(failed_proofs().note, load_peppers).ports, **{"budgets": budgets, **ports})

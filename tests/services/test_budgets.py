@@ -42,7 +42,7 @@ def process(redis_url: str, *, is_strict: bool = False, life_us: int = FOR_EVER_
 
 def spend_one(spending: Budgets, buckets: Sequence[Bucket]) -> bool:
     """As the engine does."""
-    return spending.try_spend(buckets, 1) is not None or spending.spend(buckets, 1).allowed
+    return spending.payer(buckets)(1) is not None or spending.spend(buckets, 1).allowed
 
 
 def drain(spending: Budgets, buckets: Sequence[Bucket]) -> int:
@@ -53,7 +53,7 @@ def drain_in_asyncio(spending: Budgets, buckets: Sequence[Bucket]) -> int:
     """Eight at a time, until one is refused."""
 
     async def spend_soon() -> bool:
-        return spending.try_spend(buckets, 1) is not None or (await spending.spend_soon(buckets, 1)).allowed
+        return spending.payer(buckets)(1) is not None or (await spending.spend_soon(buckets, 1)).allowed
 
     async def drain_soon() -> int:
         passed = 0
@@ -151,7 +151,7 @@ def test_leased_budgets_tell_what_is_left_like_strict_ones(redis_url: str) -> No
     told: list[int] = []
     spending = process(redis_url)
     for _ in range(100):
-        quick = spending.try_spend(ACCOUNT_ONLY, 1)
+        quick = spending.payer(ACCOUNT_ONLY)(1)
         told.append(quick[0] if quick else spending.spend(ACCOUNT_ONLY, 1).binding.remaining)
     assert told == list(range(499, 399, -1))
 
@@ -254,7 +254,7 @@ def test_leased_budgets_whose_caller_goes_away_lease_again(redis_url: str) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await spending.spend_soon(ACCOUNT_ONLY, 1)).allowed
-        assert spending.try_spend(ACCOUNT_ONLY, 1) is not None
+        assert spending.payer(ACCOUNT_ONLY)(1) is not None
 
     run(spending, go_away)
 

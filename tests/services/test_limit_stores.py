@@ -63,7 +63,7 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
     """Whatever the clock does, back steps included."""
     buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
     clock = [NOW_US]
-    store = LocalStore(lambda: clock[0])
+    store = LocalStore(lambda: clock[0] * 1000)
     states: tuple[Arrival | None, ...] = (None,) * len(buckets)
     for gap_us, cost in visits:
         clock[0] += gap_us
@@ -86,10 +86,10 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
 def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
     chosen: list[Limit], visits: list[tuple[int, int, bool]]
 ) -> None:
-    """All that `try_spend` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
+    """All that `payer` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
     buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
     clock, pure = [NOW_US], dict[str, Arrival | None].fromkeys(one.key for one in buckets)
-    store = LocalStore(lambda: clock[0])
+    store = LocalStore(lambda: clock[0] * 1000)
     for gap_us, cost, is_first_alone in visits:
         clock[0] += gap_us
         request = buckets[:1] if is_first_alone else buckets
@@ -97,7 +97,7 @@ def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
         expected, kept = spend([pure[one.key] for one in request], request, affordable, clock[0])
         has_new = any(pure[one.key] is None for one in request)
         pure.update(zip((one.key for one in request), kept, strict=True))
-        quick = store.try_spend(request, affordable)
+        quick = store.payer(request)(affordable)
         assert (quick is not None) == (expected.allowed and not has_new)
         if quick is None:
             assert store.spend(request, affordable) == expected
@@ -108,27 +108,27 @@ def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
 @pytest.mark.parametrize("cost", [-1, 0, 10])
 def test_local_store_in_a_hurry_with_a_cost_that_no_burst_holds_spends_nothing(cost: int) -> None:
     """Nothing is paid back by a negative cost."""
-    store, one = LocalStore(lambda: NOW_US), bucket(Limit(9, 1))
+    store, one = LocalStore(lambda: NOW_US * 1000), bucket(Limit(9, 1))
     store.spend([one], 1)
-    assert store.try_spend([one], cost) is None
+    assert store.payer([one])(cost) is None
     assert store.spend([one], 1).standings[0].remaining == 7
 
 
 def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment() -> None:
     """Buckets carry their limit in the key; one that does not is judged as the arithmetic would."""
-    store = LocalStore(lambda: NOW_US)
+    store = LocalStore(lambda: NOW_US * 1000)
     store.spend([bucket(Limit(4, 8))], 2)
     smaller = bucket(Limit(2, 8))
-    assert store.try_spend([smaller], 1) is None
+    assert store.payer([smaller])(1) is None
     assert store.spend([smaller], 1).standings[0].remaining == 0
 
 
 def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
-    def busy_now_us() -> int:
+    def busy_now_ns() -> int:
         time.sleep(0)  # lets another thread in at the worst moment: after the states were read
-        return NOW_US
+        return NOW_US * 1000
 
-    store, buckets = LocalStore(busy_now_us), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
+    store, buckets = LocalStore(busy_now_ns), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
     assert sum(race(*[lambda: count_allowed(store, buckets, 10)] * 64)) == 300
     assert store.spend(buckets[:1], 200).allowed
     assert not store.spend(buckets[:1], 1).allowed
@@ -136,15 +136,15 @@ def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
 
 def test_local_store_with_threads_in_a_hurry_and_others_admits_exactly_the_limit() -> None:
     """The verifier's door and the integration plane spend from one store."""
-    store, buckets = LocalStore(lambda: NOW_US), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
+    store, buckets = LocalStore(lambda: NOW_US * 1000), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
     store.spend(buckets, 1)
 
     def hurry() -> int:
-        return sum(store.try_spend(buckets, 1) is not None for _ in range(100))
+        return sum(store.payer(buckets)(1) is not None for _ in range(100))
 
     assert sum(race(*[hurry, lambda: count_allowed(store, buckets, 100)] * 8)) == 299
     assert store.spend(buckets[:1], 200).allowed
-    assert store.try_spend(buckets[:1], 1) is None
+    assert store.payer(buckets[:1])(1) is None
 
 
 def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
@@ -158,7 +158,7 @@ def test_local_store_by_its_own_clock_gives_tokens_back() -> None:
 
 def test_local_store_flooded_with_buckets_stays_within_its_capacity() -> None:
     """Memory is bounded, whoever chooses the keys."""
-    store = LocalStore(lambda: NOW_US, capacity=100)
+    store = LocalStore(lambda: NOW_US * 1000, capacity=100)
     for number in range(1_000):
         store.spend([bucket(Limit(10, 60), str(number))], 1)
         assert len(store) <= 100
@@ -166,7 +166,7 @@ def test_local_store_flooded_with_buckets_stays_within_its_capacity() -> None:
 
 def test_local_store_flooded_with_buckets_remembers_the_used_up_ones() -> None:
     """Nobody wins a used-up limit back by making the store forget it."""
-    store, limit = LocalStore(lambda: NOW_US, capacity=100), Limit(10, 60)
+    store, limit = LocalStore(lambda: NOW_US * 1000, capacity=100), Limit(10, 60)
     used_up = [bucket(limit, f"0 used up {number}") for number in range(50)]
     assert [store.spend([one], 10).allowed for one in used_up] == [True] * 50
     for number in range(1_000):
@@ -176,7 +176,7 @@ def test_local_store_flooded_with_buckets_remembers_the_used_up_ones() -> None:
 
 def test_local_store_forgets_full_buckets_before_any_other() -> None:
     clock = [NOW_US]
-    store = LocalStore(lambda: clock[0], capacity=100)
+    store = LocalStore(lambda: clock[0] * 1000, capacity=100)
     for number in range(80):
         store.spend([bucket(Limit(10, 1), f"9 soon full {number}")], 10)
     clock[0] += 1_000_000

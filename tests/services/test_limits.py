@@ -38,8 +38,8 @@ class Clock:
     def __call__(self) -> float:
         return self.seconds
 
-    def micros(self) -> int:
-        return int(self.seconds * 1_000_000)
+    def nanos(self) -> int:
+        return int(self.seconds * 1_000_000_000)
 
 
 class FlakyStore:
@@ -48,7 +48,7 @@ class FlakyStore:
     def __init__(self, clock: Clock) -> None:
         self.is_there = True
         self.calls = 0
-        self._store = LocalStore(clock.micros)
+        self._store = LocalStore(clock.nanos)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         self.calls += 1
@@ -70,12 +70,12 @@ def store(clock: Clock) -> FlakyStore:
 @pytest.fixture
 def shared(store: FlakyStore, clock: Clock) -> Limiter:
     """A quarter of each limit while the store is away."""
-    return Limiter(store, LocalStore(clock.micros), 25, clock)
+    return Limiter(store, LocalStore(clock.nanos), 25, clock)
 
 
 @pytest.fixture
 def proofs(clock: Clock) -> FailedProofs:
-    return FailedProofs(Limiter(LocalStore(clock.micros), None, 100, clock), clock)
+    return FailedProofs(Limiter(LocalStore(clock.nanos), None, 100, clock), clock)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_limiter_sends_one_request_to_see_whether_the_store_is_back(clock: Clock
             return super().spend(buckets, cost)
 
     store = Slow(clock)
-    shared = Limiter(store, LocalStore(clock.micros), 25, clock)
+    shared = Limiter(store, LocalStore(clock.nanos), 25, clock)
     store.is_there = False
     shared.spend(ACCOUNT_ONLY, 1)
     clock.seconds += 1
@@ -227,7 +227,7 @@ def test_limiters_of_one_store_learn_of_its_loss_from_each_other(
     """A lost store holds up one request a second in all, and is told about once."""
     caplog.set_level(logging.WARNING, limits.__name__)
     watch = StoreWatch(clock)
-    one, other = (Limiter(store, LocalStore(clock.micros), percent, watch=watch) for percent in (25, 50))
+    one, other = (Limiter(store, LocalStore(clock.nanos), percent, watch=watch) for percent in (25, 50))
     store.is_there = False
     assert (drain(one, ACCOUNT_ONLY), drain(other, ACCOUNT_ONLY)) == (10, 20)
     assert store.calls == 1
@@ -250,7 +250,7 @@ def test_limiter_in_asyncio_without_its_store_does_the_same(clock: Clock) -> Non
             """Nothing is open."""
 
     store = Soon(clock)
-    shared = Limiter(store, LocalStore(clock.micros), 25, clock)
+    shared = Limiter(store, LocalStore(clock.nanos), 25, clock)
 
     async def lose_and_find() -> None:
         assert (await shared.spend_soon(BUCKETS, 1)).binding.limit == ENDPOINT
