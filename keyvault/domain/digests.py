@@ -65,18 +65,17 @@ class Peppers:
     pepper_set: PepperSet
     versions: Mapping[int, bytes]
     hashing_version: int | None = None
+    current_version: int = field(init=False, repr=False, compare=False)
     _macs: Mapping[int, "Mac"] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         macs = {version: Mac(pepper) for version, pepper in self.versions.items()}
         object.__setattr__(self, "_macs", macs)
+        current = max(self.versions, default=0) if self.hashing_version is None else self.hashing_version
+        object.__setattr__(self, "current_version", current)
 
     def __repr__(self) -> str:
         return f"Peppers({self.pepper_set}, versions={sorted(self.versions)})"
-
-    @property
-    def current_version(self) -> int:
-        return max(self.versions) if self.hashing_version is None else self.hashing_version
 
     def lacks(self, version: int) -> bool:
         """Whether that version came after these were loaded: nothing can be said of what was hashed with it.

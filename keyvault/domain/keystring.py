@@ -99,7 +99,7 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
     """
     if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None:
         return None
-    its_brand, kind_text, scope_text, key_id, its_checksum = match.group("brand", "kind", "scope", "key_id", "checksum")
+    its_brand, kind_text, scope_text, key_id, _, its_checksum = match.groups()
     kind, scope = _KINDS[kind_text], _SCOPES[scope_text]
     if its_brand != brand or not _has_scope(kind, scope) or checksum(text[:-CHECKSUM_DIGITS]) != its_checksum:
         return None

@@ -36,7 +36,8 @@ from keyvault.domain.errors import (
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.engine import Engine, Verdict
+from keyvault.hotpath.engine import Engine
+from keyvault.hotpath.ports import Verdict
 from keyvault.hotpath.questions import (
     BATCH,
     VERIFY,
@@ -176,7 +177,6 @@ class Answering:
                 if text is not None:
                     decided[number] = text
                     engine.answered_from_memory += record is None
-            engine.unread = None  # what is lacking is read for this question the whole way
 
     def _decide_batch(
         self, question: Question, batch: list[Asked], service: Service, sources: Sources, tags: Sequence[bytes]

@@ -12,255 +12,54 @@ that it was made for, and is not remembered.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
-from typing import Any, Final, Protocol, cast
+from typing import Final
 from urllib.parse import urlsplit
 
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 
 from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
-from keyvault.access.limits import LARGEST_COUNT, Bucket, Limit, Spend
-from keyvault.access.permissions import Permission
+from keyvault.access.limits import Bucket
 from keyvault.access.principals import Service
 from keyvault.access.rule_book import RuleBook
 from keyvault.access.verification import TokenRecord, find_exposed, read_key
 from keyvault.domain.base62 import encode, random_digits
-from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
+from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KeyString
-from keyvault.domain.networks import is_within
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.freshness import Freshness
+from keyvault.hotpath.grants import (
+    LAST,
+    MOST_WAYS,
+    TIMES,
+    Caller,
+    Denied,
+    Holding,
+    Missed,
+    Purse,
+    Purses,
+    Repeat,
+    Tally,
+    Unread,
+    Use,
+    Way,
+)
 from keyvault.hotpath.memory import RULES, Known, Memory, Subject, known_key
-from keyvault.hotpath.rendering import Template, denial_template, identity_text
+from keyvault.hotpath.ports import Ports, Verdict
 from keyvault.hotpath.requests import Asked, read_asked, read_plain
 
 _MOST_USES: Final = 20_000
-_MOST_WAYS: Final = 4_096
 _MOST_ACCOUNTS: Final = 65_536
-_MOST_ADDRESSES: Final = 256
 _MOST_CLEAN: Final = 4_096
-
-
-class Budgets(Protocol):
-    """What limits are spent from, see `services.budgets`."""
-
-    is_local: bool
-
-    def payer(self, buckets: tuple[Bucket, ...]) -> Callable[[int], tuple[int, ...] | None]: ...
-
-    def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
-
-
-class Generation(Protocol):
-    """The host's word of changes, see `services.generation`."""
-
-    words: memoryview
-
-    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What was judged, for whoever keeps the evidence; `endpoint` "" for none of the catalog."""
-
-    judgement: Judgement
-    request_id: str
-    door: str
-    environment: Environment
-    endpoint: str
-    source: str
-    user_agent: str
-    origin: str | None
-    is_probe: bool
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """What an engine has of the world; the loader's to give. `loaded_peppers` asks nobody, and raises
-    VerifierStaleError where there are none yet; `peppers` may wait for them where the door may.
-    """
-
-    brand: str
-    environments: frozenset[Environment]
-    base_urls: Mapping[Environment, str]
-    generation: Generation
-    budgets: Budgets
-    monotonic: Callable[[], float]
-    wall: Callable[[], float]
-    random_bytes: Callable[[int], bytes]
-    loaded_peppers: Callable[[PepperSet], Peppers]
-    peppers: Callable[[PepperSet], Peppers]
-    take_pepper: Callable[[Peppers, int], Peppers]
-    buckets: Callable[[KeyRecord, Endpoint, Limit | None, str], tuple[Bucket, ...]]
-    note_failed_proof: Callable[[str | None], int | None]
-    note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
-    note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
-    note_verdict: Callable[[Verdict], None]
-    outcome: Callable[[bool], str]
-    """What a use counts as, by whether a probe asked."""
-
-
-class Caller:
-    """A proved service token, as the fast way needs it."""
-
-    __slots__ = ("environments", "merchants", "outcome", "source")
-
-    def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
-        """`served`: the environments of this process. `outcome`: what a use counts as that it asks about."""
-        may_verify = Permission.KEYS_VERIFY in service.permissions
-        environments = service.environments & served if may_verify else frozenset[Environment]()
-        self.environments = frozenset(environment.value for environment in environments)
-        self.merchants = service.merchants
-        self.source = f"token:{service.token_id}"
-        self.outcome = outcome
-
-
-class Way:
-    """A grant as every plain key gets it that asks the same: what of it does not depend on whose key it is."""
-
-    __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
-
-    def __init__(self, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
-        self.endpoint = endpoint
-        self.name = endpoint.name
-        self.rules = rules
-        self._judgement = judgement
-        self._templates: dict[tuple[Limit, ...], Template] = {}
-
-    def template(self, buckets: tuple[Bucket, ...]) -> Template:
-        """The answer under these limits."""
-        limits = tuple(bucket.limit for bucket in buckets)
-        found = self._templates.get(limits)
-        if found is None:
-            if len(self._templates) >= _MOST_WAYS:
-                self._templates.clear()
-            found = self._templates[limits] = Template(self._judgement, buckets)
-        return found
-
-
-class Purse:
-    """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
-
-    __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
-
-    def __init__(self, way: Way, buckets: tuple[Bucket, ...], budgets: Budgets) -> None:
-        self.pay = budgets.payer(buckets) if buckets else _pay_nothing
-        self.is_single = len(buckets) == 1
-        self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
-        self.name = way.name
-        self.rules = way.rules
-        self.template = way.template(buckets)
-        self.text = self.template.text
-
-
-def _pay_nothing(cost: int) -> tuple[int, ...]:
-    return ()
-
-
-class Purses:
-    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is."""
-
-    __slots__ = ("by_name", "by_way")
-
-    def __init__(self) -> None:
-        self.by_way: dict[Way, Purse] = {}
-        self.by_name: dict[str | UnsetType, Purse] = {}
-
-
-class Holding:
-    """What the fast way has worked out of a plain key: one that is good, and of an active account."""
-
-    __slots__ = ("environment", "identity", "kind", "merchant", "networks", "purses", "within")
-
-    def __init__(self, record: KeyRecord, purses: Purses) -> None:
-        self.environment = record.environment.value
-        self.identity = identity_text(record)
-        self.kind = record.kind
-        self.merchant = record.merchant_id
-        self.networks = record.networks
-        self.purses = purses
-        self.within: dict[str, bool] | None = {} if record.networks else None
-        """Of a key that is good from certain networks: which addresses were found to be in them."""
-
-    def is_from_network(self, address: str | UnsetType | None) -> bool:
-        if not address or self.within is None:
-            return False
-        found = self.within.get(address)
-        if found is None:
-            if len(self.within) >= _MOST_ADDRESSES:
-                self.within.clear()
-            found = self.within[address] = is_within(address, self.networks)
-        return found
-
-
-class Missed:
-    """A question that lacks nothing but the key; `changes` is the engine's count when it was asked."""
-
-    __slots__ = ("asked", "caller", "changes", "is_plain", "keystring", "tag")
-
-    def __init__(
-        self, asked: Asked, caller: Caller, keystring: KeyString, tag: bytes, changes: int, *, is_plain: bool
-    ) -> None:
-        self.asked = asked
-        self.caller = caller
-        self.keystring = keystring
-        self.tag = tag
-        self.changes = changes
-        self.is_plain = is_plain
-
-
-Use = tuple[str, str, str, str, str, str]
-"""A key's id, an endpoint's name, source, user agent, the page's origin, and what it counts as."""
-
-Tally = list[Any]
-"""Of one use, as it is written: the use, how often, and when the first and the last time, in seconds of the epoch."""
-_TIMES, _LAST = 6, 8
-
-
-class Repeat:
-    """A question that was granted, for when the same caller asks it again in the very same bytes.
-
-    Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
-    """
-
-    __slots__ = ("changes", "cost", "deadline", "identity", "known", "period", "purse", "tally", "token", "use")
-
-    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], purse: Purse, cost: int, use: Use) -> None:
-        self.token = token
-        self.known = known
-        self.purse = purse
-        self.cost = cost
-        self.use = use
-        self.identity: bytes = known.about.identity
-        self.deadline = min(known.deadline, token.deadline)
-        self.changes = -1
-        """The engine's count when it was last found to be worth something: while nothing changes, it is."""
-        self.period = 0
-        self.tally: Tally = []
-        """Of its use in the period between two reports that is told by `period`."""
-
-
-class Denied:
-    """A question that was denied because its key has ended, for when the same caller asks it again in the very same
-    bytes: whoever still has a revoked key asks as often as he did before. Worth what its token, key and rules are."""
-
-    __slots__ = ("known", "rules", "text", "token", "verdict")
-
-    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], rules: RuleBook, verdict: Verdict) -> None:
-        self.token = token
-        self.known = known
-        self.rules = rules
-        self.verdict = verdict
-        self.text = denial_template(verdict.judgement)
+_ENVIRONMENTS: Final = {environment.value: environment for environment in Environment}
 
 
 Asker = tuple[Known[TokenRecord], bytes]
@@ -280,8 +79,6 @@ class Engine:
         self.changes = 0
         """Counts what was forgotten: a reading that began before is not remembered after it."""
         self.answered_from_memory = 0
-        self.unread: tuple[KeyString, bytes] | None = None
-        """What the last decision of the fast way lacked, for whoever still has the lock."""
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: dict[tuple[object, ...], Purses] = {}
         self._uses: dict[Use, Tally] = {}
@@ -391,8 +188,8 @@ class Engine:
                         if repeat.period != self._period:
                             self._open_tally(repeat, wall)
                         tally = repeat.tally
-                        tally[_TIMES] += 1
-                        tally[_LAST] = wall
+                        tally[TIMES] += 1
+                        tally[LAST] = wall
                         self.answered_from_memory += 1
                         if purse.is_single:
                             remaining, reset = standing
@@ -425,15 +222,16 @@ class Engine:
         asked, is_plain = read_plain(body), True
         if asked is None:
             asked, is_plain = read_asked(body), False
-            if asked is None:
+            if asked is None or _is_of_more(asked):
                 return None
-        self.unread = None
-        text = self.decide_known(asked, token.about, wall, request_id, is_plain=is_plain, asker=(token, tag))
+        known = self._find(asked.key, asked.environment)
+        if isinstance(known, tuple):
+            return Missed(asked, token.about, *known, self.changes, is_plain=is_plain)
+        if known is None:
+            return None
+        text = self._decide(asked, token.about, wall, request_id, known, is_plain=is_plain, asker=(token, tag))
         if text is None:
-            unread, self.unread = self.unread, None
-            if unread is None:
-                return None
-            return Missed(asked, token.about, *unread, self.changes, is_plain=is_plain)
+            return None
         self.answered_from_memory += 1
         return Answer(200, text, request_id.decode())
 
@@ -457,7 +255,7 @@ class Engine:
         if not self._proves(missed.keystring, known, missed.tag):
             return None
         request_id = self._next_id()
-        text = self.decide_known(missed.asked, missed.caller, wall, request_id, is_plain=missed.is_plain, known=known)
+        text = self._decide(missed.asked, missed.caller, wall, request_id, known, is_plain=missed.is_plain)
         return None if text is None else Answer(200, text, request_id.decode())
 
     def decide_known(
@@ -467,45 +265,41 @@ class Engine:
         wall: float,
         request_id: bytes,
         record: KeyRecord | None = None,
-        *,
-        is_plain: bool = False,
         asker: Asker | None = None,
-        known: Known[KeyRecord] | None = None,
     ) -> bytes | None:
         """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
 
-        `record` was read for this question; else it is looked for in memory, which then has to be fresh. `is_plain`:
-        it is as `requests.read_plain` gives it. `asker`: who may ask it again, see `Repeat`. `known`: its key, proved
-        just now.
+        `record` was read for this question; else it is looked for in memory, which then has to be fresh. `asker`: who
+        may ask it again, see `Repeat`.
+        """
+        known = None if _is_of_more(asked) else self._find(asked.key, asked.environment, record)
+        if known is None or isinstance(known, tuple):
+            return None
+        return self._decide(asked, caller, wall, request_id, known, asker=asker if record is None else None)
+
+    def _decide(
+        self,
+        asked: Asked,
+        caller: Caller,
+        wall: float,
+        request_id: bytes,
+        known: Known[KeyRecord],
+        *,
+        is_plain: bool = False,
+        asker: Asker | None = None,
+    ) -> bytes | None:
+        """As `decide_known`, of a key that was proved. `is_plain`: it is as `requests.read_plain` gives it.
 
         Under the lock, so that no use is noted with a time from before a report that does not have it. Much of what it
         does is written out here, since a call costs as much as what is called.
         """
-        key, name, rules = asked.key, asked.endpoint, self.rules
+        name, rules, agent = asked.endpoint, self.rules, asked.user_agent
         cost, origin = 1, ""
-        if key is None:
-            return None
         if not is_plain:
-            bearer = asked.customer_token
-            if (bearer is not UNSET and bearer is not None) or asked.dry_run is True:
-                return None
             cost, origin = asked.cost or 1, asked.origin or ""
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
-        if (asked.user_agent and self._mark in asked.user_agent) or self._mark in origin:
+        if (agent and self._mark in agent) or (origin and self._mark in origin):
             return None  # of what may be a key only a masked text is kept
-        if known is None:
-            try:
-                raw = key.encode()
-            except UnicodeEncodeError:  # half a surrogate pair, which no key has
-                return None
-            made = self._new_tag()
-            made.update(raw)
-            tag = made.digest()
-            known = self._keys_by_tag.get(tag) if record is None else None
-            if known is None:
-                known = self._prove(key, tag, asked.environment, record)
-                if known is None:
-                    return None
         holding: Holding | None = known.about
         if (
             holding is None
@@ -526,16 +320,20 @@ class Engine:
                 holding.purses.by_name[name] = purse
         if cost > purse.most:
             return None
-        if holding.kind is not KeyKind.PUBLIC:
-            origin = ""
-        agent = self._cleaned(asked.user_agent) if asked.user_agent else ""
-        origin = self._cleaned(origin) if origin else ""
+        standing = purse.pay(cost)
+        if standing is None:
+            return None
+        agent = self._cleaned(agent) if agent else ""
+        origin = self._cleaned(origin) if origin and holding.kind is KeyKind.PUBLIC else ""
         use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
-        repeat = Repeat(asker[0] if asker else _NOBODY, known, purse, cost, use)
-        text = self._grant(repeat, wall, request_id)
-        if text is not None and asker is not None and record is None:
-            self.memory.remember_question(asker[1], repeat)
-        return text
+        tally = self._tally(use, wall)
+        tally[TIMES] += 1
+        tally[LAST] = wall
+        known.is_asked_for = True
+        if asker is not None:
+            token, tag = asker
+            self.memory.remember_question(tag, Repeat(token, known, purse, cost, use))
+        return purse.template.fill(standing, request_id, holding.identity)
 
     def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
         """Of each body as this caller sends it. A header has no line break: none is taken for another's."""
@@ -573,8 +371,8 @@ class Engine:
         if repeat.period != self._period:
             self._open_tally(repeat, wall)
         tally = repeat.tally
-        tally[_TIMES] += 1
-        tally[_LAST] = wall
+        tally[TIMES] += 1
+        tally[LAST] = wall
         return purse.template.fill(standing, request_id, repeat.identity)
 
     def _is_granted_still(self, repeat: Repeat, wall: float) -> bool:
@@ -608,8 +406,8 @@ class Engine:
             self._clean.add(read)
         return cleaned[:WORDS_KEPT]
 
-    def _open_tally(self, repeat: Repeat, wall: float) -> None:
-        use, uses = repeat.use, self._uses
+    def _tally(self, use: Use, wall: float) -> Tally:
+        uses = self._uses
         tally = uses.get(use)
         if tally is None and len(uses) >= _MOST_USES:
             # Who it was is no longer told apart, before the next report; how many there were is.
@@ -617,42 +415,56 @@ class Engine:
             tally = uses.get(use)
         if tally is None:
             tally = uses[use] = [*use, 0, wall, wall]
-        repeat.period, repeat.tally = self._period, tally
+        return tally
+
+    def _open_tally(self, repeat: Repeat, wall: float) -> None:
+        repeat.period, repeat.tally = self._period, self._tally(repeat.use, wall)
         repeat.known.is_asked_for = True
 
-    def _prove(self, text: str, tag: bytes, environment: str, record: KeyRecord | None) -> Known[KeyRecord] | None:
-        """The key that this string proves now; None: that is to be found out the whole way."""
-        memory = self.memory
+    def _find(
+        self, text: str | None, environment: str, record: KeyRecord | None = None
+    ) -> Known[KeyRecord] | Unread | None:
+        """The key that this string proves now, by `record` where one was read for it. Unread: nothing of it is known.
+        None: that is to be found out the whole way."""
+        if text is None:
+            return None
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which no key has
+            return None
+        made = self._new_tag()
+        made.update(raw)
+        tag = made.digest()
+        known = self._keys_by_tag.get(tag) if record is None else None
+        if known is not None:
+            return known
         keystring = read_key(
-            text,
-            environment=Environment(environment),
-            brand=self.ports.brand,
-            base_urls=self.ports.base_urls,
+            text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
         )
         if not isinstance(keystring, KeyString):
             return None
-        known = memory.keys.by_id.get(keystring.key_id)
+        known = self.memory.keys.by_id.get(keystring.key_id)
         if record is not None and (known is None or known.record is not record):
             known = known_key(record)
         if known is None:
-            if not memory.absent.has("key", keystring.key_id, self._monotonic()):
-                self.unread = (keystring, tag)
-            return None
+            is_absent = self.memory.absent.has("key", keystring.key_id, self._monotonic())
+            return None if is_absent else (keystring, tag)
         return known if self._proves(keystring, known, tag) else None
 
     def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:
         """Whether the string is the key's; then it is known by its tag from now on."""
-        record = known.record
+        record, ports = known.record, self.ports
+        version = record.pepper_version
         try:
-            peppers = self.ports.take_pepper(
-                self.ports.loaded_peppers(PEPPER_SET[record.environment]), record.pepper_version
-            )
+            peppers = ports.loaded_peppers(PEPPER_SET[record.environment])
+            if version not in peppers.versions:
+                peppers = ports.take_pepper(peppers, version)
         except VerifierStaleError:
             return False
-        if not peppers.matches(keystring.text, record.digest, record.pepper_version):
+        if not peppers.matches(keystring.text, record.digest, version):
             return False
-        if record.state not in DEAD_STATES:
-            self.ports.note_key_proof(record, keystring, peppers)
+        if version < peppers.current_version and record.state not in DEAD_STATES:
+            ports.note_key_proof(record, keystring, peppers)
         known.about = self._holding(record)
         self.memory.keys.bind(known, tag)
         return True
@@ -700,7 +512,7 @@ class Engine:
         question = None if holding is None else self._question(asked, holding, rules)
         if question is None:
             return
-        if len(self._ways) >= _MOST_WAYS:
+        if len(self._ways) >= MOST_WAYS:
             self._ways.clear()
         self._ways[question] = Way(judgement, endpoint, rules)
 
@@ -770,8 +582,9 @@ class Engine:
         return uses.values(), from_memory
 
 
-_NOBODY: Final[Known[TokenRecord]] = Known("", cast(TokenRecord, None), float("inf"))
-"""In the place of a token that was proved for this question alone."""
+def _is_of_more(asked: Asked) -> bool:
+    """Whether it is about more than a key, or less than a verdict."""
+    return asked.customer_token not in (UNSET, None) or asked.dry_run is True
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:

@@ -26,8 +26,9 @@ from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KeyString
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor, StoreAwayError
-from keyvault.hotpath.engine import Engine, Ports, Verdict
+from keyvault.hotpath.engine import Engine
 from keyvault.hotpath.freshness import SWITCH_SECONDS, Freshness
+from keyvault.hotpath.ports import Ports, Verdict
 from keyvault.hotpath.protocol import Shortcut
 from keyvault.hotpath.questions import VERIFY, is_ours
 from keyvault.hotpath.rendering import denial_problem, encode, problem_answer

@@ -59,18 +59,20 @@ class Shelf(Generic[R]):
         self.by_tag: dict[bytes, Known[R]] = {}
 
     def put(self, known: Known[R]) -> None:
-        self.drop(known.identity)
+        by_id = self.by_id
+        if known.identity in by_id:
+            self.drop(known.identity)
         chances = _SECOND_CHANCES
-        while len(self.by_id) >= self._capacity:
+        while len(by_id) >= self._capacity:
             # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
-            _, oldest = self.by_id.popitem(last=False)
+            _, oldest = by_id.popitem(last=False)
             if oldest.is_asked_for and chances:
                 chances -= 1
                 oldest.is_asked_for = False
-                self.by_id[oldest.identity] = oldest
+                by_id[oldest.identity] = oldest
             else:
                 self._forget(oldest)
-        self.by_id[known.identity] = known
+        by_id[known.identity] = known
 
     def bind(self, known: Known[R], tag: bytes) -> None:
         """From here on the string of that tag is known to prove it; nothing where it was dropped meanwhile."""

@@ -31,9 +31,13 @@ from keyvault.hotpath.framing import (
     malformed,
     refusal,
 )
+from keyvault.hotpath.later import Later
 
 Handler = Callable[[bytes, bytes, list[Header], bytes | None], Answer | Awaitable[Answer]]
 """Method, target, headers as sent (names in any case), body; None for a body that is too large and was not read."""
+
+
+Awaited = Later | asyncio.Future[Answer]
 
 
 class Shortcut(NamedTuple):
@@ -111,7 +115,7 @@ class Shared:
         self.end = b"\r\n"
         """The Date line (RFC 9110, 6.6.1) and the empty line after it."""
         self.connections: set[Connection] = set()
-        self.awaited: set[asyncio.Future[Answer]] = set()
+        self.awaited: set[Awaited] = set()
         self.known = Known()
         self.lines = self.known.lines
         self.hosts = self.known.hosts
@@ -175,7 +179,7 @@ class Connection(asyncio.Protocol):
         self._at = _At.LINE
         self._rest, self._offset = b"", 0
         self._answers: list[bytes] = []
-        self._awaited: asyncio.Future[Answer] | None = None
+        self._awaited: Awaited | None = None
         self._request = (b"", b"", True)
         self._is_ready = True
         """The next read may be a whole request: nothing is half read, awaited, or held back."""
@@ -512,23 +516,27 @@ class Connection(asyncio.Protocol):
 
     def _wait_for(self, answer: Awaitable[Answer]) -> None:
         """What comes behind a miss on its connection waits for it, unread; other connections do not."""
-        try:
-            future = asyncio.ensure_future(answer, loop=self._shared.loop)
-        except TypeError as error:
-            self._answer(_fail(error))  # neither an answer nor to be awaited
-            return
+        awaited: Awaited
+        if type(answer) is Later:
+            awaited = answer
+        else:
+            try:
+                awaited = asyncio.ensure_future(answer, loop=self._shared.loop)
+            except TypeError as error:
+                self._answer(_fail(error))  # neither an answer nor to be awaited
+                return
         self._is_busy, self._is_ready = True, False
-        self._awaited = future
-        self._shared.awaited.add(future)
-        future.add_done_callback(self._arrive)
+        self._awaited = awaited
+        self._shared.awaited.add(awaited)
+        awaited.add_done_callback(self._arrive)
 
-    def _arrive(self, future: asyncio.Future[Answer]) -> None:
-        self._shared.awaited.discard(future)
+    def _arrive(self, awaited: Awaited) -> None:
+        self._shared.awaited.discard(awaited)
         self._is_busy, self._awaited = False, None
-        if future.cancelled() and self._at is _At.END:
+        if awaited.cancelled() and self._at is _At.END:
             return  # by us: it took too long
         try:
-            answer = future.result()
+            answer = awaited.result()
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
             answer = _fail(error)
         if self._transport is not None and self._at is not _At.END:

@@ -142,7 +142,8 @@ class Template:
         if not standing:
             return self.text % (request_id, identity)
         if len(standing) == 2:
-            return self.text % (*standing, request_id, identity, *standing)
+            remaining, reset_seconds = standing
+            return self.text % (remaining, reset_seconds, request_id, identity, remaining, reset_seconds)
         # The one with the least left binds; of equals the first.
         first = min(range(0, len(standing), 2), key=standing.__getitem__)
         binding = (self._policies[first // 2], standing[first], standing[first + 1])

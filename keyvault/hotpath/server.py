@@ -93,7 +93,8 @@ class Server:
         for connection in list(shared.connections):
             connection.abort()
         if shared.awaited:
-            await asyncio.wait(shared.awaited, timeout=max(0.0, now + drain_seconds - loop.time()))
+            awaited = [asyncio.ensure_future(each) for each in shared.awaited]
+            await asyncio.wait(awaited, timeout=max(0.0, now + drain_seconds - loop.time()))
         self._timer.cancel()
 
     def _tick(self) -> None:

@@ -17,7 +17,9 @@ from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath.answering import Answering
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError, lack, whole
-from keyvault.hotpath.engine import Engine, Missed
+from keyvault.hotpath.engine import Engine
+from keyvault.hotpath.grants import Missed
+from keyvault.hotpath.later import Later
 from keyvault.hotpath.questions import KEY, RULES, VERIFY, Found, Headers, Needs, Question
 from keyvault.wire.headers import join_headers
 
@@ -27,6 +29,9 @@ LANES: Final = 2
 AT_ONCE: Final = 16
 """Answers given in one turn of the loop. Whoever gets them asks again, and is read for while the others are answered:
 else all would ask together in the end, and loop and database would wait for each other by turns."""
+
+PATIENCE_SECONDS: Final = 0.002
+"""So long the second lane stays closed at most while fewer than AT_ONCE wait: the reading before may not end."""
 
 SLOW_LANE: Final = 2
 """Questions of addresses that have failed too often that are read for in one reading."""
@@ -49,8 +54,8 @@ class IsOver(Protocol):
         """Whether this address has failed too often lately."""
 
 
-Waiting = tuple[Question, Needs, "asyncio.Future[Answer]"]
-MissedKey = tuple[Missed, bytes, bytes, "asyncio.Future[Answer]"]
+Waiting = tuple[Question, Needs, Later]
+MissedKey = tuple[Missed, bytes, bytes, Later]
 
 
 class WaitingDoor:
@@ -68,7 +73,7 @@ class WaitingDoor:
         self._missed: list[MissedKey] = []
         self._lanes: set[asyncio.Task[None]] = set()
         self._reading = 0
-        self._is_opening = False
+        self._is_opening = self._has_patience = False
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -97,9 +102,9 @@ class WaitingDoor:
         found = self._step(question)
         if isinstance(found, Answer):
             return found
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._wait(question, found, future)
-        return future
+        later = Later()
+        self._wait(question, found, later)
+        return later
 
     def _ask_plain(self, authorization: bytes, body: bytes) -> Question:
         headers = [(b"authorization", authorization), (b"content-type", b"application/json")]
@@ -116,20 +121,34 @@ class WaitingDoor:
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
             return self._answering.break_off(question)
 
-    def _miss(self, missed: Missed, authorization: bytes, body: bytes) -> "asyncio.Future[Answer]":
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._missed.append((missed, authorization, body, future))
+    def _miss(self, missed: Missed, authorization: bytes, body: bytes) -> Later:
+        later = Later()
+        self._missed.append((missed, authorization, body, later))
         self._open_lane()
-        return future
+        return later
 
-    def _wait(self, question: Question, needs: Needs, future: "asyncio.Future[Answer]") -> None:
+    def _wait(self, question: Question, needs: Needs, later: Later) -> None:
         waiting = self._slow if self._is_over(needs.address) else self._waiting
-        waiting.append((question, needs, future))
+        waiting.append((question, needs, later))
         self._open_lane()
 
     def _open_lane(self) -> None:
         if self._is_opening or self._reading >= LANES or not (self._waiting or self._slow or self._missed):
             return
+        if self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
+            # A reading costs as much as ten keys of it: who comes while one is under way waits for company, or its end.
+            if not self._has_patience:
+                self._has_patience = True
+                self._loop.call_later(PATIENCE_SECONDS, self._lose_patience)
+            return
+        self._begin_reading()
+
+    def _lose_patience(self) -> None:
+        self._has_patience = False
+        if not self._is_opening and self._reading < LANES and (self._waiting or self._slow or self._missed):
+            self._begin_reading()
+
+    def _begin_reading(self) -> None:
         self._is_opening = True
         self._reading += 1
         lane = self._loop.create_task(self._work())
@@ -156,23 +175,23 @@ class WaitingDoor:
             for first in range(0, len(missed), AT_ONCE):
                 await asyncio.sleep(0)
                 self._settle(missed[first : first + AT_ONCE], found)
-            for question, _, future in batch:
-                self._go_on(question, future)
+            for question, _, later in batch:
+                self._go_on(question, later)
         except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
-            waiting = [(question, future) for question, _, future in batch]
-            waiting += [(self._ask_plain(sent, body), future) for _, sent, body, future in missed]
-            for question, future in waiting:
-                if not future.done():
-                    future.set_result(self._answering.break_off(question))
+            waiting = [(question, later) for question, _, later in batch]
+            waiting += [(self._ask_plain(sent, body), later) for _, sent, body, later in missed]
+            for question, later in waiting:
+                if not later.done():
+                    later.set_result(self._answering.break_off(question))
 
-    def _go_on(self, question: Question, future: "asyncio.Future[Answer]") -> None:
-        if future.done():
+    def _go_on(self, question: Question, later: Later) -> None:
+        if later.done():
             return  # it was given up
         found = self._step(question)
         if isinstance(found, Needs):
-            self._wait(question, found, future)
+            self._wait(question, found, later)
         else:
-            future.set_result(found)
+            later.set_result(found)
 
     async def _find(self, missed: list[MissedKey]) -> Mapping[str, Found] | None:
         """None: the database is away, which the whole way finds out again, and says."""
@@ -190,16 +209,16 @@ class WaitingDoor:
             answers = self._engine.verify_missed(
                 [(asked, record if isinstance(record, KeyRecord) else None) for asked, record in records]
             )
-        for (asked, authorization, body, future), answer in zip(missed, answers, strict=True):
+        for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
             if answer is not None:
-                future.set_result(answer)
+                later.set_result(answer)
                 continue
             question = self._ask_plain(authorization, body)
             if found is not None:
                 # Read after it was asked: as good for its answer now as it was, even where it may not be remembered.
                 key_id = asked.keystring.key_id
                 question.found[KEY, key_id] = found.get(key_id)
-            self._go_on(question, future)
+            self._go_on(question, later)
 
     async def _read(self, batch: list[Waiting]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)
@@ -234,8 +253,8 @@ class WaitingDoor:
     async def _pay(self, batch: list[Waiting]) -> None:
         owed = [
             (question, payment)
-            for question, needs, future in batch
-            if not future.done()  # it was given up
+            for question, needs, later in batch
+            if not later.done()  # it was given up
             for payment in needs.payments
         ]
         if not owed:

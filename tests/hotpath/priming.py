@@ -14,10 +14,11 @@ from django.conf import settings
 
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import BlockingDoor
-from keyvault.hotpath.engine import Engine, Ports
+from keyvault.hotpath.engine import Engine
 from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.loader import make_engine
 from keyvault.hotpath.memory import Subject
+from keyvault.hotpath.ports import Ports
 from keyvault.hotpath.questions import VERIFY, Headers
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.services.budgets import LocalBudgets

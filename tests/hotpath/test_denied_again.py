@@ -24,8 +24,8 @@ from keyvault.domain.errors import ErrorCode, VerifierStaleError
 from keyvault.domain.ids import is_merchant_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
 from keyvault.hotpath import rendering
-from keyvault.hotpath.engine import Verdict
 from keyvault.hotpath.memory import Memory, Subject
+from keyvault.hotpath.ports import Verdict
 from keyvault.hotpath.questions import BATCH, KEY, VERIFY
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.models import Key, KeyUse, Refusal, ServiceToken, UseBucket

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 import pytest
@@ -11,10 +12,12 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.rule_book import RuleBook
 from keyvault.domain.keystring import checksum
+from keyvault.hotpath import waiting
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError
-from keyvault.hotpath.engine import Verdict
+from keyvault.hotpath.later import Later
 from keyvault.hotpath.memory import Subject
+from keyvault.hotpath.ports import Verdict
 from keyvault.hotpath.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
 from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import WaitingDoor
@@ -372,11 +375,10 @@ class HeldStore:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1_000):
-        if is_so():
-            return
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, "it never was"
         await asyncio.sleep(0)
-    raise AssertionError("it never was")
 
 
 def sent(stage: Stage, key: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
@@ -388,10 +390,10 @@ async def answered(found: Answer | Awaitable[Answer]) -> Answer:
     return found if isinstance(found, Answer) else await found
 
 
-def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> asyncio.Future[Answer]:
+def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> Later:
     found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text))
-    assert not isinstance(found, Answer)
-    return asyncio.ensure_future(found)
+    assert isinstance(found, Later)
+    return found
 
 
 def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
@@ -422,13 +424,42 @@ def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> No
         primed, store = prime(may_remember=False), HeldStore()
         door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
-        waiting = [asks(door, stage, text) for text in texts * 5]
+        asked = [asks(door, stage, text) for text in texts * 5]
         await until(lambda: len(store.readings) == 1)
         (_, ids, released), *_ = store.readings
         assert len(ids) == len(texts)
         released.set()
-        assert [decision(answer) for answer in await asyncio.gather(*waiting)] == [ALLOWED] * 20
+        assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * 20
         assert len(store.readings) == 1
+
+    asyncio.run(run())
+
+
+def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading for one costs as much as for many: they wait for company or the end of the one before, not for ever."""
+    monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 3600.0)
+    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(waiting.AT_ONCE + 2)]
+
+    async def run() -> None:
+        primed, store = prime(may_remember=False), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        await asks(door, stage)
+        store.holds = True
+        asked = [asks(door, stage)]
+        await until(lambda: len(store.readings) == 1)
+        for text in texts[:2]:
+            asked.append(asks(door, stage, text))
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert len(store.readings) == 1
+        asked += [asks(door, stage, text) for text in texts[2:]]
+        await until(lambda: len(store.readings) == 2)
+        assert len(store.readings[1][1]) == len(texts), "as many as are answered in one turn do not wait"
+        for _, _, released in store.readings:
+            released.set()
+        assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
 
     asyncio.run(run())
 

@@ -136,7 +136,10 @@ def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
 
 def test_local_store_with_threads_in_a_hurry_and_others_admits_exactly_the_limit() -> None:
     """The verifier's door and the integration plane spend from one store."""
-    store, buckets = LocalStore(lambda: NOW_US * 1000), [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")]
+    store, buckets = (
+        LocalStore(lambda: NOW_US * 1000),
+        [bucket(Limit(500, A_DAY)), bucket(Limit(300, A_DAY), "endpoint")],
+    )
     store.spend(buckets, 1)
 
     def hurry() -> int:
