@@ -15,10 +15,14 @@ from keyvault.hotpath.questions import ENVOY, VERIFY, Headers, is_ours
 from keyvault.wire.headers import REQUEST_ID
 
 BODY_BYTES: Final = 64 * 1024
-_FEW_DIGITS: Final = 5
-"""A length with fewer is below BODY_BYTES."""
 RAW_PATH: Final = "keyvault.raw_path"
 """The path as it was sent, where the server before us tells it."""
+
+_FEW_DIGITS: Final = 5
+"""A length with fewer is below BODY_BYTES."""
+
+_MOST_DIGITS: Final = 20
+"""Python refuses to read a number of thousands."""
 
 _STATUS: Final = {200: "200 OK"}
 
@@ -59,8 +63,13 @@ def mounted(behind: WSGIApplication, door: Door, is_welcome: Callable[[str], boo
             is_led_here = is_ours(path) and (path.startswith(ENVOY) or is_welcome(find("HTTP_HOST", "")))
         if not is_led_here:
             return behind(environ, start_response)
-        length = find("CONTENT_LENGTH") or "0"
-        if len(length) < _FEW_DIGITS and length.isdecimal() and find("wsgi.input_terminated"):
+        length = find("CONTENT_LENGTH", "")
+        if (
+            len(length) < _FEW_DIGITS
+            and length.isdecimal()
+            and find("wsgi.input_terminated")
+            and "HTTP_TRANSFER_ENCODING" not in environ  # else there may be more than the length says
+        ):
             # All there is: Granian takes twice as long to give as many bytes as it is told.
             body = environ["wsgi.input"].read()
         else:
@@ -112,7 +121,7 @@ def _names(name: str) -> str:
 def _body(environ: WSGIEnvironment) -> bytes | None:
     """None for one that is too large; it is not read."""
     length: Any = environ.get("CONTENT_LENGTH") or "0"
-    if not length.isdecimal() or (size := int(length)) > BODY_BYTES:
+    if not length.isdecimal() or len(length) > _MOST_DIGITS or (size := int(length)) > BODY_BYTES:
         return None
     body: bytes = environ["wsgi.input"].read(size) if size else b""
     return body

@@ -101,6 +101,7 @@ class WsgiClient(EngineClient):
             RAW_PATH: path,
             "CONTENT_LENGTH": str(len(body)),
             "wsgi.input": BytesIO(body),
+            "wsgi.input_terminated": True,
         }
         for name, value in headers.items():
             key = name.upper().replace("-", "_")
