@@ -7,7 +7,7 @@ Each token moves it on by seconds/count; a request passes as long as it stays wi
 is kept as whole microseconds and a fraction in units of 1/count microseconds, so that nothing is ever rounded:
 within any w seconds no more than count + w*count/seconds tokens are spent, and none is lost.
 
-The same arithmetic runs inside Redis and, for the usual case, in `LocalStore.payer`, see
+The same arithmetic runs inside Redis and, for the usual case, in the payers of `LocalStore`, see
 `services.limit_stores`: change all of them or none.
 """
 

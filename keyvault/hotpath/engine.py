@@ -177,14 +177,14 @@ class Engine:
                 tag = made.digest()
                 request_id = next_id()
                 repeat = find_repeat(tag)
-                if (
-                    repeat is not None
-                    and wall < repeat.deadline
-                    and (repeat.changes == self.changes or self._is_granted_still(repeat, wall))
-                ):
-                    purse = repeat.purse
-                    standing = purse.pay(repeat.cost)
+                if repeat is not None:
+                    known, purse = repeat.known, repeat.purse
+                    if wall < known.deadline and wall < repeat.token.deadline and purse.rules is self.rules:
+                        standing = purse.pay(repeat.cost)
+                    else:
+                        standing = None
                     if standing is not None:
+                        known.is_asked_for = True
                         if repeat.period != self._period:
                             self._open_tally(repeat, wall)
                         tally = repeat.tally
@@ -362,25 +362,19 @@ class Engine:
 
     def _grant(self, repeat: Repeat, wall: float, request_id: bytes) -> bytes | None:
         """Its JSON, spent and noted; None, and nothing done: it is to be decided anew. Also in `verify_known`."""
-        purse = repeat.purse
-        if wall >= repeat.deadline or (repeat.changes != self.changes and not self._is_granted_still(repeat, wall)):
+        known, purse = repeat.known, repeat.purse
+        if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
             return None
         standing = purse.pay(repeat.cost)
         if standing is None:
             return None
+        known.is_asked_for = True
         if repeat.period != self._period:
             self._open_tally(repeat, wall)
         tally = repeat.tally
         tally[TIMES] += 1
         tally[LAST] = wall
         return purse.template.fill(standing, request_id, repeat.identity)
-
-    def _is_granted_still(self, repeat: Repeat, wall: float) -> bool:
-        """Whether nothing that it hangs on was forgotten."""
-        if wall >= repeat.known.deadline or wall >= repeat.token.deadline or repeat.purse.rules is not self.rules:
-            return False
-        repeat.changes = self.changes
-        return True
 
     def _is_denied_still(self, denied: Denied, wall: float) -> bool:
         """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
@@ -419,7 +413,6 @@ class Engine:
 
     def _open_tally(self, repeat: Repeat, wall: float) -> None:
         repeat.period, repeat.tally = self._period, self._tally(repeat.use, wall)
-        repeat.known.is_asked_for = True
 
     def _find(
         self, text: str | None, environment: str, record: KeyRecord | None = None

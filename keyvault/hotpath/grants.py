@@ -118,7 +118,7 @@ class Holding:
 
 
 class Missed:
-    """A question that lacks nothing but the key; `changes` is the engine's count when it was asked."""
+    """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
 
     __slots__ = ("asked", "caller", "changes", "is_plain", "keystring", "tag")
 
@@ -150,7 +150,7 @@ class Repeat:
     Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
     """
 
-    __slots__ = ("changes", "cost", "deadline", "identity", "known", "period", "purse", "tally", "token", "use")
+    __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
 
     def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], purse: Purse, cost: int, use: Use) -> None:
         self.token = token
@@ -159,9 +159,6 @@ class Repeat:
         self.cost = cost
         self.use = use
         self.identity: bytes = known.about.identity
-        self.deadline = min(known.deadline, token.deadline)
-        self.changes = -1
-        """The engine's count when it was last found to be worth something: while nothing changes, it is."""
         self.period = 0
         self.tally: Tally = []
         """Of its use in the period between two reports that is told by `period`."""

@@ -1,9 +1,12 @@
 """An answer that is still to come."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator
 
 from keyvault.hotpath.answers import Answer
+
+_log = logging.getLogger(__name__)
 
 
 class Later:
@@ -42,10 +45,9 @@ class Later:
             self._tell()
 
     def add_done_callback(self, callback: "Callable[[Later], object]") -> None:
+        self._callbacks.append(callback)
         if self.done():
-            callback(self)
-        else:
-            self._callbacks.append(callback)
+            self._tell()
 
     def __await__(self) -> Generator[object, None, Answer]:
         if not self.done():
@@ -61,4 +63,7 @@ class Later:
     def _tell(self) -> None:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # noqa: BLE001  of one who waits: the others have their answers all the same
+                _log.exception("an answer could not be handed over")

@@ -62,7 +62,8 @@ class PendingRehashes:
         proved: tuple[bytes, int],
         peppers: Peppers,
     ) -> None:
-        """`proved`: the stored digest and its pepper version, which `text` was found to match. Some microseconds."""
+        """`proved`: the stored digest and its pepper version, which `text` was found to match. Some microseconds, so
+        that the verifier's engine asks only where there is something to note."""
         digest, version = proved
         if version >= peppers.current_version:
             return

@@ -146,15 +146,16 @@ def test_denied_again_is_told_while_others_go_on(ended: Stage) -> None:
 
 def test_denied_again_spends_nothing(ended: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[str] = []
-    for kind, name in ((Limiter, "spend"), (LocalStore, "payer")):
-        monkeypatch.setattr(kind, name, noting(spent, name, getattr(kind, name)))
+    monkeypatch.setattr(Limiter, "spend", noting(spent, "spend", Limiter.spend))
+    make_payer = LocalStore.payer
+    monkeypatch.setattr(LocalStore, "payer", lambda *given: noting(spent, "pay", make_payer(*given)))
     _, good = issue(account(), label="good")
     primed = prime()
     learn(primed, ended)
     assert not spent
     for _ in range(2):
         primed.ask(ended.token, {**ended.asked, "key": good.reveal()})
-    assert spent == ["spend", "payer"], "this is what would have been seen"
+    assert spent == ["spend", "pay"], "this is what would have been seen"
 
 
 def noting(names: list[str], name: str, act: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ import gc
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -239,6 +240,64 @@ def test_engine_service_token_that_expires_in_memory_is_none(stage: Stage) -> No
     clock.pass_seconds(row.expires_at.timestamp() - clock.wall_now)
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     assert primed.ask(token.reveal(), stage.asked).status == 401
+
+
+def batched(primed: Primed, token: str, asked: Mapping[str, Any]) -> tuple[int, str]:
+    """Of a batch of this one question."""
+    (found,) = json.loads(primed.ask(token, {"requests": [asked]}, BATCH).body)["decisions"]
+    return found["status"], found["code"] or "allowed"
+
+
+def test_engine_batch_of_what_was_granted_judges_deadlines_too(stage: Stage) -> None:
+    key, text = issue(account(), label="short-lived", expires_in_days=1)
+    row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=2)
+    assert key.expires_at is not None
+    asked, lasting = {**stage.asked, "key": text.reveal()}, stage.asked
+    clock = Clock()
+    primed = prime_by(clock)
+    for _ in range(3):
+        assert batched(primed, token.reveal(), asked) == batched(primed, token.reveal(), lasting) == ALLOWED
+    assert len(primed.engine.memory.repeats) == 2
+    clock.pass_seconds(key.expires_at.timestamp() - clock.wall_now)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    assert batched(primed, token.reveal(), asked) == (401, "key_expired")
+    assert batched(primed, token.reveal(), lasting) == ALLOWED
+    clock.pass_seconds(row.expires_at.timestamp() - clock.wall_now)
+    primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
+    assert primed.ask(token.reveal(), {"requests": [lasting]}, BATCH).status == 401
+
+
+@pytest.mark.parametrize("forget", [True, False])
+def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more(stage: Stage, *, forget: bool) -> None:
+    """Guarantee: no yes after a no, whether the key was evicted or only made room for others; alone and in a batch."""
+    primed = prime(capacity=3)
+    others = [issue(account(), label=f"number {number}")[1].reveal() for number in range(6)]
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+        assert batched(primed, stage.token, stage.asked) == ALLOWED
+    suspend(stage)
+    if forget:
+        primed.engine.evict([("key", stage.key.key_id)])
+    else:
+        for text in others:
+            primed.ask(stage.token, {**stage.asked, "key": text})
+    assert stage.key.key_id not in primed.engine.memory.keys.by_id
+    assert len(primed.engine.memory.repeats) == 1
+    assert batched(primed, stage.token, stage.asked) == (401, "key_not_active")
+    assert decision(primed.ask(stage.token, {**stage.asked, "client_ip": "192.0.2.9"})) == (401, "key_not_active")
+    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+
+
+def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage) -> None:
+    """A flood of others does not drive out what everybody asks for."""
+    primed = prime(capacity=4)
+    others = [issue(account(), label=f"number {number}")[1].reveal() for number in range(12)]
+    for _ in range(3):
+        primed.ask(stage.token, stage.asked)
+    for text in others:
+        primed.ask(stage.token, {**stage.asked, "key": text})
+        assert stage.key.key_id in primed.engine.memory.keys.by_id
+        primed.ask(stage.token, stage.asked)
 
 
 # --- what is remembered -----------------------------------------------------------------------------------
@@ -564,6 +623,32 @@ def test_engine_reading_that_fails_is_an_answer_to_all_that_waited_for_it(
                 assert answer.status == (500 if isinstance(error, ZeroDivisionError) else 503)
         assert decision(await asks(door, stage)) == ALLOWED
 
+    asyncio.run(run())
+
+
+def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_for(stage: Stage) -> None:
+    """Guarantee: the same for a question that lacks nothing but its key."""
+    other = issue(account(), label="read for nobody")[1].reveal()
+
+    async def run() -> None:
+        primed, store = prime(), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for _ in range(3):
+            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        primed.engine.take_uses()
+        store.holds = True
+        late, patient = asks(door, stage, other), asks(door, stage, issued)
+        await until(lambda: len(store.readings) == 1)
+        late.cancel()
+        ((_, ids, released),) = store.readings
+        released.set()
+        assert decision(await patient) == ALLOWED
+        assert len(ids) == 2
+        (use,), _ = primed.engine.take_uses()
+        assert use[0] == issued.split("_")[-1][:16]
+        assert door._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
+
+    issued = issue(account(), label="read for somebody")[1].reveal()
     asyncio.run(run())
 
 

@@ -59,3 +59,16 @@ def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
         assert later.cancelled()
 
     asyncio.run(run())
+
+
+def test_later_one_who_cannot_take_his_answer_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    later, told = Later(), list[Answer]()
+
+    def fail(done: Later) -> None:
+        raise ZeroDivisionError
+
+    later.add_done_callback(fail)
+    later.add_done_callback(lambda done: told.append(done.result()))
+    later.set_result(ANSWER)
+    assert told == [ANSWER]
+    assert [record.message for record in caplog.records if record.exc_info] == ["an answer could not be handed over"]
