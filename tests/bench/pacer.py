@@ -56,8 +56,8 @@ def read_requests(path: Path) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`late_us`: how much later than due the p99 of requests was sent on a connection that was free, which is the
-    generator's own fault. `unanswered`: of those that were due."""
+    """`late_us`: how much later than due the p99 of requests was seen to be due, which is the generator's own fault.
+    `unanswered`: of those that were due."""
 
     requests: int
     seconds: float
@@ -144,8 +144,8 @@ class Pacer:
             due = began + int(row * gap)
             while row < offered and due <= now:
                 connection = self._connections[row % count]
+                self._lateness.append(now - due)
                 if not connection.is_busy:
-                    self._lateness.append(now - due)
                     self._send(connection, due)
                     now = clock()
                 # Else it is sent when the connection is free again, with the same clock.
