@@ -132,28 +132,24 @@ class WaitingDoor:
         waiting.append((question, needs, later))
         self._open_lane()
 
-    def _open_lane(self) -> None:
+    def _open_lane(self, *, is_patient: bool = True) -> None:
         if self._is_opening or self._reading >= LANES or not (self._waiting or self._slow or self._missed):
             return
-        if self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
+        if is_patient and self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
             # A reading costs as much as ten keys of it: who comes while one is under way waits for company, or its end.
             if not self._has_patience:
                 self._has_patience = True
                 self._loop.call_later(PATIENCE_SECONDS, self._lose_patience)
             return
-        self._begin_reading()
-
-    def _lose_patience(self) -> None:
-        self._has_patience = False
-        if not self._is_opening and self._reading < LANES and (self._waiting or self._slow or self._missed):
-            self._begin_reading()
-
-    def _begin_reading(self) -> None:
         self._is_opening = True
         self._reading += 1
         lane = self._loop.create_task(self._work())
         self._lanes.add(lane)
         lane.add_done_callback(self._lanes.discard)
+
+    def _lose_patience(self) -> None:
+        self._has_patience = False
+        self._open_lane(is_patient=False)
 
     async def _work(self) -> None:
         """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""

@@ -12,8 +12,9 @@ import pytest
 
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.framing import BODY_BYTES, HEAD_BYTES, HEADERS, TARGET_BYTES
+from keyvault.hotpath.later import Later
 from keyvault.hotpath.protocol import Bounds
-from keyvault.hotpath.server import _fit_connections
+from keyvault.hotpath.server import SHORTEST_TICK_SECONDS, _fit_connections
 
 from .served import REQUEST_ID, SECONDS, Asked, Client, Served, plain, serving
 
@@ -390,6 +391,23 @@ def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
             assert third.read_all() == b""
             first.send(HELLO)
             assert first.read_answer()[0] == 200
+
+
+def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
+    """Guarantee: what was asked is spent and noted before the process says its farewell, though its client has left."""
+    later, order = Later(), list[str]()
+    later.add_done_callback(lambda _: order.append("answered"))
+    with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # as the door of a loop answers
+        with served.connect() as client:
+            client.send(HELLO)
+            served.wait_until_asked()
+        stopped = served.stop(SECONDS, 0)
+        stopped.add_done_callback(lambda _: order.append("stopped"))
+        served.loop.call_soon_threadsafe(
+            served.loop.call_later, 10 * SHORTEST_TICK_SECONDS, later.set_result, answer(b"")
+        )
+        stopped.result(SECONDS)
+    assert order == ["answered", "stopped"]
 
 
 def test_stop_answers_what_was_asked_and_lets_nobody_in() -> None:
