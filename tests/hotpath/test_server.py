@@ -401,6 +401,7 @@ def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
         with served.connect() as client:
             client.send(HELLO)
             served.wait_until_asked()
+            client.wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to be reset
         stopped = served.stop(SECONDS, 0)
         stopped.add_done_callback(lambda _: order.append("stopped"))
         served.loop.call_soon_threadsafe(
