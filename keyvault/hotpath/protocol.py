@@ -79,7 +79,7 @@ class Bounds:
     answer_seconds: float = 30.0
     """For an answer that is awaited; then it is 503. Above whatever the handler itself bounds."""
     linger_seconds: float = 2.0
-    """How long a refused client may go on sending before it finds its connection reset (RFC 9112, 9.6)."""
+    """How long a client may go on sending after its last answer before it finds its connection reset (RFC 9112, 9.6)."""
     connections: int = 8192
     """For each process; who comes on top of them is told 503. Twice as many, and the next ones are just closed."""
 
@@ -504,7 +504,7 @@ class Connection(asyncio.Protocol):
         self._headers.clear()
         self._at, self._head_bytes = _At.LINE, 0
         if body is None:
-            self._is_last = self._lingers = True
+            self._is_last = True
         try:
             answer = self._shared.handle(method, target, headers, body)
         except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
@@ -563,7 +563,7 @@ class Connection(asyncio.Protocol):
         """Answered by the connection itself; what the client still sends is thrown away."""
         answer = refused.answer()
         _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
-        self._request, self._is_last, self._lingers = (b"", b"", True), True, True
+        self._request, self._is_last = (b"", b"", True), True
         self._answer(answer)
 
     def _flush(self) -> None:
@@ -572,7 +572,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(written)
             if self._at is _At.END:
-                self._end(lingers=self._lingers or self._is_leaving)
+                self._end(lingers=True)
 
     # --- the end --------------------------------------------------------------------------------------------
 

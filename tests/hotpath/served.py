@@ -125,8 +125,11 @@ def serving(
     thread.start()
     try:
         asyncio.run_coroutine_threadsafe(served.server.start([listening]), loop).result(SECONDS)
-        yield served
-        served.stop(0, 0).result(SECONDS)
+        try:
+            yield served
+        finally:
+            # Also where the test has failed: a loop whose sockets are open does not end.
+            served.stop(0, 0).result(SECONDS)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(SECONDS)

@@ -120,6 +120,19 @@ def test_client_that_sends_on_after_its_refusal_still_reads_the_answer() -> None
         assert client.read_all() == b""
 
 
+@pytest.mark.parametrize("last", [b"GET / HTTP/1.0\r\n\r\n", LAST])
+def test_client_that_sends_on_after_its_last_answer_is_not_reset(last: bytes) -> None:
+    """Guarantee: the same for an answer that was the last by the client's own word."""
+    with serving() as served, served.connect() as client:
+        client.send(last)
+        assert client.read_answer()[0] == 200
+        assert client.read_all() == b""
+        for _ in range(3):
+            client.send(HELLO)
+            assert client.wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        assert len(served.asked) == 1
+
+
 # --- how slow -------------------------------------------------------------------------------------------------
 
 
