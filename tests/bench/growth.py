@@ -18,7 +18,7 @@ from .figures import BATCH_SIZE, GROWTH, Spread, number, spread
 from .launch import StartError, launched
 from .machine import Cores, members, rss_mb
 from .servers import verifier_command
-from .site import House, Site
+from .site import POSTGRES, House, Site
 from .telling import tell
 
 SMALL, LARGE, HUGE = 10_000, 1_000_000, 10_000_000
@@ -143,8 +143,9 @@ def row(told: Mapping[str, Any]) -> list[str]:
 
 def describe(told: Mapping[str, Any]) -> str:
     return (
-        "One look-up after the other by the query of a miss, in interleaved rounds; tables of keys and credentials with"
-        f" their indexes. Up to {LARGE:,} keys are genuine, the rest is filler of the same shape. {told['cores']}."
+        "One look-up after the other by the query of a miss, in interleaved rounds, of keys that were read before;"
+        f" PostgreSQL with {' '.join(POSTGRES)}; tables of keys and credentials with their indexes."
+        f" Up to {LARGE:,} keys are genuine, the rest is filler of the same shape. {told['cores']}."
     )
 
 

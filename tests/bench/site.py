@@ -19,6 +19,8 @@ from . import environments
 from .launch import clean_environ, run_to_end
 
 PEER_KEYS = 2000
+POSTGRES = ("shared_buffers=1GB",)
+"""Of its own memory: a million keys with their indexes take 640 MB, and its default of 128 MB is made to be raised."""
 
 
 class NotRunError(Exception):
@@ -48,7 +50,7 @@ class Site:
     @functools.cached_property
     def _postgres(self) -> str:
         try:
-            return self._stack.enter_context(postgres_server())
+            return self._stack.enter_context(postgres_server(*POSTGRES))
         except (MissingServerError, FailedServerError) as error:
             raise NotRunError(str(error)) from None
 

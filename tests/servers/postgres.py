@@ -51,7 +51,7 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _plan(binary: Path, place: Place) -> Plan:
+def _plan(binary: Path, place: Place, more: tuple[str, ...] = ()) -> Plan:
     password = secrets.token_urlsafe(16)
     data = place.directory / "data"
     url = f"postgresql://postgres:{password}@127.0.0.1:{place.port}/postgres"
@@ -62,6 +62,7 @@ def _plan(binary: Path, place: Place) -> Plan:
         f"max_connections={CONNECTIONS}",
         "timezone=UTC",
         *UNSAFE_BUT_FAST,
+        *more,
     )
     return Plan(
         url=url,
@@ -87,12 +88,13 @@ def _plan(binary: Path, place: Place) -> Plan:
 
 
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """The URL of a running PostgreSQL of our own, to its database `postgres`, as superuser."""
+def postgres_server(*settings: str) -> Iterator[str]:
+    """The URL of a running PostgreSQL of our own, to its database `postgres`, as superuser. `settings` as it is told
+    them by `-c`."""
     binary = find_postgres()
     if binary is None:
         raise MissingServerError(
             "no PostgreSQL server on this machine (looked in /usr/lib/postgresql/*/bin and on PATH)"
         )
-    with running("kv-postgres-", lambda place: _plan(binary, place)) as url:
+    with running("kv-postgres-", lambda place: _plan(binary, place, settings)) as url:
         yield url
