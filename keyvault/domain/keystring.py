@@ -45,8 +45,8 @@ STRING_KIND = {KeyKind.PUBLIC: StringKind.PUBLIC, KeyKind.PRIVATE: StringKind.PR
 STRING_SCOPE = {Environment.SANDBOX: StringScope.SANDBOX, Environment.PRODUCTION: StringScope.PRODUCTION}
 
 _SHAPE = re.compile(
-    r"(?P<brand>[a-z][a-z0-9]{0,15})_(?P<kind>pub|prv|cat|svc)_(?P<scope>sbx|prd|all)_"
-    r"(?P<key_id>[0-9A-Za-z]{16})(?P<secret>[0-9A-Za-z]{43})(?P<checksum>[0-9A-Za-z]{6})"
+    r"(?P<brand>[a-z][a-z0-9]{0,15})_(?P<place>(?:pub|prv|cat|svc)_(?:sbx|prd|all))_"
+    r"(?P<key_id>[0-9A-Za-z]{16})[0-9A-Za-z]{43}(?P<checksum>[0-9A-Za-z]{6})"
 )
 
 
@@ -69,8 +69,12 @@ class KeyString(NamedTuple):
     text: Plaintext
 
 
-_KINDS = {kind.value: kind for kind in StringKind}
-_SCOPES = {scope.value: scope for scope in StringScope}
+def _has_scope(kind: StringKind, scope: StringScope) -> bool:
+    return scope is not StringScope.ALL or kind is StringKind.SERVICE_TOKEN
+
+
+_PLACES = {f"{kind}_{scope}": (kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope)}
+_make = tuple.__new__
 
 
 def checksum(head: str) -> str:
@@ -99,12 +103,9 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
     """
     if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None:
         return None
-    its_brand, kind_text, scope_text, key_id, _, its_checksum = match.groups()
-    kind, scope = _KINDS[kind_text], _SCOPES[scope_text]
-    if its_brand != brand or not _has_scope(kind, scope) or checksum(text[:-CHECKSUM_DIGITS]) != its_checksum:
+    its_brand, place, key_id, its_checksum = match.groups()
+    found = _PLACES.get(place)
+    if its_brand != brand or found is None or checksum(text[:-CHECKSUM_DIGITS]) != its_checksum:
         return None
-    return KeyString(kind, scope, key_id, Plaintext(text))
-
-
-def _has_scope(kind: StringKind, scope: StringScope) -> bool:
-    return scope is not StringScope.ALL or kind is StringKind.SERVICE_TOKEN
+    # As KeyString(...), which is a function around this: one is made for each string that a process does not know.
+    return _make(KeyString, (*found, key_id, Plaintext(text)))

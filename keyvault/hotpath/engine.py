@@ -1,7 +1,7 @@
 """The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
 
     engine.verify_known(authorization, body) -> Answer | Missed | None   what is in memory, and yes
-    engine.verify_missed([(missed, record)]) -> [Answer | None]          once the key was read
+    engine.verify_missed([missed], {key id: record}) -> [Answer | None]   once the key was read
 
 Every other question goes the whole way, see `answering`.
 
@@ -12,7 +12,7 @@ that it was made for, and is not remembered.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -51,6 +51,7 @@ from keyvault.hotpath.grants import (
     Unread,
     Use,
     Way,
+    hold,
 )
 from keyvault.hotpath.memory import RULES, Known, Memory, Subject, known_key
 from keyvault.hotpath.ports import Ports, Verdict
@@ -208,7 +209,7 @@ class Engine:
                 return None
         known = self._find(asked.key, asked.environment)
         if isinstance(known, tuple):
-            return Missed(asked, token.about, *known, self.changes, is_plain=is_plain)
+            return Missed(asked, token.about, *known, self.changes, is_plain)
         if known is None:
             return None
         text = self._decide(asked, token.about, wall, request_id, known, is_plain=is_plain, asker=(token, tag))
@@ -217,15 +218,15 @@ class Engine:
         self.answered_from_memory += 1
         return Answer(200, text, request_id.decode())
 
-    def verify_missed(self, several: Sequence[tuple[Missed, KeyRecord | None]]) -> list[Answer | None]:
-        """The answers once the keys were read. None, and nothing done: when something was changed since it was asked,
-        or there is more to say of it."""
+    def verify_missed(self, several: Sequence[Missed], found: Mapping[str, KeyRecord]) -> list[Answer | None]:
+        """The answers by the keys that were found. None, and nothing done: when something was changed since it was
+        asked, or there is more to say of it."""
         with self.lock:
             self.catch_up()
             if not self.may_remember():
                 return [None] * len(several)
             wall = self._wall()
-            return [self._verify_missed(missed, record, wall) for missed, record in several]
+            return [self._verify_missed(missed, found.get(missed.keystring.key_id), wall) for missed in several]
 
     def _verify_missed(self, missed: Missed, record: KeyRecord | None, wall: float) -> Answer | None:
         if self.changes != missed.changes:
@@ -465,7 +466,7 @@ class Engine:
                 self.memory.clear()
                 self._purses.clear()
             purses = self._purses[account] = Purses()
-        return Holding(record, purses)
+        return hold(record, purses)
 
     def _purse(self, asked: Asked, record: KeyRecord, holding: Holding, rules: RuleBook) -> Purse | None:
         question = self._question(asked, holding, rules)

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from msgspec import UnsetType
+from msgspec import Struct, UnsetType
 
 from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
@@ -12,9 +12,9 @@ from keyvault.access.principals import Service
 from keyvault.access.rule_book import RuleBook
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keys import KeyKind, KeyRecord
 from keyvault.domain.keystring import KeyString
-from keyvault.domain.networks import is_within
+from keyvault.domain.networks import IPNetwork, is_within
 from keyvault.hotpath.memory import Known
 from keyvault.hotpath.ports import Budgets, Verdict
 from keyvault.hotpath.rendering import Template, denial_template, identity_text
@@ -91,20 +91,17 @@ class Purses:
         self.by_name: dict[str | UnsetType, Purse] = {}
 
 
-class Holding:
+class Holding(Struct, gc=False, eq=False):
     """What the fast way has worked out of a plain key: one that is good, and of an active account."""
 
-    __slots__ = ("environment", "identity", "kind", "merchant", "networks", "purses", "within")
-
-    def __init__(self, record: KeyRecord, purses: Purses) -> None:
-        self.environment = record.environment.value
-        self.identity = identity_text(record)
-        self.kind = record.kind
-        self.merchant = record.merchant_id
-        self.networks = record.networks
-        self.purses = purses
-        self.within: dict[str, bool] | None = {} if record.networks else None
-        """Of a key that is good from certain networks: which addresses were found to be in them."""
+    environment: str
+    identity: bytes
+    kind: KeyKind
+    merchant: str
+    networks: tuple[IPNetwork, ...]
+    purses: Purses
+    within: dict[str, bool] | None
+    """Of a key that is good from certain networks: which addresses were found to be in them."""
 
     def is_from_network(self, address: str | UnsetType | None) -> bool:
         if not address or self.within is None:
@@ -117,20 +114,21 @@ class Holding:
         return found
 
 
-class Missed:
+def hold(record: KeyRecord, purses: Purses) -> Holding:
+    within: dict[str, bool] | None = {} if record.networks else None
+    identity = identity_text(record)
+    return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
+
+
+class Missed(Struct, gc=False, eq=False):
     """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
 
-    __slots__ = ("asked", "caller", "changes", "is_plain", "keystring", "tag")
-
-    def __init__(
-        self, asked: Asked, caller: Caller, keystring: KeyString, tag: bytes, changes: int, *, is_plain: bool
-    ) -> None:
-        self.asked = asked
-        self.caller = caller
-        self.keystring = keystring
-        self.tag = tag
-        self.changes = changes
-        self.is_plain = is_plain
+    asked: Asked
+    caller: Caller
+    keystring: KeyString
+    tag: bytes
+    changes: int
+    is_plain: bool
 
 
 Unread = tuple[KeyString, bytes]

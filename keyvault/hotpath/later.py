@@ -4,53 +4,55 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator
 
+from msgspec import Struct
+
 from keyvault.hotpath.answers import Answer
 
 _log = logging.getLogger(__name__)
 
 
-class Later:
+class Later(Struct, eq=False):
     """As an `asyncio.Future` of an answer, but that whoever waits for it is called at once and not in the loop's next
-    turn: that turn costs more than handing over the answer."""
+    turn: that turn costs more than handing over the answer.
 
-    __slots__ = ("_answer", "_callbacks", "_is_cancelled")
+    `is_open` while there is none and it was not given up.
+    """
 
-    def __init__(self) -> None:
-        self._answer: Answer | None = None
-        self._callbacks: list[Callable[[Later], object]] = []
-        self._is_cancelled = False
+    is_open: bool = True
+    _answer: Answer | None = None
+    _callbacks: tuple[Callable[["Later"], object], ...] = ()
 
     def done(self) -> bool:
-        return self._answer is not None or self._is_cancelled
+        return not self.is_open
 
     def cancelled(self) -> bool:
-        return self._is_cancelled
+        return not self.is_open and self._answer is None
 
     def result(self) -> Answer:
         """Raises asyncio.CancelledError, and InvalidStateError while there is none."""
         if self._answer is None:
-            raise asyncio.CancelledError if self._is_cancelled else asyncio.InvalidStateError
+            raise asyncio.InvalidStateError if self.is_open else asyncio.CancelledError
         return self._answer
 
     def set_result(self, answer: Answer) -> None:
         """Nobody gets it where it was given up."""
-        if not self.done():
-            self._answer = answer
+        if self.is_open:
+            self.is_open, self._answer = False, answer
             self._tell()
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
-        if not self.done():
-            self._is_cancelled = True
+        if self.is_open:
+            self.is_open = False
             self._tell()
 
     def add_done_callback(self, callback: "Callable[[Later], object]") -> None:
-        self._callbacks.append(callback)
-        if self.done():
+        self._callbacks = (*self._callbacks, callback)
+        if not self.is_open:
             self._tell()
 
     def __await__(self) -> Generator[object, None, Answer]:
-        if not self.done():
+        if self.is_open:
             told = asyncio.Event()
             self.add_done_callback(lambda _: told.set())
             try:
@@ -61,7 +63,7 @@ class Later:
         return self.result()
 
     def _tell(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
             try:
                 callback(self)

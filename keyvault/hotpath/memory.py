@@ -27,12 +27,14 @@ class Known(Generic[R]):
     """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
 
     `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
+    `account` of a key.
     """
 
-    __slots__ = ("about", "deadline", "identity", "is_asked_for", "record", "tag")
+    __slots__ = ("about", "account", "deadline", "identity", "is_asked_for", "record", "tag")
 
-    def __init__(self, identity: str, record: R, deadline: float) -> None:
+    def __init__(self, identity: str, record: R, deadline: float, account: str = "") -> None:
         self.identity = identity
+        self.account = account
         self.record: R = record
         self.deadline = deadline
         self.tag: bytes | None = None
@@ -44,7 +46,8 @@ def known_key(record: KeyRecord) -> Known[KeyRecord]:
     """What has ended is good for its denial for ever."""
     is_over = record.state in DEAD_STATES
     expires_at = None if is_over else record.expires_at
-    return Known(record.key_id, record, _NEVER if expires_at is None else expires_at.timestamp())
+    deadline = _NEVER if expires_at is None else expires_at.timestamp()
+    return Known(record.key_id, record, deadline, f"{record.merchant_id}/{record.environment}")
 
 
 class Shelf(Generic[R]):
@@ -162,11 +165,12 @@ class Memory:
     def admit_key(self, record: KeyRecord) -> Known[KeyRecord]:
         known = known_key(record)
         self.keys.put(known)
-        key_id, credential_id, account = record.key_id, record.credential_id, _account(record)
-        self._by_credential[credential_id] = (*self._by_credential.get(credential_id, ()), key_id)
-        listed = self._by_account.get(account)
+        key_id, credential_id = record.key_id, record.credential_id
+        held = self._by_credential.get(credential_id)
+        self._by_credential[credential_id] = (key_id,) if held is None else (*held, key_id)
+        listed = self._by_account.get(known.account)
         if listed is None:
-            self._by_account[account] = {key_id}
+            self._by_account[known.account] = {key_id}
         else:
             listed.add(key_id)
         return known
@@ -228,7 +232,7 @@ class Memory:
 
     def _unlist(self, known: Known[KeyRecord]) -> None:
         record = known.record
-        key_id, credential_id, account = record.key_id, record.credential_id, _account(record)
+        key_id, credential_id, account = record.key_id, record.credential_id, known.account
         held = self._by_credential.pop(credential_id, ())
         if held != (key_id,) and (others := tuple([other for other in held if other != key_id])):
             self._by_credential[credential_id] = others
@@ -255,7 +259,3 @@ _MOST_REPEATS: Final = 65_536
 _MOST_DENIED: Final = 4_096
 _MOST_ABSENT: Final = 10_000
 _ABSENT_SECONDS: Final = 1.0
-
-
-def _account(record: KeyRecord) -> str:
-    return record.merchant_id + "/" + record.environment

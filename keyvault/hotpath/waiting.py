@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.rule_book import RuleBook
@@ -123,8 +123,10 @@ class WaitingDoor:
 
     def _miss(self, missed: Missed, authorization: bytes, body: bytes) -> Later:
         later = Later()
-        self._missed.append((missed, authorization, body, later))
-        self._open_lane()
+        waiting = self._missed
+        waiting.append((missed, authorization, body, later))
+        if len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE:  # else it would open none
+            self._open_lane()
         return later
 
     def _wait(self, question: Question, needs: Needs, later: Later) -> None:
@@ -155,8 +157,8 @@ class WaitingDoor:
         """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
         self._is_opening = False
         batch = self._waiting + self._slow[:SLOW_LANE]
-        batch = [each for each in batch if not each[2].done()]
-        missed = [each for each in self._missed if not each[3].done()]
+        batch = [each for each in batch if each[2].is_open]
+        missed = [each for each in self._missed if each[3].is_open]
         self._waiting, self._missed = [], []
         del self._slow[:SLOW_LANE]
         try:
@@ -177,11 +179,11 @@ class WaitingDoor:
             waiting = [(question, later) for question, _, later in batch]
             waiting += [(self._ask_plain(sent, body), later) for _, sent, body, later in missed]
             for question, later in waiting:
-                if not later.done():
+                if later.is_open:
                     later.set_result(self._answering.break_off(question))
 
     def _go_on(self, question: Question, later: Later) -> None:
-        if later.done():
+        if not later.is_open:
             return  # it was given up
         found = self._step(question)
         if isinstance(found, Needs):
@@ -189,22 +191,20 @@ class WaitingDoor:
         else:
             later.set_result(found)
 
-    async def _find(self, missed: list[MissedKey]) -> Mapping[str, Found] | None:
+    async def _find(self, missed: list[MissedKey]) -> Mapping[str, KeyRecord] | None:
         """None: the database is away, which the whole way finds out again, and says."""
         try:
-            return await self._store.find(KEY, frozenset([each.keystring.key_id for each, _, _, _ in missed]))
+            found = await self._store.find(KEY, frozenset([each[0].keystring.key_id for each in missed]))
         except StoreAwayError:
             return None
+        return cast("Mapping[str, KeyRecord]", found)  # that is what a KEY is
 
-    def _settle(self, missed: list[MissedKey], found: Mapping[str, Found] | None) -> None:
+    def _settle(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | None) -> None:
         """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way."""
-        missed = [each for each in missed if not each[3].done()]  # without what was given up
+        missed = [each for each in missed if each[3].is_open]  # without what was given up
         answers: Sequence[Answer | None] = [None] * len(missed)
         if found is not None:
-            records = [(asked, found.get(asked.keystring.key_id)) for asked, _, _, _ in missed]
-            answers = self._engine.verify_missed(
-                [(asked, record if isinstance(record, KeyRecord) else None) for asked, record in records]
-            )
+            answers = self._engine.verify_missed([each[0] for each in missed], found)
         for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
             if answer is not None:
                 later.set_result(answer)
@@ -250,7 +250,7 @@ class WaitingDoor:
         owed = [
             (question, payment)
             for question, needs, later in batch
-            if not later.done()  # it was given up
+            if later.is_open  # it was given up
             for payment in needs.payments
         ]
         if not owed:
