@@ -426,8 +426,10 @@ class Engine:
         if record is not None and (known is None or known.record is not record):
             known = known_key(record)
         if known is None:
-            is_absent = self.memory.absent.has("key", keystring.key_id, self._monotonic())
-            return None if is_absent else (keystring, tag)
+            absent = self.memory.absent
+            if absent.until and absent.has("key", keystring.key_id, self._monotonic()):
+                return None
+            return keystring, tag
         return known if self._proves(keystring, known, tag) else None
 
     def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:
@@ -458,6 +460,8 @@ class Engine:
             record.limit_count,
             record.limit_seconds,
             record.kind,
+            record.merchant_id,
+            record.environment,
         )
         purses = self._purses.get(account)
         if purses is None:
@@ -465,7 +469,7 @@ class Engine:
                 # With all that leans on them: what a change of the rules has to empty must be listed here.
                 self.memory.clear()
                 self._purses.clear()
-            purses = self._purses[account] = Purses()
+            purses = self._purses[account] = Purses(record)
         return hold(record, purses)
 
     def _purse(self, asked: Asked, record: KeyRecord, holding: Holding, rules: RuleBook) -> Purse | None:

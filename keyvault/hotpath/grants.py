@@ -17,7 +17,7 @@ from keyvault.domain.keystring import KeyString
 from keyvault.domain.networks import IPNetwork, is_within
 from keyvault.hotpath.memory import Known
 from keyvault.hotpath.ports import Budgets, Verdict
-from keyvault.hotpath.rendering import Template, denial_template, identity_text
+from keyvault.hotpath.rendering import Template, denial_template, identity_template
 from keyvault.hotpath.requests import Asked
 
 MOST_WAYS: Final = 4_096
@@ -82,11 +82,13 @@ def _pay_nothing(cost: int) -> tuple[int, ...]:
 
 
 class Purses:
-    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is."""
+    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is; and
+    how it is told whose key it is."""
 
-    __slots__ = ("by_name", "by_way")
+    __slots__ = ("by_name", "by_way", "identity")
 
-    def __init__(self) -> None:
+    def __init__(self, record: KeyRecord) -> None:
+        self.identity = identity_template(record)
         self.by_way: dict[Way, Purse] = {}
         self.by_name: dict[str | UnsetType, Purse] = {}
 
@@ -116,7 +118,7 @@ class Holding(Struct, gc=False, eq=False):
 
 def hold(record: KeyRecord, purses: Purses) -> Holding:
     within: dict[str, bool] | None = {} if record.networks else None
-    identity = identity_text(record)
+    identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
     return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
 
 

@@ -108,31 +108,31 @@ class Shelf(Generic[R]):
 class Absent:
     """Ids that were looked up and are nobody's, for a short while: bounded, the oldest goes first."""
 
-    __slots__ = ("_capacity", "_seconds", "_until")
+    __slots__ = ("_capacity", "_seconds", "until")
 
     def __init__(self, capacity: int, seconds: float) -> None:
         self._capacity = capacity
         self._seconds = seconds
-        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self.until: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self.until)
 
     def put(self, kind: str, identity: str, now: float) -> None:
         """`now` in monotonic seconds."""
-        self._until.pop((kind, identity), None)
-        if len(self._until) >= self._capacity:
-            self._until.popitem(last=False)
-        self._until[kind, identity] = now + self._seconds
+        self.until.pop((kind, identity), None)
+        if len(self.until) >= self._capacity:
+            self.until.popitem(last=False)
+        self.until[kind, identity] = now + self._seconds
 
     def has(self, kind: str, identity: str, now: float) -> bool:
-        return self._until.get((kind, identity), 0.0) > now
+        return self.until.get((kind, identity), 0.0) > now
 
     def drop(self, subject: Subject) -> None:
-        self._until.pop(subject, None)
+        self.until.pop(subject, None)
 
     def clear(self) -> None:
-        self._until.clear()
+        self.until.clear()
 
 
 class Memory:

@@ -154,6 +154,7 @@ class Connection(asyncio.Protocol):
         "_is_leaving",
         "_is_paused",
         "_is_ready",
+        "_is_whole",
         "_left",
         "_lingers",
         "_offset",
@@ -183,6 +184,8 @@ class Connection(asyncio.Protocol):
         self._request = (b"", b"", True)
         self._is_ready = True
         """The next read may be a whole request: nothing is half read, awaited, or held back."""
+        self._is_whole = False
+        """The answer that is awaited is all there is to be done: its request was read at once, and nothing came since."""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
         self._is_last = self._is_leaving = self._lingers = False
         self._headers: list[Header] = []
@@ -243,7 +246,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._shared.connections.discard(self)
         self._transport = None
-        self._at, self._is_ready = _At.END, False
+        self._at, self._is_ready, self._is_whole = _At.END, False, False
         self._rest, self._offset = b"", 0
         # The parsers hold what holds them: without this each connection would be left to the garbage collector.
         self._parser = None
@@ -251,12 +254,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client sends no more; what it asked before is answered."""
-        self._has_eof = True
+        self._has_eof, self._is_whole = True, False
         return self._is_busy or self._is_blocked
 
     def pause_writing(self) -> None:
         """The client reads slower than it asks: nothing more is read from it until it has caught up."""
-        self._is_blocked, self._is_ready = True, False
+        self._is_blocked, self._is_ready, self._is_whole = True, False, False
         self._since = self._shared.now
         self._pause_reading()
 
@@ -324,6 +327,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(written)  # type: ignore[union-attr]  # it is there while data comes
         else:
             self._request, self._is_last = line, False
+            self._is_whole = method != b"HEAD"
             self._wait_for(answer)
             if self._answers:
                 self._go_on()
@@ -331,6 +335,7 @@ class Connection(asyncio.Protocol):
     # --- line by line ---------------------------------------------------------------------------------------
 
     def _take(self, data: bytes) -> None:
+        self._is_whole = False
         if self._at is _At.END:
             return
         if not self._rest and self._at is _At.LINE and not self._head_bytes:
@@ -539,7 +544,14 @@ class Connection(asyncio.Protocol):
             answer = awaited.result()
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
             answer = _fail(error)
-        if self._transport is not None and self._at is not _At.END:
+        if self._is_whole:
+            try:
+                written = answer.on_the_wire(self._shared.end)
+            except Exception as error:  # noqa: BLE001  a header that is none
+                written = _fail(error).on_the_wire(self._shared.end)
+            self._since, self._is_ready = self._shared.now, True
+            self._transport.write(written)  # type: ignore[union-attr]  # there is one, see `connection_lost`
+        elif self._transport is not None and self._at is not _At.END:
             self._answer(answer)
             self._go_on()
 
@@ -578,7 +590,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, *, lingers: bool) -> None:
         """Once everything is written. Closing with something unread would reset the connection, answer and all."""
-        self._at, self._is_ready, self._lingers = _At.END, False, lingers
+        self._at, self._is_ready, self._is_whole, self._lingers = _At.END, False, False, lingers
         self._since = self._shared.now
         transport = self._transport
         if transport is None:
@@ -598,7 +610,7 @@ class Connection(asyncio.Protocol):
 
     def leave(self) -> None:
         """The next answer is the last."""
-        self._is_leaving, self._is_ready = True, False
+        self._is_leaving, self._is_ready, self._is_whole = True, False, False
 
     def close_idle(self) -> None:
         if self._at is _At.LINE and not (self._rest or self._head_bytes or self._is_busy):

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any, Final, Self, TypeVar
 
-import msgspec
 import psycopg
 from django.db import InterfaceError, OperationalError, connection, connections
 from psycopg.adapt import Transformer
 from psycopg.pq import Format
 from psycopg.pq.abc import PGresult
-from psycopg.types.json import set_json_loads
+from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.rule_book import RuleBook
 from keyvault.hotpath.blocking import StoreAwayError
@@ -24,7 +23,7 @@ from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient
 from keyvault.services.libpq import checked
 from keyvault.services.limits import failed_proofs
 from keyvault.services.lookup import key_rows
-from keyvault.services.reads import find_customers, find_keys, find_tokens, keys_of, read_rules
+from keyvault.services.reads import find_customers, find_keys, find_tokens, keys_of_raw, read_rules
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ class PostgresStore(ThreadStore):
                     raise StoreAwayError(str(error)) from error
             else:
                 self._idle.append(reader)
-                return keys_of(rows)
+                return keys_of_raw(rows)
 
     async def close(self) -> None:
         for reader in self._idle:
@@ -210,7 +209,7 @@ class Reader:
     async def connect(cls, query: bytes) -> Self:
         """`query` of one array of texts, $1."""
         connection = await _connect()
-        set_json_loads(_decode_json, connection)
+        connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as it comes
         reader = cls(connection)
         wire = reader._wire
         await reader._ask(lambda: wire.send_query(_SETTINGS))
@@ -301,12 +300,11 @@ SET jit = off
 """
 """Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
 
-_decode_json: Final = msgspec.json.Decoder().decode
-
-
 def _array(ids: Iterable[str]) -> bytes:
     """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
-    return ("{" + ",".join([f'"{identity}"' for identity in ids if identity.isalnum()]) + "}").encode()
+    if not "".join(ids).isalnum():
+        ids = [identity for identity in ids if identity.isalnum()]
+    return ('{"' + '","'.join(ids) + '"}').encode()
 
 
 def _keys_query() -> bytes:

@@ -1,6 +1,6 @@
 """Reads for the doors: one query each, frozen values out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from keyvault.access.verification import TokenRecord, judge_service_token, read_
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
-from keyvault.domain.networks import parse_network
+from keyvault.domain.networks import IPNetwork, parse_network
 from keyvault.models import CustomerToken, Key, MerchantStatus, ServiceToken
 from keyvault.models.keys import OriginHeader
 from keyvault.services.peppers import load_peppers, take_pepper
@@ -43,6 +43,7 @@ _KEY_COLUMNS = (
     "credential__account__version",
     "key_id",
 )
+KEY_ID = _KEY_COLUMNS.index("key_id")
 
 
 def key_rows(key_ids: Collection[str]) -> QuerySet[Key, tuple[Any, ...]]:
@@ -55,10 +56,17 @@ def find_key_record(key_id: str) -> KeyRecord | None:
     return None if row is None else key_record(row)
 
 
-def key_record(row: Sequence[Any]) -> KeyRecord:
-    """Of a row of `key_rows`. Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and
-    what it is made of is in the order of its fields."""
-    return KeyRecord(
+def _networks(found: Sequence[str]) -> tuple[IPNetwork, ...]:
+    return tuple(map(_network, found))
+
+
+def key_record(row: Sequence[Any], read_networks: Callable[[Any], tuple[IPNetwork, ...]] = _networks) -> KeyRecord:
+    """Of a row of `key_rows`; `read_networks` where the list of networks is not a list yet.
+
+    Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and what it is made of is in the
+    order of its fields, as KeyRecord(...) takes it, which is a function around this.
+    """
+    fields = (
         row[17],
         row[0],
         _KINDS[row[1]],
@@ -72,12 +80,13 @@ def key_record(row: Sequence[Any]) -> KeyRecord:
         row[9] == _ACTIVE,
         row[10] == _ACTIVE,
         row[11] == _REPORT,
-        tuple(map(_network, row[12])) if row[12] else (),
+        read_networks(row[12]) if row[12] else (),
         row[13],
         row[14],
         row[15],
         row[16],
     )
+    return tuple.__new__(KeyRecord, fields)
 
 
 _KINDS = {kind.value: kind for kind in KeyKind}
