@@ -79,7 +79,7 @@ class Bounds:
     answer_seconds: float = 30.0
     """For an answer that is awaited; then it is 503. Above whatever the handler itself bounds."""
     linger_seconds: float = 2.0
-    """How long a client may go on sending after its last answer before it finds its connection reset (RFC 9112, 9.6)."""
+    """How long a client may go on sending after its last answer before its connection is reset (RFC 9112, 9.6)."""
     connections: int = 8192
     """For each process; who comes on top of them is told 503. Twice as many, and the next ones are just closed."""
 
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._is_ready = True
         """The next read may be a whole request: nothing is half read, awaited, or held back."""
         self._is_whole = False
-        """The answer that is awaited is all there is to be done: its request was read at once, and nothing came since."""
+        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since."""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
         self._is_last = self._is_leaving = self._lingers = False
         self._headers: list[Header] = []

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from typing import Any, Final, Self, TypeVar
+from functools import partial
+from typing import Any, Final, Self, TypeVar, cast
 
 import psycopg
 from django.db import InterfaceError, OperationalError, connection, connections
@@ -17,8 +18,10 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.rule_book import RuleBook
+from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.questions import CUSTOMER, KEY, TOKEN, Found
+from keyvault.hotpath.waiting import TellKeys
 from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient_connection
 from keyvault.services.libpq import checked
 from keyvault.services.limits import failed_proofs
@@ -28,6 +31,7 @@ from keyvault.services.reads import find_customers, find_keys, find_tokens, keys
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+Rows = list[tuple[Any, ...]]
 
 _FIND: Final[Mapping[str, Callable[[frozenset[str]], Mapping[str, Found]]]] = {
     KEY: find_keys,
@@ -134,9 +138,23 @@ class ThreadStore:
     def __init__(self) -> None:
         self._store = DatabaseStore()
         self._thread = ImpatientThread("reads")
+        self._finding: set[asyncio.Task[None]] = set()
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         return await self._thread.run(lambda: self._store.find(kind, ids, None))
+
+    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        finding = asyncio.get_running_loop().create_task(self._find_keys(ids, tell))
+        self._finding.add(finding)
+        finding.add_done_callback(self._finding.discard)
+
+    async def _find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        found: Mapping[str, KeyRecord] | Exception
+        try:
+            found = cast("Mapping[str, KeyRecord]", await self.find(KEY, ids))
+        except Exception as error:  # noqa: BLE001  for whoever asked, as it is
+            found = error
+        tell(found)
 
     async def read_rules(self, known: RuleBook | None) -> RuleBook:
         return await self._thread.run(lambda: self._store.read_rules(known))
@@ -161,24 +179,60 @@ class PostgresStore(ThreadStore):
         if kind != KEY:
             return await super().find(kind, ids)
         wanted = _array(ids)
-        self._idle = [reader for reader in self._idle if not reader.is_closed]
         while True:
-            reader, is_last = None, not self._idle
+            reader = self._take_idle()
+            is_last = reader is None
             try:
-                reader = self._idle.pop() if self._idle else await Reader.connect(self._query)
+                reader = reader or await Reader.connect(self._query)
                 rows = await reader.read(wanted)
             except (psycopg.Error, TimeoutError) as error:
-                # The others were lost with it, or planned the same statement for tables that have changed since.
-                for lost in (reader, *self._idle):
-                    if lost is not None:
-                        lost.close()
-                self._idle.clear()
+                self._lose(reader)
                 if is_last or isinstance(error, TimeoutError):
                     _outage.tell(error)
                     raise StoreAwayError(str(error)) from error
             else:
                 self._idle.append(reader)
                 return keys_of_raw(rows)
+
+    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        """By an idle connection without any coroutine, which would cost a third of the reading."""
+        reader = self._take_idle()
+        if reader is None:
+            super().find_keys(ids, tell)
+            return
+
+        def take(rows: Rows | Exception) -> None:
+            if isinstance(rows, TimeoutError):
+                self._lose(reader)
+                _outage.tell(rows)
+                tell(StoreAwayError(str(rows)))
+            elif isinstance(rows, Exception):
+                self._lose(reader)
+                super(PostgresStore, self).find_keys(ids, tell)
+            else:
+                self._idle.append(reader)
+                found: Mapping[str, KeyRecord] | Exception
+                try:
+                    found = keys_of_raw(rows)
+                except Exception as error:  # noqa: BLE001  rows of which no record can be made
+                    found = error
+                tell(found)
+
+        reader.read_soon(_array(ids), take)
+
+    def _take_idle(self) -> "Reader | None":
+        while self._idle:
+            reader = self._idle.pop()
+            if not reader.is_closed:
+                return reader
+        return None
+
+    def _lose(self, reader: "Reader | None") -> None:
+        """The others were lost with it, or planned the same statement for tables that have changed since."""
+        for lost in (reader, *self._idle):
+            if lost is not None:
+                lost.close()
+        self._idle.clear()
 
     async def close(self) -> None:
         for reader in self._idle:
@@ -199,7 +253,8 @@ class Reader:
         self._decoded = Transformer.from_context(connection)
         self._loop = asyncio.get_running_loop()
         self._results: list[PGresult] = []
-        self._answer: asyncio.Future[list[PGresult]] | None = None
+        self._tell: Callable[[list[PGresult] | Exception], None] | None = None
+        self._patience: asyncio.TimerHandle | None = None
         # Its own, which stays open when libpq finds the connection lost and closes that one.
         self._socket = os.dup(self._wire.socket)
         self._is_closed = False
@@ -220,17 +275,36 @@ class Reader:
     def is_closed(self) -> bool:
         return self._is_closed
 
-    async def read(self, wanted: bytes) -> list[tuple[Any, ...]]:
+    async def read(self, wanted: bytes) -> Rows:
         """The rows of the statement for this array."""
-        (result,) = await self._ask(
-            lambda: self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
-        )
+        return self._rows(await self._ask(partial(self._send, wanted)))
+
+    def read_soon(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
+        """The same for `tell`, which is called once and later; or the error, and then it is closed."""
+        self._begin(partial(self._send, wanted), partial(self._tell_rows, tell))
+
+    def _send(self, wanted: bytes) -> None:
+        self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
+
+    def _rows(self, results: list[PGresult]) -> Rows:
+        (result,) = checked(results)
         self._decoded.set_pgresult(result)
         return self._decoded.load_rows(0, result.ntuples, tuple)
+
+    def _tell_rows(self, tell: Callable[[Rows | Exception], None], told: list[PGresult] | Exception) -> None:
+        rows: Rows | Exception
+        try:
+            rows = told if isinstance(told, Exception) else self._rows(told)
+        except psycopg.Error as error:
+            self.close()
+            rows = error
+        tell(rows)
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            if self._patience is not None:
+                self._patience.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             os.close(self._socket)
@@ -238,21 +312,41 @@ class Reader:
 
     async def _ask(self, send: Callable[[], None]) -> list[PGresult]:
         answer: asyncio.Future[list[PGresult]] = self._loop.create_future()
-        self._answer = answer
-        patience = self._loop.call_later(
+
+        def take(told: list[PGresult] | Exception) -> None:
+            if answer.done():
+                return
+            if isinstance(told, Exception):
+                answer.set_exception(told)
+            else:
+                answer.set_result(told)
+
+        try:
+            self._begin(send, take)
+            return checked(await answer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, send: Callable[[], None], tell: Callable[[list[PGresult] | Exception], None]) -> None:
+        """`tell` is called once, and after this has returned."""
+        self._tell = tell
+        self._patience = self._loop.call_later(
             ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
         )
         try:
             send()
             if self._wire.flush():
                 self._loop.add_writer(self._socket, self._send_on)
-            return checked(await answer)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._answer = None
-            patience.cancel()
+        except Exception as error:  # noqa: BLE001  for whoever waits, as it is
+            self._loop.call_soon(self._fail, error)
+
+    def _end(self, told: list[PGresult] | Exception) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        tell, self._tell, self._patience = self._tell, None, None
+        if tell is not None:
+            tell(told)
 
     def _send_on(self) -> None:
         """A long question does not go out at once."""
@@ -278,13 +372,11 @@ class Reader:
             self._fail(error)
             return
         results, self._results = self._results, []
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(results)
+        self._end(results)
 
     def _fail(self, error: Exception) -> None:
         self.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
+        self._end(error)
 
 
 _STATEMENT: Final = b"keys"

@@ -6,9 +6,9 @@ question has to see.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
-from functools import cached_property
-from typing import Final, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Final, Protocol
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.rule_book import RuleBook
@@ -37,10 +37,17 @@ SLOW_LANE: Final = 2
 """Questions of addresses that have failed too often that are read for in one reading."""
 
 
+TellKeys = Callable[[Mapping[str, KeyRecord] | Exception], None]
+
+
 class SoonStore(Protocol):
     """The primary database. Raises StoreAwayError."""
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]: ...
+
+    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        """As `find`, for what nearly every reading is of. `tell` is called once, and after this has returned: with the
+        keys that there are, or with what `find` would have raised."""
 
     async def read_rules(self, known: RuleBook | None) -> RuleBook: ...
 
@@ -71,7 +78,7 @@ class WaitingDoor:
         self._waiting: list[Waiting] = []
         self._slow: list[Waiting] = []
         self._missed: list[MissedKey] = []
-        self._lanes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._reading = 0
         self._is_opening = self._has_patience = False
 
@@ -135,52 +142,64 @@ class WaitingDoor:
         self._open_lane()
 
     def _open_lane(self, *, is_patient: bool = True) -> None:
-        if self._is_opening or self._reading >= LANES or not (self._waiting or self._slow or self._missed):
-            return
+        if not self._is_opening and self._may_open(is_patient=is_patient):
+            self._is_opening = True
+            self._loop.call_soon(self._read_what_waits)  # with all that comes in this turn of the loop
+
+    def _may_open(self, *, is_patient: bool = True) -> bool:
+        if self._reading >= LANES or not (self._waiting or self._slow or self._missed):
+            return False
         if is_patient and self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
             # A reading costs as much as ten keys of it: who comes while one is under way waits for company, or its end.
             if not self._has_patience:
                 self._has_patience = True
                 self._loop.call_later(PATIENCE_SECONDS, self._lose_patience)
-            return
-        self._is_opening = True
-        self._reading += 1
-        lane = self._loop.create_task(self._work())
-        self._lanes.add(lane)
-        lane.add_done_callback(self._lanes.discard)
+            return False
+        return True
 
     def _lose_patience(self) -> None:
         self._has_patience = False
         self._open_lane(is_patient=False)
 
-    async def _work(self) -> None:
-        """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
+    def _end_reading(self) -> None:
+        """The next one is sent before those are answered that this one was for."""
+        self._reading -= 1
+        if not self._is_opening and self._may_open():
+            self._read_what_waits()
+
+    def _read_what_waits(self) -> None:
+        """All that waits for a key alone in one reading, and the rest in another, beside it."""
         self._is_opening = False
-        batch = self._waiting + self._slow[:SLOW_LANE]
-        batch = [each for each in batch if each[2].is_open]
+        batch = [each for each in (*self._waiting, *self._slow[:SLOW_LANE]) if each[2].is_open]
         missed = [each for each in self._missed if each[3].is_open]
         self._waiting, self._missed = [], []
         del self._slow[:SLOW_LANE]
+        if missed:
+            self._reading += 1
+            ids = frozenset([each[0].keystring.key_id for each in missed])
+            self._store.find_keys(ids, partial(self._settle, missed))
+        if batch:
+            self._reading += 1
+            reading = self._loop.create_task(self._work(batch))
+            self._tasks.add(reading)
+            reading.add_done_callback(self._tasks.discard)
+
+    async def _work(self, batch: list[Waiting]) -> None:
+        """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
         try:
             try:
-                found = await self._find(missed) if missed else None
-                if batch:
-                    await self._read(batch)
+                await self._read(batch)
             finally:
-                # The next reading is sent before these are answered.
-                self._reading -= 1
-                self._open_lane()
-            for first in range(0, len(missed), AT_ONCE):
-                await asyncio.sleep(0)
-                self._settle(missed[first : first + AT_ONCE], found)
+                self._end_reading()
             for question, _, later in batch:
                 self._go_on(question, later)
         except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
-            waiting = [(question, later) for question, _, later in batch]
-            waiting += [(self._ask_plain(sent, body), later) for _, sent, body, later in missed]
-            for question, later in waiting:
-                if later.is_open:
-                    later.set_result(self._answering.break_off(question))
+            for question, _, later in batch:
+                self._break_off(question, later)
+
+    def _break_off(self, question: Question, later: Later) -> None:
+        if later.is_open:
+            later.set_result(self._answering.break_off(question))
 
     def _go_on(self, question: Question, later: Later) -> None:
         if not later.is_open:
@@ -191,30 +210,38 @@ class WaitingDoor:
         else:
             later.set_result(found)
 
-    async def _find(self, missed: list[MissedKey]) -> Mapping[str, KeyRecord] | None:
-        """None: the database is away, which the whole way finds out again, and says."""
-        try:
-            found = await self._store.find(KEY, frozenset([each[0].keystring.key_id for each in missed]))
-        except StoreAwayError:
-            return None
-        return cast("Mapping[str, KeyRecord]", found)  # that is what a KEY is
+    def _settle(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
+        """A reading of keys has ended."""
+        self._end_reading()
+        self._answer_missed(missed, found)
 
-    def _settle(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | None) -> None:
-        """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way."""
+    def _answer_missed(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
+        """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way. That way
+        finds out again that the database is away, and says so."""
+        if len(missed) > AT_ONCE:
+            self._loop.call_soon(self._answer_missed, missed[AT_ONCE:], found)
+            missed = missed[:AT_ONCE]
         missed = [each for each in missed if each[3].is_open]  # without what was given up
-        answers: Sequence[Answer | None] = [None] * len(missed)
-        if found is not None:
-            answers = self._engine.verify_missed([each[0] for each in missed], found)
-        for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
-            if answer is not None:
-                later.set_result(answer)
-                continue
-            question = self._ask_plain(authorization, body)
-            if found is not None:
-                # Read after it was asked: as good for its answer now as it was, even where it may not be remembered.
-                key_id = asked.keystring.key_id
-                question.found[KEY, key_id] = found.get(key_id)
-            self._go_on(question, later)
+        try:
+            if isinstance(found, Exception) and not isinstance(found, StoreAwayError):
+                raise found
+            answers: Sequence[Answer | None] = [None] * len(missed)
+            if not isinstance(found, Exception):
+                answers = self._engine.verify_missed([each[0] for each in missed], found)
+            for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
+                if answer is not None:
+                    later.set_result(answer)
+                    continue
+                question = self._ask_plain(authorization, body)
+                if not isinstance(found, Exception):
+                    # Read after it was asked: as good for its answer now as then, even where it may not be remembered.
+                    key_id = asked.keystring.key_id
+                    question.found[KEY, key_id] = found.get(key_id)
+                self._go_on(question, later)
+        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it
+            for _, authorization, body, later in missed:
+                if later.is_open:
+                    self._break_off(self._ask_plain(authorization, body), later)
 
     async def _read(self, batch: list[Waiting]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)

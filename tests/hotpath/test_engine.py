@@ -21,7 +21,7 @@ from keyvault.hotpath.memory import Subject
 from keyvault.hotpath.ports import Verdict
 from keyvault.hotpath.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
 from keyvault.hotpath.stores import DatabaseStore
-from keyvault.hotpath.waiting import WaitingDoor
+from keyvault.hotpath.waiting import TellKeys, WaitingDoor
 from keyvault.services.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys import get_key, suspend_key
 from keyvault.services.usage import UsageLog
@@ -432,6 +432,10 @@ class HeldStore:
             await released.wait()
         return found
 
+    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        finding = asyncio.get_running_loop().create_task(self.find(KEY, ids))
+        finding.add_done_callback(lambda found: tell(found.exception() or found.result()))
+
     async def read_rules(self, known: RuleBook | None) -> RuleBook:
         return outside_the_loop(lambda: self._store.read_rules(known))
 
@@ -670,7 +674,7 @@ def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None
         late.cancel()
         ((_, ids, released),) = store.readings
         released.set()
-        await until(lambda: not door._lanes)
+        await until(lambda: not door._reading)
         assert (len(ids), len(store.readings), noted) == (1, 1, [])
 
     asyncio.run(run())
