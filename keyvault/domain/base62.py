@@ -7,6 +7,7 @@ ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 RandomBytes = Callable[[int], bytes]
 
 _PAIRS = tuple(high + low for high in ALPHABET for low in ALPHABET)
+_VALUES = {pair: value for value, pair in enumerate(_PAIRS)}
 
 
 def encode(number: int, width: int) -> str:
@@ -23,6 +24,11 @@ def encode(number: int, width: int) -> str:
     if number:
         raise ValueError(f"the number needs more than {width} base62 digits")
     return text
+
+
+def decode_six(digits: str) -> int:
+    """The number of six digits: in half the time that it takes to write one. Raises KeyError for what is none."""
+    return _VALUES[digits[:2]] * 62**4 + _VALUES[digits[2:4]] * 62**2 + _VALUES[digits[4:]]
 
 
 def random_digits(width: int, random_bytes: RandomBytes) -> str:

@@ -51,7 +51,6 @@ from keyvault.hotpath.grants import (
     Unread,
     Use,
     Way,
-    hold,
 )
 from keyvault.hotpath.memory import RULES, Known, Memory, Subject, known_key
 from keyvault.hotpath.ports import Ports, Verdict
@@ -83,8 +82,9 @@ class Engine:
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: dict[tuple[object, ...], Purses] = {}
         self._uses: dict[Use, Tally] = {}
-        self._clean: set[str] = set()
-        """What clients say about themselves and has nothing to hide: the same few stand beside thousands of keys."""
+        self._clean: dict[str, str] = {}
+        """What clients say about themselves and has nothing to hide, as it is kept: the same few stand beside thousands
+        of keys."""
         self._period = 1
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
@@ -306,10 +306,10 @@ class Engine:
         standing = purse.pay(cost)
         if standing is None:
             return None
-        agent = self._cleaned(agent) if agent else ""
+        agent = (self._clean.get(agent) or self._cleaned(agent)) if agent else ""
         origin = self._cleaned(origin) if origin and holding.kind is KeyKind.PUBLIC else ""
         use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
-        tally = self._tally(use, wall)
+        tally = self._uses.get(use) or self._tally(use, wall)
         tally[TIMES] += 1
         tally[LAST] = wall
         known.is_asked_for = True
@@ -377,14 +377,16 @@ class Engine:
     def _cleaned(self, text: str) -> str:
         """As it is kept. (What looks like a key does not come this way.)"""
         read = text[:READ_AT_MOST]
-        if read in self._clean:
-            return read[:WORDS_KEPT]
+        kept = self._clean.get(read)
+        if kept is not None:
+            return kept
         cleaned = clean_text(read, READ_AT_MOST)
+        kept = cleaned[:WORDS_KEPT]
         if cleaned == read:
             if len(self._clean) >= _MOST_CLEAN:
                 self._clean.clear()
-            self._clean.add(read)
-        return cleaned[:WORDS_KEPT]
+            self._clean[read] = kept
+        return kept
 
     def _tally(self, use: Use, wall: float) -> Tally:
         uses = self._uses
@@ -470,7 +472,9 @@ class Engine:
                 self.memory.clear()
                 self._purses.clear()
             purses = self._purses[account] = Purses(record)
-        return hold(record, purses)
+        identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
+        within: dict[str, bool] | None = {} if record.networks else None
+        return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
 
     def _purse(self, asked: Asked, record: KeyRecord, holding: Holding, rules: RuleBook) -> Purse | None:
         question = self._question(asked, holding, rules)

@@ -116,12 +116,6 @@ class Holding(Struct, gc=False, eq=False):
         return found
 
 
-def hold(record: KeyRecord, purses: Purses) -> Holding:
-    within: dict[str, bool] | None = {} if record.networks else None
-    identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
-    return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
-
-
 class Missed(Struct, gc=False, eq=False):
     """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
 

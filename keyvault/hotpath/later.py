@@ -15,29 +15,29 @@ class Later(Struct, eq=False):
     """As an `asyncio.Future` of an answer, but that whoever waits for it is called at once and not in the loop's next
     turn: that turn costs more than handing over the answer.
 
-    `is_open` while there is none and it was not given up.
+    `is_open` while there is no `answer` and it was not given up.
     """
 
     is_open: bool = True
-    _answer: Answer | None = None
+    answer: Answer | None = None
     _callbacks: tuple[Callable[["Later"], object], ...] = ()
 
     def done(self) -> bool:
         return not self.is_open
 
     def cancelled(self) -> bool:
-        return not self.is_open and self._answer is None
+        return not self.is_open and self.answer is None
 
     def result(self) -> Answer:
         """Raises asyncio.CancelledError, and InvalidStateError while there is none."""
-        if self._answer is None:
+        if self.answer is None:
             raise asyncio.InvalidStateError if self.is_open else asyncio.CancelledError
-        return self._answer
+        return self.answer
 
     def set_result(self, answer: Answer) -> None:
         """Nobody gets it where it was given up."""
         if self.is_open:
-            self.is_open, self._answer = False, answer
+            self.is_open, self.answer = False, answer
             self._tell()
 
     def cancel(self) -> None:

@@ -538,12 +538,15 @@ class Connection(asyncio.Protocol):
     def _arrive(self, awaited: Awaited) -> None:
         self._shared.awaited.discard(awaited)
         self._is_busy, self._awaited = False, None
-        if awaited.cancelled() and self._at is _At.END:
+        if type(awaited) is Later and awaited.answer is not None:
+            answer = awaited.answer
+        elif awaited.cancelled() and self._at is _At.END:
             return  # by us: it took too long
-        try:
-            answer = awaited.result()
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
-            answer = _fail(error)
+        else:
+            try:
+                answer = awaited.result()
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
+                answer = _fail(error)
         if self._is_whole:
             try:
                 written = answer.on_the_wire(self._shared.end)

@@ -102,7 +102,11 @@ class WaitingDoor:
         if type(known) is Answer:
             return known
         if type(known) is Missed and not self._is_over(known.asked.client_ip or None):
-            return self._miss(known, authorization, body)
+            later, waiting = Later(), self._missed
+            waiting.append((known, authorization, body, later))
+            if not self._is_opening and (len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE):
+                self._open_lane()  # in between it would open none
+            return later
         return self._begin(self._ask_plain(authorization, body))
 
     def _begin(self, question: Question) -> Answer | Awaitable[Answer]:
@@ -127,14 +131,6 @@ class WaitingDoor:
             return self._answering.step(question)
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
             return self._answering.break_off(question)
-
-    def _miss(self, missed: Missed, authorization: bytes, body: bytes) -> Later:
-        later = Later()
-        waiting = self._missed
-        waiting.append((missed, authorization, body, later))
-        if len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE:  # else it would open none
-            self._open_lane()
-        return later
 
     def _wait(self, question: Question, needs: Needs, later: Later) -> None:
         waiting = self._slow if self._is_over(needs.address) else self._waiting
