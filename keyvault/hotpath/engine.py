@@ -281,7 +281,8 @@ class Engine:
         if not is_plain:
             cost, origin = asked.cost or 1, asked.origin or ""
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
-        if (agent and self._mark in agent) or (origin and self._mark in origin):
+        kept = self._clean.get(agent) if agent else ""
+        if (agent and kept is None and self._mark in agent) or (origin and self._mark in origin):
             return None  # of what may be a key only a masked text is kept
         holding: Holding | None = known.about
         if (
@@ -306,13 +307,12 @@ class Engine:
         standing = purse.pay(cost)
         if standing is None:
             return None
-        agent = (self._clean.get(agent) or self._cleaned(agent)) if agent else ""
+        agent = kept if kept is not None else self._cleaned(agent)
         origin = self._cleaned(origin) if origin and holding.kind is KeyKind.PUBLIC else ""
         use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
         tally = self._uses.get(use) or self._tally(use, wall)
         tally[TIMES] += 1
         tally[LAST] = wall
-        known.is_asked_for = True
         if asker is not None:
             token, tag = asker
             self.memory.remember_question(tag, Repeat(token, known, purse, cost, use))
@@ -418,6 +418,7 @@ class Engine:
         tag = made.digest()
         known = self._keys_by_tag.get(tag) if record is None else None
         if known is not None:
+            known.is_asked_for = True  # again: who comes once makes room first
             return known
         keystring = read_key(
             text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
@@ -432,6 +433,8 @@ class Engine:
             if absent.until and absent.has("key", keystring.key_id, self._monotonic()):
                 return None
             return keystring, tag
+        if record is None:
+            known.is_asked_for = True
         return known if self._proves(keystring, known, tag) else None
 
     def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:

@@ -20,7 +20,7 @@ class Later(Struct, eq=False):
 
     is_open: bool = True
     answer: Answer | None = None
-    _callbacks: tuple[Callable[["Later"], object], ...] = ()
+    callbacks: tuple[Callable[["Later"], object], ...] = ()
 
     def done(self) -> bool:
         return not self.is_open
@@ -47,7 +47,7 @@ class Later(Struct, eq=False):
             self._tell()
 
     def add_done_callback(self, callback: "Callable[[Later], object]") -> None:
-        self._callbacks = (*self._callbacks, callback)
+        self.callbacks = (*self.callbacks, callback)
         if not self.is_open:
             self._tell()
 
@@ -63,7 +63,7 @@ class Later(Struct, eq=False):
         return self.result()
 
     def _tell(self) -> None:
-        callbacks, self._callbacks = self._callbacks, ()
+        callbacks, self.callbacks = self.callbacks, ()
         for callback in callbacks:
             try:
                 callback(self)
