@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
@@ -680,6 +681,36 @@ def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None
     asyncio.run(run())
 
 
+def test_engine_reading_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_one_is_made(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(waiting.AT_ONCE + 2)]
+
+    class BrokenStore(HeldStore):
+        is_broken = False
+
+        async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
+            if self.is_broken and kind == KEY:
+                raise ZeroDivisionError
+            return await super().find(kind, ids)
+
+    async def run() -> None:
+        primed, store = prime(), BrokenStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for _ in range(3):
+            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        store.is_broken = True
+        asked = [asks(door, stage, text) for text in texts]
+        async with asyncio.timeout(10):
+            assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
+        store.is_broken = False
+        async with asyncio.timeout(10):
+            assert decision(await asks(door, stage, texts[0])) == ALLOWED
+        assert not door._reading
+
+    asyncio.run(run())
+
+
 # --- secrets ----------------------------------------------------------------------------------------------
 
 
@@ -694,6 +725,8 @@ def reachable(root: object) -> Iterator[object]:
         seen.add(id(each))
         yield each
         waiting += gc.get_referents(each)
+        if isinstance(each, Struct):  # some are unknown to the collector
+            waiting += [getattr(each, name) for name in each.__struct_fields__]
 
 
 def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:

@@ -186,6 +186,94 @@ def test_question_that_is_longer_than_a_socket_takes_at_once_is_sent_all_the_sam
     asyncio.run(ask())
 
 
+async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
+    """What `find_keys` tells."""
+    told, has_told = list[object](), asyncio.Event()
+
+    def tell(found: object) -> None:
+        told.append(found)
+        has_told.set()
+
+    store.find_keys(ids, tell)
+    assert not told, "nobody is called before he has asked"
+    async with asyncio.timeout(10):
+        await has_told.wait()
+    (found,) = told
+    return found
+
+
+def test_keys_that_are_read_for_without_waiting_are_told_by_the_same_connection_again_and_again() -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        assert [await told_of(store) for _ in range(3)] == [{}] * 3
+        (reader,) = store._idle
+        assert await told_of(store) == {}
+        assert store._idle == [reader]
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_keys_that_are_read_for_by_a_lost_connection_are_read_for_by_another() -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        await asyncio.gather(store.find(KEY, NOBODY), store.find(KEY, NOBODY))
+        lost = list(store._idle)
+        await asyncio.to_thread(terminate_others)
+        assert await told_of(store) == {}
+        assert all(reader.is_closed for reader in lost)
+        assert len(store._idle) == 1
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1) AND cardinality($1) > 1"
+        assert await told_of(store) == {}
+        (reader,) = store._idle
+        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), StoreAwayError)
+        assert (reader.is_closed, store._idle) == (True, [])
+        store._query = query
+        assert await told_of(store) == {}
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_keys_whose_rows_make_no_record_are_told_as_that_and_hold_up_nothing() -> None:
+    """A row of a newer release, say."""
+
+    async def ask() -> None:
+        store = PostgresStore()
+        store._query = b"SELECT 1 WHERE cardinality($1::text[]) > 1"
+        assert await told_of(store) == {}
+        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), IndexError)
+        assert len(store._idle) == 1
+        assert await told_of(store) == {}
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_keys_whose_statement_was_planned_for_another_table_are_read_for_anew() -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        store._query = b"SELECT * FROM fickle WHERE id = ANY($1)"
+        assert await told_of(store) == {}
+        await asyncio.to_thread(execute, "ALTER TABLE fickle ADD COLUMN more integer")
+        assert await told_of(store) == {}
+        await store.close()
+
+    execute("CREATE TABLE fickle (id text)")
+    try:
+        asyncio.run(ask())
+    finally:
+        execute("DROP TABLE fickle")
+
+
 def test_ids_that_no_key_can_have_are_not_asked_for() -> None:
     assert stores._array(["a" * 16, 'x","y', "a\\", ""]) == b'{"' + b"a" * 16 + b'"}'
 
