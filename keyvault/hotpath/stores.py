@@ -392,6 +392,7 @@ SET jit = off
 """
 """Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
 
+
 def _array(ids: Iterable[str]) -> bytes:
     """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
     if not "".join(ids).isalnum():
