@@ -281,8 +281,8 @@ class Engine:
         if not is_plain:
             cost, origin = asked.cost or 1, asked.origin or ""
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
-        kept = self._clean.get(agent) if agent else ""
-        if (agent and kept is None and self._mark in agent) or (origin and self._mark in origin):
+        words = self._clean.get(agent) if agent else ""
+        if (agent and words is None and self._mark in agent) or (origin and self._mark in origin):
             return None  # of what may be a key only a masked text is kept
         holding: Holding | None = known.about
         if (
@@ -307,9 +307,9 @@ class Engine:
         standing = purse.pay(cost)
         if standing is None:
             return None
-        agent = kept if kept is not None else self._cleaned(agent)
+        words = self._cleaned(agent) if agent and words is None else words or ""
         origin = self._cleaned(origin) if origin and holding.kind is KeyKind.PUBLIC else ""
-        use = (known.identity, purse.name, asked.client_ip or caller.source, agent, origin, caller.outcome)
+        use = (known.identity, purse.name, asked.client_ip or caller.source, words, origin, caller.outcome)
         tally = self._uses.get(use) or self._tally(use, wall)
         tally[TIMES] += 1
         tally[LAST] = wall
@@ -433,9 +433,11 @@ class Engine:
             if absent.until and absent.has("key", keystring.key_id, self._monotonic()):
                 return None
             return keystring, tag
+        if not self._proves(keystring, known, tag):
+            return None
         if record is None:
             known.is_asked_for = True
-        return known if self._proves(keystring, known, tag) else None
+        return known
 
     def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:
         """Whether the string is the key's; then it is known by its tag from now on."""

@@ -51,7 +51,8 @@ def known_key(record: KeyRecord) -> Known[KeyRecord]:
 
 
 class Shelf(Generic[R]):
-    """At most `capacity` of one kind. The oldest goes first, unless it was asked for since it was last looked at."""
+    """At most `capacity` of one kind. The oldest goes first, unless it was asked for again since it was last looked at,
+    which whoever finds it here marks."""
 
     __slots__ = ("_capacity", "_on_drop", "by_id", "by_tag")
 

@@ -154,6 +154,7 @@ class Connection(asyncio.Protocol):
         "_is_leaving",
         "_is_paused",
         "_is_ready",
+        "_is_sending",
         "_is_whole",
         "_left",
         "_lingers",
@@ -185,9 +186,12 @@ class Connection(asyncio.Protocol):
         self._is_ready = True
         """The next read may be a whole request: nothing is half read, awaited, or held back."""
         self._is_whole = False
-        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since."""
+        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since. (Not
+        of HEAD.)"""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
         self._is_last = self._is_leaving = self._lingers = False
+        self._is_sending = False
+        """The last answer is not all sent."""
         self._headers: list[Header] = []
         self._sent_headers: list[Header] = []
         self._head_bytes = self._body_bytes = self._left = 0
@@ -255,7 +259,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more; what it asked before is answered."""
         self._has_eof, self._is_whole = True, False
-        return self._is_busy or self._is_blocked
+        return self._at is not _At.END and (self._is_busy or self._is_blocked)
 
     def pause_writing(self) -> None:
         """The client reads slower than it asks: nothing more is read from it until it has caught up."""
@@ -548,6 +552,7 @@ class Connection(asyncio.Protocol):
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
                 answer = _fail(error)
         if self._is_whole:
+            self._is_whole = False
             try:
                 written = answer.on_the_wire(self._shared.end)
             except Exception as error:  # noqa: BLE001  a header that is none
@@ -593,12 +598,13 @@ class Connection(asyncio.Protocol):
 
     def _end(self, *, lingers: bool) -> None:
         """Once everything is written. Closing with something unread would reset the connection, answer and all."""
-        self._at, self._is_ready, self._is_whole, self._lingers = _At.END, False, False, lingers
+        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._lingers = self._is_sending = lingers and not self._has_eof
         self._since = self._shared.now
         transport = self._transport
         if transport is None:
             return
-        if lingers and not self._has_eof:
+        if self._lingers:
             transport.write_eof()
             if self._is_paused:
                 self._is_paused = False
@@ -627,7 +633,10 @@ class Connection(asyncio.Protocol):
         """Called some times a second: ends what takes too long."""
         bounds, waited = self._shared.bounds, now - self._since
         if self._at is _At.END:
-            lingers = self._lingers and not self._is_blocked
+            if self._is_sending and self._transport is not None and not self._transport.get_write_buffer_size():
+                # From here on it lingers: whoever has the whole answer has a while to find that nothing follows.
+                self._is_sending, self._since, waited = False, now, 0.0
+            lingers = self._lingers and not self._is_sending
             if waited > (bounds.linger_seconds if lingers else bounds.write_seconds):
                 self.abort()
         elif self._is_blocked:

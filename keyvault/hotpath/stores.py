@@ -4,11 +4,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypeVar
 
 import psycopg
 from django.db import InterfaceError, OperationalError, connection, connections
@@ -18,10 +18,9 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.rule_book import RuleBook
-from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.questions import CUSTOMER, KEY, TOKEN, Found
-from keyvault.hotpath.waiting import TellKeys
+from keyvault.hotpath.waiting import SoonStore, TellKeys
 from keyvault.services.impatience import ANSWER_SECONDS, hang_up, take_impatient_connection
 from keyvault.services.libpq import checked
 from keyvault.services.limits import failed_proofs
@@ -132,29 +131,15 @@ class ImpatientThread:
         self._pool.shutdown(wait=False)
 
 
-class ThreadStore:
+class ThreadStore(SoonStore):
     """The database for an event loop, by one thread: for SQLite, whose reads are shorter than any hand-over."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
         self._thread = ImpatientThread("reads")
-        self._finding: set[asyncio.Task[None]] = set()
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         return await self._thread.run(lambda: self._store.find(kind, ids, None))
-
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        finding = asyncio.get_running_loop().create_task(self._find_keys(ids, tell))
-        self._finding.add(finding)
-        finding.add_done_callback(self._finding.discard)
-
-    async def _find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        found: Mapping[str, KeyRecord] | Exception
-        try:
-            found = cast("Mapping[str, KeyRecord]", await self.find(KEY, ids))
-        except Exception as error:  # noqa: BLE001  for whoever asked, as it is
-            found = error
-        tell(found)
 
     async def read_rules(self, known: RuleBook | None) -> RuleBook:
         return await self._thread.run(lambda: self._store.read_rules(known))
@@ -173,6 +158,7 @@ class PostgresStore(ThreadStore):
     def __init__(self) -> None:
         super().__init__()
         self._idle: list[Reader] = []
+        self._is_closed = False
         self._query = _keys_query()
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
@@ -191,7 +177,7 @@ class PostgresStore(ThreadStore):
                     _outage.tell(error)
                     raise StoreAwayError(str(error)) from error
             else:
-                self._idle.append(reader)
+                self._give_back(reader)
                 return keys_of_raw(rows)
 
     def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
@@ -210,13 +196,13 @@ class PostgresStore(ThreadStore):
                 self._lose(reader)
                 super(PostgresStore, self).find_keys(ids, tell)
             else:
-                self._idle.append(reader)
-                found: Mapping[str, KeyRecord] | Exception
+                self._give_back(reader)
                 try:
                     found = keys_of_raw(rows)
                 except Exception as error:  # noqa: BLE001  rows of which no record can be made
-                    found = error
-                tell(found)
+                    tell(error)
+                else:
+                    tell(found)
 
         reader.read_soon(_array(ids), take)
 
@@ -227,6 +213,12 @@ class PostgresStore(ThreadStore):
                 return reader
         return None
 
+    def _give_back(self, reader: "Reader") -> None:
+        if self._is_closed:
+            reader.close()
+        else:
+            self._idle.append(reader)
+
     def _lose(self, reader: "Reader | None") -> None:
         """The others were lost with it, or planned the same statement for tables that have changed since."""
         for lost in (reader, *self._idle):
@@ -235,6 +227,7 @@ class PostgresStore(ThreadStore):
         self._idle.clear()
 
     async def close(self) -> None:
+        self._is_closed = True
         for reader in self._idle:
             reader.close()
         await super().close()
@@ -287,18 +280,21 @@ class Reader:
         self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
 
     def _rows(self, results: list[PGresult]) -> Rows:
-        (result,) = checked(results)
+        (result,) = results
         self._decoded.set_pgresult(result)
         return self._decoded.load_rows(0, result.ntuples, tuple)
 
     def _tell_rows(self, tell: Callable[[Rows | Exception], None], told: list[PGresult] | Exception) -> None:
-        rows: Rows | Exception
+        if isinstance(told, Exception):
+            tell(told)
+            return
         try:
-            rows = told if isinstance(told, Exception) else self._rows(told)
-        except psycopg.Error as error:
+            rows = self._rows(checked(told))
+        except Exception as error:  # noqa: BLE001  for whoever asked, as it is
             self.close()
-            rows = error
-        tell(rows)
+            tell(error)
+        else:
+            tell(rows)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -393,7 +389,7 @@ SET jit = off
 """Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
 
 
-def _array(ids: Iterable[str]) -> bytes:
+def _array(ids: Collection[str]) -> bytes:
     """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
     if not "".join(ids).isalnum():
         ids = [identity for identity in ids if identity.isalnum()]

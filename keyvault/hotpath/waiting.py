@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.rule_book import RuleBook
@@ -24,7 +24,8 @@ from keyvault.hotpath.questions import KEY, RULES, VERIFY, Found, Headers, Needs
 from keyvault.wire.headers import join_headers
 
 LANES: Final = 2
-"""Readings under way at once: one is waited for while the other is sent."""
+"""So many readings under way, and no other is begun: one is waited for while the other is sent. (One more, where keys
+alone and the rest begin together.)"""
 
 AT_ONCE: Final = 16
 """Answers given in one turn of the loop. Whoever gets them asks again, and is read for while the others are answered:
@@ -47,9 +48,25 @@ class SoonStore(Protocol):
 
     def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
         """As `find`, for what nearly every reading is of. `tell` is called once, and after this has returned: with the
-        keys that there are, or with what `find` would have raised."""
+        keys that there are, or with what `find` has raised."""
+        finding = asyncio.get_running_loop().create_task(_tell_keys(self, ids, tell))
+        _finding.add(finding)
+        finding.add_done_callback(_finding.discard)
 
     async def read_rules(self, known: RuleBook | None) -> RuleBook: ...
+
+
+_finding: Final[set[asyncio.Task[None]]] = set()
+"""A loop itself does not hold its tasks."""
+
+
+async def _tell_keys(store: SoonStore, ids: frozenset[str], tell: TellKeys) -> None:
+    try:
+        found = cast("Mapping[str, KeyRecord]", await store.find(KEY, ids))
+    except Exception as error:  # noqa: BLE001  for whoever asked, as it is; and not kept: it holds this frame
+        tell(error)
+    else:
+        tell(found)
 
 
 class SoonBudgets(Protocol):
@@ -143,6 +160,7 @@ class WaitingDoor:
             self._loop.call_soon(self._read_what_waits)  # with all that comes in this turn of the loop
 
     def _may_open(self, *, is_patient: bool = True) -> bool:
+        """No: it is asked again, at the end of a reading at the latest."""
         if self._reading >= LANES or not (self._waiting or self._slow or self._missed):
             return False
         if is_patient and self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
@@ -172,13 +190,18 @@ class WaitingDoor:
         del self._slow[:SLOW_LANE]
         if missed:
             self._reading += 1
-            ids = frozenset([each[0].keystring.key_id for each in missed])
-            self._store.find_keys(ids, partial(self._settle, missed))
+            ids, settle = frozenset([each[0].keystring.key_id for each in missed]), partial(self._settle, missed)
+            try:
+                self._store.find_keys(ids, settle)
+            except Exception as error:  # noqa: BLE001  a bug: whoever waits hears of it
+                self._loop.call_soon(settle, error)
         if batch:
             self._reading += 1
             reading = self._loop.create_task(self._work(batch))
             self._tasks.add(reading)
             reading.add_done_callback(self._tasks.discard)
+        if not (missed or batch):  # all that it would have been for was given up
+            self._open_lane()
 
     async def _work(self, batch: list[Waiting]) -> None:
         """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""

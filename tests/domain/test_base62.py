@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.domain.base62 import ALPHABET, encode, random_digits
+from keyvault.domain.base62 import ALPHABET, decode_six, encode, random_digits
 
 from .minting import ALPHANUMERIC, drawn_from
 
 
 def decode(digits: str) -> int:
-    """The other way round, which the service never needs."""
+    """The other way round, digit by digit."""
     number = 0
     for digit in digits:
         number = number * 62 + ALPHANUMERIC.index(digit)
@@ -36,7 +36,13 @@ def test_alphabet_is_digits_then_upper_then_lower_case() -> None:
 def test_encode_any_number_round_trips_zero_padded(number: int) -> None:
     digits = encode(number, 6)
     assert len(digits) == 6
-    assert decode(digits) == number
+    assert decode(digits) == number == decode_six(digits)
+
+
+@pytest.mark.parametrize("text", ["", "12345", "1234567", "12345-", "-12345", "1234\u0665\u0665", "123 45"])
+def test_six_digits_that_are_none_have_no_number(text: str) -> None:
+    with pytest.raises(KeyError):
+        decode_six(text)
 
 
 @given(st.lists(st.integers(0, 62**4 - 1), min_size=2, max_size=2, unique=True))

@@ -25,7 +25,7 @@ from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.loader import make_engine
 from keyvault.hotpath.questions import Found
 from keyvault.hotpath.stores import DatabaseStore
-from keyvault.hotpath.waiting import WaitingDoor
+from keyvault.hotpath.waiting import SoonStore, WaitingDoor
 from keyvault.hotpath.wsgi import RAW_PATH, mounted
 from keyvault.project.verifying import is_welcome
 from keyvault.services.budgets import LocalBudgets
@@ -122,7 +122,7 @@ def _nobody(environ: object, start_response: object) -> NoReturn:
     raise AssertionError("the engine is asked, and not what is behind it")
 
 
-class LoopStore:
+class LoopStore(SoonStore):
     """The database, by the connection of the test and its transaction."""
 
     def __init__(self) -> None:

@@ -17,12 +17,13 @@ from keyvault.domain.keystring import checksum
 from keyvault.hotpath import waiting
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.blocking import StoreAwayError
+from keyvault.hotpath.grants import Missed
 from keyvault.hotpath.later import Later
 from keyvault.hotpath.memory import Subject
 from keyvault.hotpath.ports import Verdict
 from keyvault.hotpath.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
 from keyvault.hotpath.stores import DatabaseStore
-from keyvault.hotpath.waiting import TellKeys, WaitingDoor
+from keyvault.hotpath.waiting import SoonStore, TellKeys, WaitingDoor
 from keyvault.services.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys import get_key, suspend_key
 from keyvault.services.usage import UsageLog
@@ -304,6 +305,17 @@ def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage
         assert primed.from_memory == before + 1
 
 
+def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again(stage: Stage) -> None:
+    primed = prime(capacity=3)
+    once = [issue(account(), label=f"number {number}") for number in range(3)]
+    for _ in range(3):
+        primed.ask(stage.token, stage.asked)
+    for _, text in once:
+        assert decision(primed.ask(stage.token, {**stage.asked, "key": text.reveal()})) == ALLOWED
+    kept = primed.engine.memory.keys.by_id.keys()
+    assert kept == {stage.key.key_id, *(key.key_id for key, _ in once[1:])}
+
+
 # --- what is remembered -----------------------------------------------------------------------------------
 
 
@@ -417,7 +429,7 @@ def remember_rules(primed: Primed, stage: Stage) -> None:
 # --- whom a question waits with ---------------------------------------------------------------------------
 
 
-class HeldStore:
+class HeldStore(SoonStore):
     """Reads at once, and hands over when it is told to."""
 
     def __init__(self) -> None:
@@ -432,10 +444,6 @@ class HeldStore:
             self.readings.append((kind, ids, released))
             await released.wait()
         return found
-
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        finding = asyncio.get_running_loop().create_task(self.find(KEY, ids))
-        finding.add_done_callback(lambda found: tell(found.exception() or found.result()))
 
     async def read_rules(self, known: RuleBook | None) -> RuleBook:
         return outside_the_loop(lambda: self._store.read_rules(known))
@@ -711,6 +719,49 @@ def test_engine_reading_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_nex
     asyncio.run(run())
 
 
+def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Stage) -> None:
+    async def run() -> None:
+        primed, store = prime(may_remember=False), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
+        *given_up, last = [asks(door, stage) for _ in range(2 * waiting.SLOW_LANE + 1)]
+        for each in given_up:
+            each.cancel()
+        async with asyncio.timeout(10):
+            assert decision(await last) == ALLOWED
+
+    asyncio.run(run())
+
+
+def test_engine_store_that_fails_at_once_is_told_to_whoever_waits_and_the_next_reading_is_made(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailingStore(HeldStore):
+        is_broken = False
+
+        def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+            if self.is_broken:
+                raise ZeroDivisionError
+            super().find_keys(ids, tell)
+
+    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(2)]
+
+    async def run() -> None:
+        primed, store = prime(), FailingStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for _ in range(3):
+            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        store.is_broken = True
+        asked = [asks(door, stage, text) for text in texts]
+        async with asyncio.timeout(10):
+            assert [answer.status for answer in await asyncio.gather(*asked)] == [500, 500]
+        store.is_broken = False
+        async with asyncio.timeout(10):
+            assert decision(await asks(door, stage, texts[0])) == ALLOWED
+        assert not door._reading
+
+    asyncio.run(run())
+
+
 # --- secrets ----------------------------------------------------------------------------------------------
 
 
@@ -768,7 +819,10 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
         primed.ask(stage.token, stage.asked)
     known = next(iter(primed.engine.memory.keys.by_id.values()))
     question = Question("POST", VERIFY, Headers(authorization=stage.token), b"", lambda n: b"x" * n)
-    for each in (primed.engine, known, known.about, known.record, question, primed.engine.ports.budgets):
+    primed.engine.evict([("key", stage.key.key_id)])
+    missed = primed.engine.verify_known(f"Bearer {stage.token}".encode(), encode(stage.asked))
+    assert isinstance(missed, Missed)
+    for each in (primed.engine, known, known.about, known.record, question, missed, primed.engine.ports.budgets):
         assert stage.text[27:60] not in repr(each)
         assert stage.token[27:60] not in repr(each)
 

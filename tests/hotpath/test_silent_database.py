@@ -2,14 +2,20 @@
 
 import asyncio
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from django.db import connection
+from django.db.models import QuerySet
 
+from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath import stores
 from keyvault.hotpath.blocking import StoreAwayError
 from keyvault.hotpath.questions import KEY, TOKEN, Found
 from keyvault.hotpath.stores import ImpatientThread, PostgresStore, Reader
+from keyvault.models import Account, Credential
+from keyvault.services.reads import find_keys
+from tests.factories import account, issue, make_merchant
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -272,6 +278,59 @@ def test_keys_whose_statement_was_planned_for_another_table_are_read_for_anew() 
         asyncio.run(ask())
     finally:
         execute("DROP TABLE fickle")
+
+
+def test_reading_whose_rows_cannot_be_read_is_told_as_that_and_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        assert await told_of(store) == {}
+        (reader,) = store._idle
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, "_rows", mock.Mock(side_effect=ZeroDivisionError))
+            assert await told_of(store) == {}, "by another connection"
+        assert reader.is_closed
+        assert reader not in store._idle
+        await store.close()
+
+    asyncio.run(ask())
+
+
+def test_connection_that_is_asked_while_the_store_is_closed_is_closed_with_its_answer() -> None:
+    async def ask() -> None:
+        store = PostgresStore()
+        assert await told_of(store) == {}
+        (reader,) = store._idle
+        telling = asyncio.create_task(told_of(store))
+        await asyncio.sleep(0)
+        await store.close()
+        assert await telling == {}
+        assert (reader.is_closed, store._idle) == (True, [])
+
+    asyncio.run(ask())
+
+
+def test_keys_are_the_same_by_every_way_of_reading_them() -> None:
+    """Networks as PostgreSQL sends them, dates, limits of the account."""
+    make_merchant("acme")
+    QuerySet(Account).update(limit_count=7, limit_seconds=60)
+    keys = [issue(account(), label=f"number {days}", expires_in_days=days)[0] for days in (None, 30, 60, 90)]
+    lists: list[list[str]] = [[], ["192.0.2.0/24"], ["192.0.2.0/24", "2001:db8::/32"], ["192.0.2.0/24"]]
+    for key, networks in zip(keys, lists, strict=True):
+        QuerySet(Credential).filter(pk=key.credential_id).update(networks=networks)
+    ids = frozenset(key.key_id for key in keys)
+    expected = find_keys(ids)
+    assert [len(expected[key.key_id].networks) for key in keys] == [0, 1, 2, 1]
+    assert {len(record) for record in expected.values()} == {len(KeyRecord._fields)}
+
+    async def ask() -> None:
+        store = PostgresStore()
+        for _ in range(2):
+            assert await told_of(store, ids) == expected == await store.find(KEY, ids)
+        await store.close()
+
+    asyncio.run(ask())
 
 
 def test_ids_that_no_key_can_have_are_not_asked_for() -> None:
