@@ -27,7 +27,7 @@ def encode(number: int, width: int) -> str:
 
 
 def decode_six(digits: str) -> int:
-    """The number of six digits: in half the time that it takes to write one. Raises KeyError for what is none."""
+    """The number of six digits, which is read sooner than it is written. Raises KeyError for what is none."""
     return _VALUES[digits[:2]] * 62**4 + _VALUES[digits[2:4]] * 62**2 + _VALUES[digits[4:]]
 
 

@@ -74,7 +74,6 @@ def _has_scope(kind: StringKind, scope: StringScope) -> bool:
 
 
 _PLACES = {f"{kind}_{scope}": (kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope)}
-_make = tuple.__new__
 
 
 def checksum(head: str) -> str:
@@ -110,4 +109,4 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
     if zlib.crc32(text[:-CHECKSUM_DIGITS].encode("ascii")) != decode_six(its_checksum):
         return None
     # As KeyString(...), which is a function around this: one is made for each string that a process does not know.
-    return _make(KeyString, (*found, key_id, Plaintext(text)))
+    return tuple.__new__(KeyString, (*found, key_id, Plaintext(text)))

@@ -21,15 +21,11 @@ from keyvault.services.lookup import KEY_ID, customer_record, key_record, key_ro
 
 def find_keys(key_ids: Collection[str]) -> dict[str, KeyRecord]:
     """Those that there are, by id."""
-    return keys_of(key_rows(key_ids))
-
-
-def keys_of(rows: Iterable[Any]) -> dict[str, KeyRecord]:
-    return {row[KEY_ID]: key_record(row) for row in rows}
+    return {row[KEY_ID]: key_record(row) for row in key_rows(key_ids)}
 
 
 def keys_of_raw(rows: Iterable[Any]) -> dict[str, KeyRecord]:
-    """The same of rows whose JSON is as PostgreSQL sends it."""
+    """The same of rows that were read already, whose JSON is as PostgreSQL sends it."""
     return {row[KEY_ID]: key_record(row, _raw_networks) for row in rows}
 
 

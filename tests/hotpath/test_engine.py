@@ -689,29 +689,38 @@ def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None
     asyncio.run(run())
 
 
-def test_engine_reading_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_one_is_made(
-    stage: Stage, caplog: pytest.LogCaptureFixture
+class BrokenStore(HeldStore):
+    """Fails by a bug where it is told to: when it is asked, or when it reads."""
+
+    breaks = ""
+
+    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+        if self.breaks == "asked":
+            raise ZeroDivisionError
+        super().find_keys(ids, tell)
+
+    async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
+        if self.breaks == "reading" and kind == KEY:
+            raise ZeroDivisionError
+        return await super().find(kind, ids)
+
+
+@pytest.mark.parametrize("breaks", ["asked", "reading"])
+def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_reading_is_made(
+    stage: Stage, breaks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(waiting.AT_ONCE + 2)]
-
-    class BrokenStore(HeldStore):
-        is_broken = False
-
-        async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
-            if self.is_broken and kind == KEY:
-                raise ZeroDivisionError
-            return await super().find(kind, ids)
 
     async def run() -> None:
         primed, store = prime(), BrokenStore()
         door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for _ in range(3):
             outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
-        store.is_broken = True
+        store.breaks = breaks
         asked = [asks(door, stage, text) for text in texts]
         async with asyncio.timeout(10):
             assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
-        store.is_broken = False
+        store.breaks = ""
         async with asyncio.timeout(10):
             assert decision(await asks(door, stage, texts[0])) == ALLOWED
         assert not door._reading
@@ -728,36 +737,6 @@ def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Sta
             each.cancel()
         async with asyncio.timeout(10):
             assert decision(await last) == ALLOWED
-
-    asyncio.run(run())
-
-
-def test_engine_store_that_fails_at_once_is_told_to_whoever_waits_and_the_next_reading_is_made(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    class FailingStore(HeldStore):
-        is_broken = False
-
-        def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-            if self.is_broken:
-                raise ZeroDivisionError
-            super().find_keys(ids, tell)
-
-    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(2)]
-
-    async def run() -> None:
-        primed, store = prime(), FailingStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        for _ in range(3):
-            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
-        store.is_broken = True
-        asked = [asks(door, stage, text) for text in texts]
-        async with asyncio.timeout(10):
-            assert [answer.status for answer in await asyncio.gather(*asked)] == [500, 500]
-        store.is_broken = False
-        async with asyncio.timeout(10):
-            assert decision(await asks(door, stage, texts[0])) == ALLOWED
-        assert not door._reading
 
     asyncio.run(run())
 
