@@ -7,7 +7,8 @@ verifies, and nothing but `suspended` ever goes back.
 
 from datetime import datetime
 from enum import StrEnum
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.networks import IPNetwork
@@ -53,11 +54,11 @@ def may_become(current: KeyState, new: KeyState) -> bool:
     return new in TRANSITIONS[current]
 
 
-class KeyRecord(NamedTuple):
+class KeyRecord(Struct, frozen=True, gc=False):
     """The frozen view of a stored key that a verdict needs; a digest, never plaintext.
 
-    A tuple, since one is made for each key that is read on the request path. `limit_…` is the account's own limit;
-    None: the default of the environment.
+    Of msgspec's making, since one is made for each key that is read on the request path. `limit_…` is the account's
+    own limit; None: the default of the environment.
     """
 
     key_id: str

@@ -8,7 +8,9 @@ look-up, is no secret and proves nothing. Proof is a digest, see `domain.digests
 import re
 import zlib
 from enum import StrEnum
-from typing import NamedTuple
+from functools import cache
+
+from msgspec import Struct
 
 from keyvault.domain.base62 import RandomBytes, decode_six, encode, random_digits
 from keyvault.domain.environments import Environment
@@ -16,10 +18,15 @@ from keyvault.domain.ids import mint_key_id
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 
+KEY_ID_DIGITS = 16
 SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
+_DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS
 LONGEST = 128
 """No text longer than this is looked at: a brand has at most 16 characters."""
+
+KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
+"""Where the key id stands in a well-formed text."""
 
 BRAND = re.compile(r"[a-z][a-z0-9]{0,15}")
 
@@ -44,12 +51,6 @@ class StringScope(StrEnum):
 STRING_KIND = {KeyKind.PUBLIC: StringKind.PUBLIC, KeyKind.PRIVATE: StringKind.PRIVATE}
 STRING_SCOPE = {Environment.SANDBOX: StringScope.SANDBOX, Environment.PRODUCTION: StringScope.PRODUCTION}
 
-_SHAPE = re.compile(
-    r"(?P<brand>[a-z][a-z0-9]{0,15})_(?P<place>(?:pub|prv|cat|svc)_(?:sbx|prd|all))_"
-    r"(?P<key_id>[0-9A-Za-z]{16})[0-9A-Za-z]{43}(?P<checksum>[0-9A-Za-z]{6})"
-)
-
-
 # As itself; escaped for a URL, and escaped again by each hop (%255F); escaped in JSON, and in JSON within JSON.
 # Bounded, so that a long run of escapes costs no more than its length.
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff]|\\{1,16}u005[Ff])"
@@ -60,7 +61,7 @@ shorter than it should be (a line cut by a logger, a digit typed twice), its und
 in JSON, up to a few times over, or not. The head is public, the rest must not be shown."""
 
 
-class KeyString(NamedTuple):
+class KeyString(Struct, frozen=True, gc=False):
     """A well-formed presented string. `text` is all of it: the digest covers the whole."""
 
     kind: StringKind
@@ -73,7 +74,11 @@ def _has_scope(kind: StringKind, scope: StringScope) -> bool:
     return scope is not StringScope.ALL or kind is StringKind.SERVICE_TOKEN
 
 
-_PLACES = {f"{kind}_{scope}": (kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope)}
+@cache
+def _fronts(brand: str) -> dict[str, tuple[StringKind, StringScope]]:
+    """What may stand before a key id."""
+    pairs = ((kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope))
+    return {f"{brand}_{kind}_{scope}_": (kind, scope) for kind, scope in pairs}
 
 
 def checksum(head: str) -> str:
@@ -100,13 +105,12 @@ def parse_keystring(text: str, brand: str) -> KeyString | None:
 
     Does no look-up and takes any text: over-long, non-ASCII and empty ones are simply not key strings.
     """
-    if len(text) > LONGEST or (match := _SHAPE.fullmatch(text)) is None:
+    if len(text) > LONGEST:
         return None
-    its_brand, place, key_id, its_checksum = match.groups()
-    found = _PLACES.get(place)
-    if its_brand != brand or found is None:
+    found, digits = _fronts(brand).get(text[:-_DIGITS]), text[-_DIGITS:]
+    if found is None or len(digits) != _DIGITS or not (digits.isascii() and digits.isalnum()):
         return None
-    if zlib.crc32(text[:-CHECKSUM_DIGITS].encode("ascii")) != decode_six(its_checksum):
+    if zlib.crc32(text[:-CHECKSUM_DIGITS].encode()) != decode_six(digits[-CHECKSUM_DIGITS:]):
         return None
-    # As KeyString(...), which is a function around this: one is made for each string that a process does not know.
-    return tuple.__new__(KeyString, (*found, key_id, Plaintext(text)))
+    kind, scope = found
+    return KeyString(kind, scope, digits[:KEY_ID_DIGITS], Plaintext(text))

@@ -33,7 +33,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
-from keyvault.domain.keystring import KeyString
+from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.grants import (
@@ -48,7 +48,6 @@ from keyvault.hotpath.grants import (
     Purses,
     Repeat,
     Tally,
-    Unread,
     Use,
     Way,
 )
@@ -89,6 +88,7 @@ class Engine:
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
         self._new_tag = self.memory.new_tag
+        self._keys_by_id = self.memory.keys.by_id
         self._keys_by_tag = self.memory.keys.by_tag
         self._tokens_by_tag = self.memory.tokens.by_tag
         self._repeats = self.memory.repeats
@@ -208,8 +208,8 @@ class Engine:
             if asked is None or _is_of_more(asked):
                 return None
         known = self._find(asked.key, asked.environment)
-        if isinstance(known, tuple):
-            return Missed(asked, token.about, *known, self.changes, is_plain)
+        if isinstance(known, KeyString):
+            return Missed(asked, token.about, known, request_id, self.changes, is_plain)
         if known is None:
             return None
         text = self._decide(asked, token.about, wall, request_id, known, is_plain=is_plain, asker=(token, tag))
@@ -235,9 +235,9 @@ class Engine:
             self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
             return None
         known = self.memory.admit_key(record)
-        if not self._proves(missed.keystring, known, missed.tag):
+        if not self._proves(missed.keystring, known, missed.asked.key):
             return None
-        request_id = self._next_id()
+        request_id = missed.request_id
         text = self._decide(missed.asked, missed.caller, wall, request_id, known, is_plain=missed.is_plain)
         return None if text is None else Answer(200, text, request_id.decode())
 
@@ -256,7 +256,7 @@ class Engine:
         may ask it again, see `Repeat`.
         """
         known = None if _is_of_more(asked) else self._find(asked.key, asked.environment, record)
-        if known is None or isinstance(known, tuple):
+        if not isinstance(known, Known):
             return None
         return self._decide(asked, caller, wall, request_id, known, asker=asker if record is None else None)
 
@@ -404,43 +404,41 @@ class Engine:
 
     def _find(
         self, text: str | None, environment: str, record: KeyRecord | None = None
-    ) -> Known[KeyRecord] | Unread | None:
-        """The key that this string proves now, by `record` where one was read for it. Unread: nothing of it is known.
-        None: that is to be found out the whole way."""
+    ) -> Known[KeyRecord] | KeyString | None:
+        """The key that this string proves now, by `record` where one was read for it. A KeyString: nothing is known of
+        its key. None: that is to be found out the whole way."""
         if text is None:
             return None
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError:  # half a surrogate pair, which no key has
-            return None
-        made = self._new_tag()
-        made.update(raw)
-        tag = made.digest()
-        known = self._keys_by_tag.get(tag) if record is None else None
-        if known is not None:
-            known.is_asked_for = True  # again: who comes once makes room first
-            return known
+        if record is None and text[KEY_ID_PLACE] in self._keys_by_id:
+            try:
+                known = self._keys_by_tag.get(self.memory.tag(text.encode()))
+            except UnicodeEncodeError:  # half a surrogate pair, which no key has
+                return None
+            if known is not None:
+                known.is_asked_for = True  # again: who comes once makes room first
+                return known
         keystring = read_key(
             text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
         )
         if not isinstance(keystring, KeyString):
             return None
-        known = self.memory.keys.by_id.get(keystring.key_id)
+        known = self._keys_by_id.get(keystring.key_id)
         if record is not None and (known is None or known.record is not record):
             known = known_key(record)
         if known is None:
             absent = self.memory.absent
             if absent.until and absent.has("key", keystring.key_id, self._monotonic()):
                 return None
-            return keystring, tag
-        if not self._proves(keystring, known, tag):
+            return keystring
+        if not self._proves(keystring, known, text):
             return None
         if record is None:
             known.is_asked_for = True
         return known
 
-    def _proves(self, keystring: KeyString, known: Known[KeyRecord], tag: bytes) -> bool:
-        """Whether the string is the key's; then it is known by its tag from now on."""
+    def _proves(self, keystring: KeyString, known: Known[KeyRecord], text: str | None) -> bool:
+        """Whether the string is the key's; then a key that is remembered is known by the tag of it, which is `text`,
+        from now on."""
         record, ports = known.record, self.ports
         version = record.pepper_version
         try:
@@ -454,7 +452,8 @@ class Engine:
         if version < peppers.current_version and record.state not in DEAD_STATES:
             ports.note_key_proof(record, keystring, peppers)
         known.about = self._holding(record)
-        self.memory.keys.bind(known, tag)
+        if text is not None and self._keys_by_id.get(known.identity) is known:
+            self.memory.keys.bind(known, self.memory.tag(text.encode()))
         return True
 
     def _holding(self, record: KeyRecord) -> Holding | None:

@@ -122,13 +122,10 @@ class Missed(Struct, gc=False, eq=False):
     asked: Asked
     caller: Caller
     keystring: KeyString
-    tag: bytes
+    request_id: bytes
     changes: int
     is_plain: bool
 
-
-Unread = tuple[KeyString, bytes]
-"""A string of which nothing is known, and its tag."""
 
 Use = tuple[str, str, str, str, str, str]
 """A key's id, an endpoint's name, source, user agent, the page's origin, and what it counts as."""

@@ -47,7 +47,7 @@ class Later(Struct, eq=False):
             self._tell()
 
     def add_done_callback(self, callback: "Callable[[Later], object]") -> None:
-        self.callbacks = (*self.callbacks, callback)
+        self.callbacks = (*self.callbacks, callback) if self.callbacks else (callback,)
         if not self.is_open:
             self._tell()
 

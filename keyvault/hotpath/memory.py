@@ -27,14 +27,14 @@ class Known(Generic[R]):
     """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
 
     `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
-    `account` of a key.
+    `account` of a key that is remembered.
     """
 
     __slots__ = ("about", "account", "deadline", "identity", "is_asked_for", "record", "tag")
 
-    def __init__(self, identity: str, record: R, deadline: float, account: str = "") -> None:
+    def __init__(self, identity: str, record: R, deadline: float) -> None:
         self.identity = identity
-        self.account = account
+        self.account = ""
         self.record: R = record
         self.deadline = deadline
         self.tag: bytes | None = None
@@ -47,25 +47,56 @@ def known_key(record: KeyRecord) -> Known[KeyRecord]:
     is_over = record.state in DEAD_STATES
     expires_at = None if is_over else record.expires_at
     deadline = _NEVER if expires_at is None else expires_at.timestamp()
-    return Known(record.key_id, record, deadline, f"{record.merchant_id}/{record.environment}")
+    return Known(record.key_id, record, deadline)
+
+
+class Doorkeeper:
+    """Whether an id has come before, among the last `most` or so: what it is called in TinyLFU (Einziger, Friedman,
+    Manes: ACM Transactions on Storage 13, 4, 2017). It knows all of those, and takes another for one of them now and
+    then."""
+
+    __slots__ = ("_left", "_mask", "_most", "_places")
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = max(most, _FEWEST_COMERS)
+        size = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length())
+        self._mask = size - 1
+        self._places = bytearray(size)
+
+    def has_come(self, identity: str) -> bool:
+        """Now it has."""
+        place = hash(identity) & self._mask  # nobody else knows this process's hashes of texts
+        if self._places[place]:
+            return True
+        if not self._left:
+            self._left = self._most
+            self._places = bytearray(len(self._places))
+        self._left -= 1
+        self._places[place] = 1
+        return False
 
 
 class Shelf(Generic[R]):
-    """At most `capacity` of one kind. The oldest goes first, unless it was asked for again since it was last looked at,
-    which whoever finds it here marks."""
+    """At most `capacity` of one kind. Once it is full, only who comes again is let in: whom everybody asks for is not
+    driven out by many whom somebody asks for once. The oldest goes first, unless it was asked for again since it was
+    last looked at, which whoever finds it here marks."""
 
-    __slots__ = ("_capacity", "_on_drop", "by_id", "by_tag")
+    __slots__ = ("_capacity", "_doorkeeper", "_on_drop", "by_id", "by_tag")
 
     def __init__(self, capacity: int, on_drop: Callable[[Known[R]], None] | None = None) -> None:
         self._capacity = capacity
+        self._doorkeeper = Doorkeeper(capacity)
         self._on_drop: Callable[[Known[R]], None] | None = on_drop
         self.by_id: OrderedDict[str, Known[R]] = OrderedDict()
         self.by_tag: dict[bytes, Known[R]] = {}
 
-    def put(self, known: Known[R]) -> None:
+    def put(self, known: Known[R]) -> bool:
+        """Whether it is here now."""
         by_id = self.by_id
         if known.identity in by_id:
             self.drop(known.identity)
+        elif len(by_id) >= self._capacity and not self._doorkeeper.has_come(known.identity):
+            return False
         chances = _SECOND_CHANCES
         while len(by_id) >= self._capacity:
             # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
@@ -77,9 +108,10 @@ class Shelf(Generic[R]):
             else:
                 self._forget(oldest)
         by_id[known.identity] = known
+        return True
 
     def bind(self, known: Known[R], tag: bytes) -> None:
-        """From here on the string of that tag is known to prove it; nothing where it was dropped meanwhile."""
+        """From here on the string of that tag is known to prove it; nothing where it is not here."""
         if self.by_id.get(known.identity) is not known:
             return
         if known.tag is not None:
@@ -164,8 +196,11 @@ class Memory:
         return made.digest()
 
     def admit_key(self, record: KeyRecord) -> Known[KeyRecord]:
+        """Also where it is not remembered: for the question that it was read for."""
         known = known_key(record)
-        self.keys.put(known)
+        if not self.keys.put(known):
+            return known
+        known.account = f"{record.merchant_id}/{record.environment}"
         key_id, credential_id = record.key_id, record.credential_id
         held = self._by_credential.get(credential_id)
         self._by_credential[credential_id] = (key_id,) if held is None else (*held, key_id)
@@ -255,6 +290,11 @@ RULES: Final = frozenset({"endpoint", "limit"})
 
 _SECOND_CHANCES: Final = 64
 """Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
+
+_FEWEST_COMERS: Final = 256
+_FEWEST_PLACES: Final = 65_536
+_PLACES_EACH: Final = 8
+"""Of a doorkeeper: bytes, so many for each who comes that few share one."""
 
 _MOST_REPEATS: Final = 65_536
 _MOST_DENIED: Final = 4_096

@@ -88,7 +88,6 @@ class Shared:
     """What the connections of a process have in common. `now` and `end` are set by the server's clock."""
 
     __slots__ = (
-        "awaited",
         "bounds",
         "connections",
         "end",
@@ -98,6 +97,7 @@ class Shared:
         "lines",
         "loop",
         "now",
+        "orphans",
         "shapes",
         "shortcut",
         "shortcut_target",
@@ -115,7 +115,8 @@ class Shared:
         self.end = b"\r\n"
         """The Date line (RFC 9110, 6.6.1) and the empty line after it."""
         self.connections: set[Connection] = set()
-        self.awaited: set[Awaited] = set()
+        self.orphans: set[Awaited] = set()
+        """Answers to come whose connections are lost: what was asked is done all the same."""
         self.known = Known()
         self.lines = self.known.lines
         self.hosts = self.known.hosts
@@ -249,6 +250,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._shared.connections.discard(self)
+        if self._awaited is not None:
+            self._shared.orphans.add(self._awaited)
         self._transport = None
         self._at, self._is_ready, self._is_whole = _At.END, False, False
         self._rest, self._offset = b"", 0
@@ -536,11 +539,11 @@ class Connection(asyncio.Protocol):
                 return
         self._is_busy, self._is_ready = True, False
         self._awaited = awaited
-        self._shared.awaited.add(awaited)
         awaited.add_done_callback(self._arrive)
 
     def _arrive(self, awaited: Awaited) -> None:
-        self._shared.awaited.discard(awaited)
+        if self._transport is None:
+            self._shared.orphans.discard(awaited)
         self._is_busy, self._awaited = False, None
         if type(awaited) is Later and awaited.answer is not None:
             answer = awaited.answer
@@ -624,6 +627,11 @@ class Connection(asyncio.Protocol):
     def close_idle(self) -> None:
         if self._at is _At.LINE and not (self._rest or self._head_bytes or self._is_busy):
             self._end(lingers=False)
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """The answer that it waits for."""
+        return self._awaited
 
     def abort(self) -> None:
         if self._transport is not None:

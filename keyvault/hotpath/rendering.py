@@ -103,7 +103,8 @@ def identity_text(holder: KeyHolder | KeyRecord) -> bytes:
 def identity_template(record: KeyRecord) -> bytes:
     """The same for all keys of this kind and account: the key's id and its credential's are to be filled in. Both are
     the service's own, of characters that JSON has as they are."""
-    text = identity_text(record._replace(key_id=_KEY_ID, credential_id=_CREDENTIAL_ID)).replace(b"%", b"%%")
+    marked = msgspec.structs.replace(record, key_id=_KEY_ID, credential_id=_CREDENTIAL_ID)
+    text = identity_text(marked).replace(b"%", b"%%")
     return text.replace(_KEY_ID.encode(), b"%b", 1).replace(_CREDENTIAL_ID.encode(), b"%b", 1)
 
 

@@ -90,11 +90,12 @@ class Server:
                 for connection in list(shared.connections):
                     connection.close_idle()
             await asyncio.sleep(SHORTEST_TICK_SECONDS)
+        awaited = {each.awaited for each in shared.connections if each.awaited is not None} | shared.orphans
         for connection in list(shared.connections):
             connection.abort()
-        if shared.awaited:
-            awaited = [asyncio.ensure_future(each) for each in shared.awaited]
-            await asyncio.wait(awaited, timeout=max(0.0, now + drain_seconds - loop.time()))
+        if awaited:
+            ending = [asyncio.ensure_future(each) for each in awaited]
+            await asyncio.wait(ending, timeout=max(0.0, now + drain_seconds - loop.time()))
         self._timer.cancel()
 
     def _tick(self) -> None:

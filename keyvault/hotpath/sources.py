@@ -12,7 +12,7 @@ from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.keys import KeyRecord
-from keyvault.domain.keystring import KeyString
+from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
 from keyvault.hotpath.engine import Engine
 from keyvault.hotpath.memory import Known
 from keyvault.hotpath.questions import CUSTOMER, KEY, RULES, TOKEN, Found, LackingError, Payment, Question
@@ -129,5 +129,5 @@ def read_for(question: Question, text: str | None) -> KeyRecord | None:
     """What was read for this question of the key that it is about."""
     if text is None or not question.found:
         return None
-    found = question.found.get((KEY, text[-65:-49]))
+    found = question.found.get((KEY, text[KEY_ID_PLACE]))
     return found if isinstance(found, KeyRecord) else None

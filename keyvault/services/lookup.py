@@ -63,10 +63,10 @@ def _networks(found: Sequence[str]) -> tuple[IPNetwork, ...]:
 def key_record(row: Sequence[Any], read_networks: Callable[[Any], tuple[IPNetwork, ...]] = _networks) -> KeyRecord:
     """Of a row of `key_rows`; `read_networks` where the list of networks is not a list yet.
 
-    Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and what it is made of is in the
-    order of its fields, as KeyRecord(...) takes it, which is a function around this.
+    Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and fields are named by their
+    order.
     """
-    fields = (
+    return KeyRecord(
         row[17],
         row[0],
         _KINDS[row[1]],
@@ -86,7 +86,6 @@ def key_record(row: Sequence[Any], read_networks: Callable[[Any], tuple[IPNetwor
         row[15],
         row[16],
     )
-    return tuple.__new__(KeyRecord, fields)
 
 
 _KINDS = {kind.value: kind for kind in KeyKind}

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from keyvault.access.decision import Denial
 from keyvault.access.principals import KeyHolder
@@ -316,7 +317,7 @@ def test_judge_key_under_another_environment_s_peppers_is_invalid() -> None:
 def test_judge_key_against_the_decoy_s_digest_is_invalid() -> None:
     """A row that somebody filled with the decoy's values, which stand in the source, opens to nobody."""
     for version in (DECOY_VERSION, 1):
-        record = Case().record()._replace(digest=DECOY_DIGEST, pepper_version=version)
+        record = replace(Case().record(), digest=DECOY_DIGEST, pepper_version=version)
         assert judge_key(keystring(key_string()), record, PEPPERS[SANDBOX], NOW) is INVALID
 
 
@@ -327,9 +328,9 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
     if how == "wrong secret":
         text = forged(text)
     if how == "revoked":
-        record = record._replace(state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
+        record = replace(record, state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
     if how == "unknown pepper":
-        record = record._replace(pepper_version=7)
+        record = replace(record, pepper_version=7)
     presented = keystring(text)
     done: list[str] = []
 

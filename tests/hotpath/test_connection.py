@@ -25,7 +25,8 @@ class Wire:
         self.transport.write = self.written.append
         self.transport.get_write_buffer_size.return_value = 0
         self.loop = loop
-        self.connection = Connection(Shared(self._handle, BOUNDS, loop))
+        self.shared = Shared(self._handle, BOUNDS, loop)
+        self.connection = Connection(self.shared)
         self.connection.connection_made(self.transport)
 
     def _handle(self, method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> Later:
@@ -77,6 +78,16 @@ def test_client_that_sends_no_more_gets_the_awaited_answer_and_is_closed(wire: W
     wire.settle(0)
     assert wire.answers == [b"answer 0"]
     wire.transport.close.assert_called_once_with()
+
+
+def test_answer_of_a_lost_connection_is_known_of_until_it_is_there(wire: Wire) -> None:
+    """So that a server that ends waits for what was asked (`Server.stop`)."""
+    wire.connection.data_received(GET % 0)
+    assert (wire.connection.awaited, wire.shared.orphans) == (wire.laters[0], set())
+    wire.connection.connection_lost(None)
+    assert wire.shared.orphans == {wire.laters[0]}
+    wire.settle(0)
+    assert (wire.connection.awaited, wire.shared.orphans, wire.answers) == (None, set(), [])
 
 
 def test_awaited_answer_of_a_server_that_ends_is_the_last(wire: Wire) -> None:

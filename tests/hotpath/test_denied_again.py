@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from django.forms import model_to_dict
 from hypothesis import given
+from msgspec import structs
 
 from keyvault.access.decision import Denial
 from keyvault.access.judgement import Judgement
@@ -270,10 +271,11 @@ def test_denied_key_is_decided_anew_once_there_was_no_more_room_for_what_its_den
     _, token = make_token(P.KEYS_VERIFY, name="another")
     primed = prime(capacity=1)
     learn(primed, ended)
-    if shelf == "keys":
-        primed.ask(ended.token, {**ended.asked, "key": other.reveal()})
-    else:
-        primed.ask(token.reveal(), {**ended.asked, "key": None})
+    for _ in range(2):  # who comes once is not let in
+        if shelf == "keys":
+            primed.ask(ended.token, {**ended.asked, "key": other.reveal()})
+        else:
+            primed.ask(token.reveal(), {**ended.asked, "key": None})
     assert len(primed.engine.memory.denied) == 1
     assert decision(primed.ask(ended.token, ended.asked)) == REVOKED
     assert primed.from_memory == 1
@@ -489,13 +491,15 @@ def _token(primed: Primed) -> Any:
 def _read_key_anew(primed: Primed, stage: Stage) -> None:
     record = primed.engine.memory.keys.by_id[stage.key.key_id].record
     primed.engine.evict([("key", stage.key.key_id)])
-    primed.engine.memory.admit_key(record._replace())
+    primed.engine.memory.admit_key(structs.replace(record))
 
 
 def _make_room(primed: Primed, stage: Stage) -> None:
+    """For others, which go again."""
     record = primed.engine.memory.keys.by_id[stage.key.key_id].record
-    for number in range(2):
-        primed.engine.memory.admit_key(record._replace(key_id=f"another {number}"))
+    for number in (0, 0, 1, 1):  # who comes once is not let in
+        primed.engine.memory.admit_key(structs.replace(record, key_id=f"another {number}"))
+    primed.engine.memory.evict([("key", f"another {number}") for number in range(2)])
 
 
 def _read_token_anew(primed: Primed, stage: Stage) -> None:
@@ -625,7 +629,7 @@ def test_denial_template_has_two_holes_whatever_a_key_s_record_may_hold(
 ) -> None:
     """Its texts are ids, words of enums and sentences of our own: none of them can hold the mark of a hole."""
     assert not is_merchant_id(f"a{rendering._REQUEST_ID}b")
-    record = a_key(1)._replace(state=state, retirement=retirement)
+    record = structs.replace(a_key(1), state=state, retirement=retirement)
     denial = judge_record(record, now())
     assert isinstance(denial, Denial)
     text = rendering.denial_template(Judgement(denial, denial.holder, record))

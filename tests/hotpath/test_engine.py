@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
@@ -273,7 +273,6 @@ def test_engine_batch_of_what_was_granted_judges_deadlines_too(stage: Stage) -> 
 def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more(stage: Stage, *, forget: bool) -> None:
     """Guarantee: no yes after a no, whether the key was evicted or only made room for others; alone and in a batch."""
     primed = prime(capacity=3)
-    others = [issue(account(), label=f"number {number}")[1].reveal() for number in range(6)]
     for _ in range(3):
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
         assert batched(primed, stage.token, stage.asked) == ALLOWED
@@ -281,8 +280,11 @@ def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more
     if forget:
         primed.engine.evict([("key", stage.key.key_id)])
     else:
-        for text in others:
-            primed.ask(stage.token, {**stage.asked, "key": text})
+        memory = primed.engine.memory
+        record = memory.keys.by_id[stage.key.key_id].record
+        for number in range(6):
+            for _ in range(2):  # who comes once is not let in
+                memory.admit_key(structs.replace(record, key_id=f"another {number}"))
     assert stage.key.key_id not in primed.engine.memory.keys.by_id
     assert len(primed.engine.memory.repeats) == 1
     assert batched(primed, stage.token, stage.asked) == (401, "key_not_active")
@@ -298,7 +300,8 @@ def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage
     memory = primed.engine.memory
     record = memory.keys.by_id[stage.key.key_id].record
     for number in range(12):
-        memory.admit_key(record._replace(key_id=f"another {number}"))
+        for _ in range(2):
+            memory.admit_key(structs.replace(record, key_id=f"another {number}"))
         assert stage.key.key_id in memory.keys.by_id
         before = primed.from_memory
         primed.ask(stage.token, stage.asked)
@@ -307,13 +310,15 @@ def test_engine_key_that_is_asked_for_again_and_again_makes_no_room(stage: Stage
 
 def test_engine_key_that_was_asked_for_once_makes_room_before_one_that_was_again(stage: Stage) -> None:
     primed = prime(capacity=3)
-    once = [issue(account(), label=f"number {number}") for number in range(3)]
+    others = [issue(account(), label=f"number {number}") for number in range(3)]
     for _ in range(3):
         primed.ask(stage.token, stage.asked)
-    for _, text in once:
-        assert decision(primed.ask(stage.token, {**stage.asked, "key": text.reveal()})) == ALLOWED
     kept = primed.engine.memory.keys.by_id.keys()
-    assert kept == {stage.key.key_id, *(key.key_id for key, _ in once[1:])}
+    for _, text in others:
+        assert decision(primed.ask(stage.token, {**stage.asked, "key": text.reveal()})) == ALLOWED
+    assert kept == {stage.key.key_id, *(key.key_id for key, _ in others[:2])}
+    assert decision(primed.ask(stage.token, {**stage.asked, "key": others[2][1].reveal()})) == ALLOWED
+    assert kept == {stage.key.key_id, *(key.key_id for key, _ in others[1:])}
 
 
 # --- what is remembered -----------------------------------------------------------------------------------
@@ -456,17 +461,17 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def sent(stage: Stage, key: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+def sent(stage: Stage, key: str, **more: object) -> tuple[list[tuple[bytes, bytes]], bytes]:
     headers = [(b"Authorization", f"Bearer {stage.token}".encode()), (b"Content-Type", b"application/json")]
-    return headers, encode({**stage.asked, "key": key})
+    return headers, encode({**stage.asked, "key": key, **more})
 
 
 async def answered(found: Answer | Awaitable[Answer]) -> Answer:
     return found if isinstance(found, Answer) else await found
 
 
-def asks(door: WaitingDoor, stage: Stage, key: str | None = None) -> Later:
-    found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text))
+def asks(door: WaitingDoor, stage: Stage, key: str | None = None, **more: object) -> Later:
+    found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
     assert isinstance(found, Later)
     return found
 
@@ -665,6 +670,58 @@ def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_f
         assert door._engine.memory.keys.by_id.keys() == {stage.key.key_id, use[0]}
 
     issued = issue(account(), label="read for somebody")[1].reveal()
+    asyncio.run(run())
+
+
+def test_engine_missed_key_that_is_given_up_while_others_of_its_reading_are_answered_is_not_spent_for(
+    stage: Stage,
+) -> None:
+    keys = [issue(account(), label=f"number {number}") for number in range(waiting.AT_ONCE + 2)]
+
+    async def run() -> None:
+        primed, store = prime(), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for _ in range(3):
+            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        primed.engine.take_uses()
+        store.holds = True
+        *asked, last = [asks(door, stage, text.reveal()) for _, text in keys]
+        asked[0].add_done_callback(lambda _: last.cancel())
+        await until(lambda: len(store.readings) == 1)
+        store.readings[0][2].set()
+        assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
+        uses, _ = primed.engine.take_uses()
+        assert {use[0] for use in uses} == {key.key_id for key, _ in keys[:-1]}
+        assert (len(store.readings), door._reading, last.cancelled()) == (1, 0, True)
+
+    asyncio.run(run())
+
+
+def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
+    """Where keys alone, and questions that lack more or want more than a verdict, begin together."""
+    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(3 * waiting.AT_ONCE)]
+
+    async def run() -> None:
+        primed, store = prime(), HeldStore()
+        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        for _ in range(3):
+            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        store.holds = True
+        asked = [asks(door, stage, texts[0])]
+        await until(lambda: len(store.readings) == 1)
+        for number, text in enumerate(texts[1:]):
+            asked.append(asks(door, stage, text, dry_run=bool(number % 2)))
+            await asyncio.sleep(0)
+        await until(lambda: len(store.readings) == waiting.LANES + 1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(store.readings) == door._reading == waiting.LANES + 1
+        store.holds = False
+        for _, _, released in store.readings:
+            released.set()
+        assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
+        assert not door._reading
+
     asyncio.run(run())
 
 

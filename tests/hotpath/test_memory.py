@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,7 +17,7 @@ from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
 from keyvault.hotpath.freshness import Freshness
-from keyvault.hotpath.memory import Absent, Memory, Subject
+from keyvault.hotpath.memory import Absent, Doorkeeper, Memory, Subject
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CAPACITY = 8
@@ -38,7 +39,8 @@ numbers = st.integers(0, 19)
 
 def a_key(number: int) -> KeyRecord:
     """Two keys to a credential, four to an account's merchant, in turn in both environments."""
-    return KEY._replace(
+    return msgspec.structs.replace(
+        KEY,
         key_id=f"key-{number}",
         credential_id=f"credential-{number // 2}",
         merchant_id=f"merchant-{number // 4}",
@@ -65,8 +67,18 @@ class Remembering(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def admit(self, number: int) -> None:
-        self.memory.admit_key(a_key(number))
+        """Twice, as into a full memory nobody comes at once."""
+        for _ in range(2):
+            self.memory.admit_key(a_key(number))
+        assert f"key-{number}" in self.memory.keys.by_id
         self.gone.discard(f"key-{number}")
+
+    @rule(number=numbers)
+    def admit_once(self, number: int) -> None:
+        known = self.memory.admit_key(a_key(number))
+        self.gone.discard(f"key-{number}")
+        is_there = self.memory.keys.by_id.get(f"key-{number}") is known
+        assert is_there or len(self.memory.keys.by_id) == CAPACITY
 
     @rule(number=numbers, text=st.binary(max_size=4))
     def prove(self, number: int, text: bytes) -> None:
@@ -142,16 +154,72 @@ def test_memory_flooded_with_other_kinds_stays_bounded() -> None:
         assert len(shelf.by_tag) <= CAPACITY
 
 
-def test_memory_makes_room_by_what_nobody_asked_for() -> None:
-    """Who floods it with keys of his own pushes out the others' only where nobody asks for them."""
-    memory = Memory(b"k" * 32, CAPACITY)
-    for number in range(CAPACITY):
+def full(capacity: int = CAPACITY) -> Memory:
+    memory = Memory(b"k" * 32, capacity)
+    for number in range(capacity):
         memory.admit_key(a_key(number))
+    return memory
+
+
+def test_memory_that_is_full_lets_in_who_comes_again_and_makes_room_by_what_nobody_asked_for() -> None:
+    """Who floods it with keys of his own pushes out the others' only where nobody asks for them."""
+    memory = full()
     for number in range(CAPACITY, 4 * CAPACITY):
         memory.keys.by_id["key-3"].is_asked_for = True
-        memory.admit_key(a_key(number))
+        for _ in range(2):
+            known = memory.admit_key(a_key(number))
+        assert memory.keys.by_id[f"key-{number}"] is known
     assert "key-3" in memory.keys.by_id
     assert "key-2" not in memory.keys.by_id
+
+
+def test_memory_that_is_full_answers_for_who_comes_once_and_keeps_nothing_of_it() -> None:
+    memory = full()
+    before = set(memory.keys.by_id)
+    known = memory.admit_key(a_key(CAPACITY))
+    memory.keys.bind(known, memory.tag(b"text"))
+    assert known.record == a_key(CAPACITY)
+    assert known.deadline == float("inf")  # good for the question that it was read for
+    assert set(memory.keys.by_id) == before
+    assert not memory.keys.by_tag
+    assert f"credential-{CAPACITY // 2}" not in memory._by_credential
+
+
+def test_memory_that_is_full_takes_what_was_read_anew_of_who_is_there() -> None:
+    memory = full()
+    record = msgspec.structs.replace(a_key(3), pepper_version=2)
+    assert memory.admit_key(record).record == record
+    assert memory.keys.by_id["key-3"].record == record
+    assert len(memory.keys.by_id) == CAPACITY
+
+
+def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -> None:
+    """A scan of ten times as many keys as fit drives out a tenth at most, for which it has to be taken for another."""
+    memory = full(1_000)
+    before = set(memory.keys.by_id)
+    for number in range(1_000, 11_000):
+        memory.admit_key(a_key(number))
+    assert len(before & memory.keys.by_id.keys()) >= 900
+
+
+@given(st.integers(1, 1_000), st.lists(st.text(max_size=3), max_size=200))
+def test_doorkeeper_knows_who_has_come_lately(most: int, identities: list[str]) -> None:
+    doorkeeper = Doorkeeper(most)
+    for number, identity in enumerate(identities):
+        assert doorkeeper.has_come(identity) or identity not in identities[:number]
+        assert doorkeeper.has_come(identity)
+
+
+@pytest.mark.parametrize("most", [1, 1_000, 100_000])
+def test_doorkeeper_forgets_and_is_bounded(most: int) -> None:
+    """Guarantee: whoever comes once in a long while is no regular, however many there were in between."""
+    doorkeeper = Doorkeeper(most)
+    size = len(doorkeeper._places)
+    assert not doorkeeper.has_come("once")
+    taken_for_others = sum(doorkeeper.has_come(str(number)) for number in range(2 * max(most, 1_000)))
+    assert taken_for_others < max(most, 1_000) // 2
+    assert len(doorkeeper._places) == size <= max(65_536, 16 * most)
+    assert sum(doorkeeper._places) <= max(most, 256)
 
 
 def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
@@ -195,7 +263,7 @@ def test_memory_takes_no_more_than_a_kilobyte_for_a_key() -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         for number, record in enumerate(records):
-            memory.keys.bind(memory.admit_key(record._replace()), memory.tag(b"%d" % number))
+            memory.keys.bind(memory.admit_key(msgspec.structs.replace(record)), memory.tag(b"%d" % number))
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

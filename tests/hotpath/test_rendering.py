@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 from hypothesis import given
+from msgspec.structs import replace
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
@@ -17,10 +18,10 @@ from .test_memory import KEY
     environment=st.sampled_from(Environment),
 )
 def test_template_filled_is_the_text(merchant: str, kind: KeyKind, environment: Environment) -> None:
-    record = KEY._replace(
-        key_id="0" * 16, credential_id="crd_1", merchant_id=merchant, kind=kind, environment=environment
+    record = replace(
+        KEY, key_id="0" * 16, credential_id="crd_1", merchant_id=merchant, kind=kind, environment=environment
     )
     filled = identity_template(record) % (record.key_id.encode(), record.credential_id.encode())
     assert filled == identity_text(record)
-    other = record._replace(key_id="1" * 16, credential_id="crd_2")
+    other = replace(record, key_id="1" * 16, credential_id="crd_2")
     assert identity_template(record) == identity_template(other)
