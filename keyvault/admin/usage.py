@@ -1,12 +1,14 @@
 """Who uses a key, in the console: what rotation waits for, and what whoever ends a key should have seen."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from keyvault.admin.cells import NOTHING, Table, badge, moment, mono, short_moment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage_reports import describe_use, find_users, list_networks, list_versions
+
+T = TypeVar("T")
 
 _MOST_ROWS = 20
 
@@ -30,31 +32,42 @@ def use_tables(key: Key) -> Iterable[Table]:
     """Of a public key its shops and app versions come first; where nothing was seen there is one empty table."""
     if key.credential.kind == KeyKind.PUBLIC:
         yield from _versions(key)
+    title, users = _latest("Who uses it", find_users(key.key_id, limit=_MOST_ROWS + 1))
+    has_pages = any(user.origin for user in users)
     yield Table(
-        "Who uses it",
-        ["source", "user agent", "endpoint", "outcome", "times", "first seen (UTC)", "last seen (UTC)"],
+        title,
+        [
+            *("source", "user agent", *(["origin"] if has_pages else []), "endpoint", "outcome", "times"),
+            *("first seen (UTC)", "last seen (UTC)"),
+        ],
         [
             [
                 mono(user.source),
                 user.user_agent or NOTHING,
+                *([user.origin or NOTHING] if has_pages else []),
                 user.endpoint or NOTHING,
                 badge(user.outcome),
                 user.count,
                 short_moment(user.first_at),
                 short_moment(user.last_at),
             ]
-            for user in find_users(key.key_id, limit=_MOST_ROWS)
+            for user in users
         ],
         empty="Nobody has used it.",
     )
     yield from _networks(key)
 
 
+def _latest(title: str, found: list[T]) -> tuple[str, list[T]]:
+    """What fits, under a title that says so where there is more."""
+    return (f"{title}: the latest {_MOST_ROWS}" if len(found) > _MOST_ROWS else title), found[:_MOST_ROWS]
+
+
 def _versions(key: Key) -> Iterable[Table]:
-    versions = list_versions(key.key_id, limit=_MOST_ROWS)
+    title, versions = _latest("Shops and app versions", list_versions(key.key_id, limit=_MOST_ROWS + 1))
     if versions:
         yield Table(
-            "Shops and app versions",
+            title,
             ["origin", "user agent", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
             [
                 [
@@ -71,10 +84,10 @@ def _versions(key: Key) -> Iterable[Table]:
 
 
 def _networks(key: Key) -> Iterable[Table]:
-    networks = list_networks(key.key_id, limit=_MOST_ROWS)
+    title, networks = _latest("From which networks", list_networks(key.key_id, limit=_MOST_ROWS + 1))
     if networks:
         yield Table(
-            "From which networks",
+            title,
             ["network", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
             [
                 [

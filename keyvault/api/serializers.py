@@ -100,7 +100,7 @@ class VerifyRequest(StrictSerializer):
     customer_token = RawText(required=False, allow_null=True)
     client_ip = ClientAddress(required=False, allow_null=True, max_length=64)
     origin = StrictText(required=False, allow_null=True, allow_blank=True, max_length=500)
-    user_agent = StrictText(required=False, allow_null=True, max_length=1000, allow_blank=True)
+    user_agent = StrictText(required=False, allow_null=True, max_length=8192, allow_blank=True)
     cost = StrictInteger(required=False, min_value=1, max_value=1_000_000)
     dry_run = StrictBoolean(required=False)
 

@@ -33,6 +33,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     VerifierStaleError,
 )
+from keyvault.domain.free_text import READ_AT_MOST
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.answers import Answer
@@ -225,7 +226,7 @@ class Answering:
                 environment,
                 endpoint.name if isinstance(endpoint, Endpoint) else "",
                 asked.client_ip or f"token:{service.token_id}",
-                asked.user_agent or "",
+                (asked.user_agent or "")[:READ_AT_MOST],
                 presented.origin,
                 service.is_probe,
                 question.at,
@@ -310,7 +311,7 @@ class Answering:
                 environment,
                 name,
                 forwarded.address or f"token:{service.token_id}",
-                headers.get("user-agent") or "",
+                (headers.get("user-agent") or "")[:READ_AT_MOST],
                 presented.origin,
                 service.is_probe,
                 question.at,

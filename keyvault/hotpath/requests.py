@@ -42,7 +42,7 @@ class Asked(Struct, forbid_unknown_fields=True, gc=False):
     customer_token: str | UnsetType | None = UNSET
     client_ip: str | UnsetType | None = UNSET
     origin: Annotated[str, Meta(max_length=500)] | UnsetType | None = UNSET
-    user_agent: Annotated[str, Meta(max_length=1000)] | UnsetType | None = UNSET
+    user_agent: Annotated[str, Meta(max_length=8192)] | UnsetType | None = UNSET
     cost: Annotated[int, Meta(ge=1, le=LARGEST_COUNT)] | UnsetType = UNSET
     dry_run: bool | UnsetType = UNSET
 
@@ -313,7 +313,7 @@ _FIELDS: dict[str, tuple[bool, Callable[[object], str | None]]] = {
     "customer_token": (True, _raw_text),
     "client_ip": (True, _address),
     "origin": (True, _text(500, may_be_blank=True)),
-    "user_agent": (True, _text(1000, may_be_blank=True)),
+    "user_agent": (True, _text(8192, may_be_blank=True)),
     "cost": (False, _cost),
     "dry_run": (False, _boolean),
 }

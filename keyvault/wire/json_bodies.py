@@ -32,7 +32,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno}, column {error.colno}."
+        return f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}."
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8."
     if isinstance(error, RecursionError):

@@ -51,6 +51,27 @@ def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> No
     assert "app/1.2" in text
 
 
+def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    for number in range(20):
+        use(key, f"10.0.{number}.1", Outcome.ALLOWED)
+    text = page(desk, key)
+    assert "the latest" not in text
+    use(key, "10.0.99.1", Outcome.ALLOWED)
+    text = page(desk, key)
+    assert "Who uses it: the latest 20" in text
+    assert "From which networks: the latest 20" in text
+    assert "10.0.99.1" not in text, "of equals the last by name is left out"
+
+
+@pytest.mark.parametrize("origin", ["", "https://shop.example"])
+def test_key_page_tells_each_users_page_where_there_is_one(desk: Desk, origin: str) -> None:
+    key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+    use(key, "192.0.2.1", Outcome.ALLOWED, origin=origin)
+    users = page(desk, key).partition("Who uses it")[2].partition("From which networks")[0]
+    assert (">origin<" in users.lower(), "https://shop.example" in users) == (bool(origin), bool(origin))
+
+
 def test_key_page_of_an_unused_key_says_so(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     text = page(desk, key)

@@ -64,13 +64,14 @@ class Command(BaseCommand):
                 f"{options['workers']} of them, and the ordinary server, each allow the whole of every limit."
             )
         connections.close_all()
+        logs = settings.DATA_DIR / "logs"
         told, tells = os.pipe()
         os.set_blocking(told, False)
         with Supervisor(
             _programs(options, tells, listener),
             _environ(next(iter(place.values()))),
             CHECKOUT,
-            settings.DATA_DIR / "logs",
+            logs,
             stops_together=True,
         ) as workers:
             ready = wait_until_ready(workers, told)
@@ -79,7 +80,8 @@ class Command(BaseCommand):
             self.stdout.write(
                 json.dumps(answer)
                 if options["json"]
-                else f"{len(ready)} verifiers answer at {where}. Ctrl-C stops them."
+                else f"Verifying at {where} by {len(ready)} process{'es' if len(ready) > 1 else ''}. "
+                f"Logs: {logs}. Ctrl-C stops everything."
             )
             self.stdout.flush()
             while True:
