@@ -266,7 +266,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_VERIFIER_KEYS",
         "100000",
-        "So many keys, customer tokens and service tokens each process that verifies keeps in memory.",
+        "So many keys, customer tokens and service tokens each process that verifies keeps in memory. Where there are "
+        "more, those that are asked for again and again are kept, and the others are read each time.",
         _count(1),
     ),
     Setting(
