@@ -1,12 +1,10 @@
 """Celery's app. Messages are wake-ups and carry ids only; a lost or doubled one changes nothing."""
 
 import os
-import sys
 from typing import Any
 
 from celery import Celery
 from celery.signals import worker_init
-from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.project import spool
 
@@ -21,10 +19,6 @@ app.autodiscover_tasks(["keyvault", "rotation"])
 @worker_init.connect
 def _refuse_to_run_wrong(**_: Any) -> None:
     """A worker with the wrong keystore would burn keys and mint others that nobody can verify."""
-    from keyvault.services.start import require_ready
+    from keyvault.services.start import start_or_exit
 
-    try:
-        require_ready()
-    except ImproperlyConfigured as error:
-        # Celery swallows what a signal handler raises, but for this.
-        sys.exit(f"the worker does not start: {error}")
+    start_or_exit("worker")  # Celery swallows what a signal handler raises, but for this

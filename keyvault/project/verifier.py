@@ -26,9 +26,9 @@ def main() -> None:
     django.setup()
     # Models are there once Django is set up.
     from keyvault.hotpath.loader import load_async
-    from keyvault.services.start import require_ready
+    from keyvault.services.start import start_or_exit
 
-    require_ready()
+    start_or_exit("verifier")
 
     def tell_ready() -> None:
         os.write(asked.ready, f"{os.getpid()}\n".encode())

@@ -14,9 +14,9 @@ django = get_wsgi_application()
 from keyvault.hotpath.loader import load_blocking  # noqa: E402  models are there once Django is set up
 from keyvault.hotpath.wsgi import mounted  # noqa: E402  likewise
 from keyvault.project.verifying import is_welcome  # noqa: E402  likewise
-from keyvault.services.start import require_ready  # noqa: E402  likewise
+from keyvault.services.start import start_or_exit  # noqa: E402  likewise
 
-require_ready()
+start_or_exit("server")
 verifier = load_blocking()
 # Not with the first verdict only: a new pepper is taken into use when every process that may judge by it has it.
 verifier.start()

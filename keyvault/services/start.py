@@ -1,11 +1,12 @@
 """What a process makes sure of before it serves: rather not start than run wrong."""
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection
+from django.db import InterfaceError, OperationalError, ProgrammingError, connection
 
 from keyvault.backends.base import BackendError
 from keyvault.domain.errors import KeyvaultError
@@ -16,14 +17,33 @@ from keyvault.services.revocation_replays import compare_journal
 _log = logging.getLogger(__name__)
 
 
+def start_or_exit(who: str) -> None:
+    """As `require_ready`, for the beginning of a process: it ends with one line that says why."""
+    try:
+        require_ready()
+    except ImproperlyConfigured as error:
+        sys.exit(f"the {who} does not start: {error}")
+
+
 def require_ready() -> None:
     """Opens the secret backend, loads and checks every pepper of what it serves, and looks for the database's rules.
 
     A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
     answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody. Raises ImproperlyConfigured for what no waiting mends, saying in
-    words what is wrong with which pepper and what to do.
+    nobody. Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
     """
+    try:
+        _load_peppers()
+        require_rules()
+        require_current()
+    except (OperationalError, ProgrammingError, InterfaceError) as error:
+        why = str(error).partition("\n")[0]
+        raise ImproperlyConfigured(f"the database cannot be used: {why}; if it is new, run: manage.py setup") from error
+    finally:
+        connection.close()
+
+
+def _load_peppers() -> None:
     for pepper_set in list_served_sets():
         try:
             load_peppers(pepper_set)
@@ -32,11 +52,6 @@ def require_ready() -> None:
             _log.error("not ready: peppers cannot be read yet; see vault_doctor", extra={"set": pepper_set, "why": why})
         except KeyvaultError as error:
             raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
-    try:
-        require_rules()
-        require_current()
-    finally:
-        connection.close()
 
 
 def require_rules() -> None:

@@ -54,10 +54,25 @@ def test_start_with_a_lost_keystore_is_refused(folder: Path, words: list[str]) -
     assert "restore the keystore" in done.stderr
 
 
-def test_start_before_setup_says_what_to_run(tmp_path: Path) -> None:
-    done = run(SERVER, tmp_path / "data")
+VERIFIER = ["-m", "keyvault.project.verifier", "--port", "1", "--ready", "1"]
+
+
+@pytest.mark.parametrize("words", [SERVER, WORKER, VERIFIER], ids=["server", "worker", "verifier"])
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({}, "no such table"), ({"KEYVAULT_DATABASE_URL": "postgresql://a:hunter2@127.0.0.1:1/x"}, "connection failed")],
+    ids=["before setup", "without its database"],
+)
+def test_start_without_tables_is_refused_in_one_line_that_says_what_to_run(
+    tmp_path: Path, words: list[str], settings: dict[str, str], why: str
+) -> None:
+    done = run(words, tmp_path / "data", **settings)
     assert done.returncode != 0
-    assert "manage.py setup" in done.stderr or "no such table" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "does not start" in line]
+    assert why in line
+    assert "manage.py setup" in line
+    assert "Traceback" not in done.stderr
+    assert "hunter2" not in done.stderr
 
 
 def test_start_after_setup_works(folder: Path) -> None:
