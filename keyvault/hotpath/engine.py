@@ -12,12 +12,14 @@ that it was made for, and is not remembered.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, count
 from typing import Final
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from msgspec import UNSET, Raw
 
@@ -33,7 +35,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
-from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
+from keyvault.domain.keystring import KEY_ID_PLACE, SHAPED, KeyString
 from keyvault.hotpath.answers import Answer
 from keyvault.hotpath.freshness import Freshness
 from keyvault.hotpath.grants import (
@@ -79,7 +81,10 @@ class Engine:
         """Counts what was forgotten: a reading that began before is not remembered after it."""
         self.answered_from_memory = 0
         self._ways: dict[tuple[object, ...], Way] = {}
-        self._purses: dict[tuple[object, ...], Purses] = {}
+        self._purses: OrderedDict[tuple[object, ...], Purses] = OrderedDict()
+        self._most_accounts = min(capacity, _MOST_ACCOUNTS)
+        self._all_purses: WeakSet[Purses] = WeakSet()
+        """Also of accounts that are no longer among these, and whose keys are remembered."""
         self._uses: dict[Use, Tally] = {}
         self._clean: dict[str, str] = {}
         """What clients say about themselves and has nothing to hide, as it is kept: the same few stand beside thousands
@@ -126,7 +131,7 @@ class Engine:
     def _forget_rules(self) -> None:
         self.rules = None
         self._ways.clear()
-        for purses in self._purses.values():
+        for purses in self._all_purses:
             # Emptied and not dropped: keys that are remembered still have them, and with them the replaced rules.
             purses.by_way.clear()
             purses.by_name.clear()
@@ -234,7 +239,9 @@ class Engine:
         if record is None:
             self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
             return None
-        known = self.memory.admit_key(record)
+        known = self._keys_by_id.get(record.key_id)
+        if known is None or known.record is not record:  # it is where several have asked for it at once
+            known = self.memory.admit_key(record)
         if not self._proves(missed.keystring, known, missed.asked.key):
             return None
         request_id = missed.request_id
@@ -471,11 +478,10 @@ class Engine:
         )
         purses = self._purses.get(account)
         if purses is None:
-            if len(self._purses) >= _MOST_ACCOUNTS:
-                # With all that leans on them: what a change of the rules has to empty must be listed here.
-                self.memory.clear()
-                self._purses.clear()
+            if len(self._purses) >= self._most_accounts:
+                self._purses.popitem(last=False)
             purses = self._purses[account] = Purses(record)
+            self._all_purses.add(purses)
         identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
         within: dict[str, bool] | None = {} if record.networks else None
         return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
@@ -491,6 +497,8 @@ class Engine:
             if way.endpoint.spends:
                 limit, setting = rules.endpoint_limit(record.account_id, record.environment, way.endpoint)
                 buckets = self.ports.buckets(record, way.endpoint, limit, setting)
+            if len(holding.purses.by_way) >= MOST_WAYS:
+                holding.purses.by_way.clear()
             purse = holding.purses.by_way[way] = Purse(way, buckets, self.ports.budgets)
         return purse
 
@@ -503,6 +511,9 @@ class Engine:
         question = None if holding is None else self._question(asked, holding, rules)
         if question is None:
             return
+        way = self._ways.get(question)
+        if way is not None and way.rules is rules:
+            return  # as it would be again; purses are kept by it
         if len(self._ways) >= MOST_WAYS:
             self._ways.clear()
         self._ways[question] = Way(judgement, endpoint, rules)
@@ -519,7 +530,8 @@ class Engine:
         token = self.memory.tokens.by_id.get(proved.service.token_id)
         if known is None or known.record is not record or token is None or token.record is not proved:
             return
-        if self._mark in f"{verdict.user_agent} {verdict.source} {verdict.origin}":
+        words = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
+        if self._mark in words or SHAPED.search(words) is not None:
             return  # of what may be a key only a masked text is kept
         (tag,) = self.question_tags(authorization, [body])
         self.memory.remember_denial(tag, Denied(token, known, rules, verdict))

@@ -85,7 +85,7 @@ class Purses:
     """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is; and
     how it is told whose key it is."""
 
-    __slots__ = ("by_name", "by_way", "identity")
+    __slots__ = ("__weakref__", "by_name", "by_way", "identity")
 
     def __init__(self, record: KeyRecord) -> None:
         self.identity = identity_template(record)

@@ -51,29 +51,34 @@ def known_key(record: KeyRecord) -> Known[KeyRecord]:
 
 
 class Doorkeeper:
-    """Whether an id has come before, among the last `most` or so: what it is called in TinyLFU (Einziger, Friedman,
-    Manes: ACM Transactions on Storage 13, 4, 2017). It knows all of those, and takes another for one of them now and
-    then."""
+    """Whether an id has come before, among the last `most` at least and twice as many at most: what it is called in
+    TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017). Now and then it takes one for another.
 
-    __slots__ = ("_left", "_mask", "_most", "_places")
+    Of each id there is a byte, which others may have too: the number of the period in which it came last. A period ends
+    when `most` have come in it. Numbers come again after _PERIODS, as do those whose byte nobody has changed since.
+    """
+
+    __slots__ = ("_before", "_left", "_mask", "_most", "_now", "_places")
 
     def __init__(self, most: int) -> None:
         self._most = self._left = max(most, _FEWEST_COMERS)
         size = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length())
         self._mask = size - 1
         self._places = bytearray(size)
+        self._before, self._now = _PERIODS, 1
 
     def has_come(self, identity: str) -> bool:
         """Now it has."""
         place = hash(identity) & self._mask  # nobody else knows this process's hashes of texts
-        if self._places[place]:
+        last, now = self._places[place], self._now
+        if last == now:
             return True
-        if not self._left:
-            self._left = self._most
-            self._places = bytearray(len(self._places))
+        self._places[place] = now
+        is_back = last == self._before
         self._left -= 1
-        self._places[place] = 1
-        return False
+        if not self._left:
+            self._before, self._now, self._left = now, now % _PERIODS + 1, self._most
+        return is_back
 
 
 class Shelf(Generic[R]):
@@ -85,7 +90,7 @@ class Shelf(Generic[R]):
 
     def __init__(self, capacity: int, on_drop: Callable[[Known[R]], None] | None = None) -> None:
         self._capacity = capacity
-        self._doorkeeper = Doorkeeper(capacity)
+        self._doorkeeper: Doorkeeper | None = None
         self._on_drop: Callable[[Known[R]], None] | None = on_drop
         self.by_id: OrderedDict[str, Known[R]] = OrderedDict()
         self.by_tag: dict[bytes, Known[R]] = {}
@@ -95,8 +100,11 @@ class Shelf(Generic[R]):
         by_id = self.by_id
         if known.identity in by_id:
             self.drop(known.identity)
-        elif len(by_id) >= self._capacity and not self._doorkeeper.has_come(known.identity):
-            return False
+        elif len(by_id) >= self._capacity:
+            if self._doorkeeper is None:
+                self._doorkeeper = Doorkeeper(self._capacity)
+            if not self._doorkeeper.has_come(known.identity):
+                return False
         chances = _SECOND_CHANCES
         while len(by_id) >= self._capacity:
             # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
@@ -293,8 +301,9 @@ _SECOND_CHANCES: Final = 64
 
 _FEWEST_COMERS: Final = 256
 _FEWEST_PLACES: Final = 65_536
-_PLACES_EACH: Final = 8
+_PLACES_EACH: Final = 32
 """Of a doorkeeper: bytes, so many for each who comes that few share one."""
+_PERIODS: Final = 255
 
 _MOST_REPEATS: Final = 65_536
 _MOST_DENIED: Final = 4_096

@@ -137,7 +137,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_REDIS_URL",
         "",
         "`redis://…`: rate limits that several server processes share, and the broker unless that is set by itself. "
-        "Unset: limits are counted in the one server process.",
+        "Unset: each process counts for itself; the ordinary server is one, and each worker of `verifier` is another.",
     ),
     Setting(
         "KEYVAULT_BROKER_URL",

@@ -71,7 +71,8 @@ class Generation:
             before = words[0]
             for number, subject in enumerate(subjects, start=before + 1):
                 _write_slot(words, number, subject)
-            words[0] = before + len(subjects)
+            # Whoever was stopped in the middle goes on after others have given up waiting, and writes over their slots.
+            words[0] = before + len(subjects) if words[0] == before else time.time_ns()
 
     def since(self, seen: int) -> tuple[int, list[Subject] | None]:
         """The word now, and the subjects announced since it was `seen`; None: too many, or unknown: forget everything.

@@ -1,10 +1,11 @@
 """The journal of revocations, outside the database: what no restored backup and no failed-over replica brings back.
 
 What ends for ever is written down here and synced to the disk as the last act before its transaction commits, and
-marked as committed before the caller is answered. So every end that was answered with a yes is in the journal. One
-whose commit failed has no mark, and counts for nothing while this machine runs; a minute later the worker marks it as
-dropped. Where the machine went down before that it may be the mark of a commit that is lost, and the end counts: too
-much is revoked then, never too little.
+marked as committed before the caller is answered. So every end that was answered with a yes is in the journal; where
+it or its mark could not be written the log says so, and the worker appends it within a minute. One whose commit failed
+has no mark, and counts for nothing while this machine runs; a minute later the worker marks it as dropped. Where the
+machine went down before that it may be the mark of a commit that is lost, and the end counts: too much is revoked then,
+never too little.
 
 Each host has its own journal, on a disk of its own. What other hosts revoked, and what could not be written, the
 worker appends from the change feed (`journal_healing`). All processes of a host append to the file at once.

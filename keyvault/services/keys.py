@@ -171,6 +171,8 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
         with _as_it_is(grant, key):
             if key.state not in ended:
                 _report_compromise(grant, key)
+    else:
+        tell_host([key.alters()])  # as in `_revoke`
     return last_sequence(key)
 
 
@@ -193,7 +195,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
             grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
         ) as record:
             pass
-        tell_host([key.alters()])  # as above
+        tell_host([key.alters()])  # as in `_revoke`
         return record
     return _move(
         grant,

@@ -4,11 +4,12 @@ A verifier is waited for while it may still answer from memory: it has said no f
 (`Verifier.seen_at`) less than its staleness bound has passed. After that it answers from memory no longer, whatever
 became of it. All times are the database's: who asks and who confirmed may be on different hosts.
 
-Two limits. A verifier measures its own staleness in monotonic time, and the database's clock may be set: a step
+Three limits. A verifier measures its own staleness in monotonic time, and the database's clock may be set: a step
 forwards while a verifier is silent makes that one count as expired, and the receipt as complete, too early by at most
 the step. (`KEYVAULT_MAX_STALENESS` after the change no verifier says yes by what was before, whatever any clock shows.)
 And a verifier that was started while a writer lingers has confirmed nothing until that one ends: receipts of earlier
-changes wait for it too, though it knows them.
+changes wait for it too, though it knows them. And on SQLite, which is one host's, a verifier that cannot write what it
+has confirmed goes on by its host's word.
 """
 
 import logging

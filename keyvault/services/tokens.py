@@ -15,6 +15,7 @@ from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
+from keyvault.services.feed import tell_host
 from keyvault.services.operators import operator_row
 from keyvault.services.peppers import freshen_peppers, load_peppers
 from keyvault.services.recording import recorded
@@ -120,6 +121,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
 def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
     """At once and for ever."""
     if token.revoked_at is not None:
+        tell_host([token.alters()])  # whoever asks again may have lost the answer to a commit
         raise StateConflictError("The token was revoked already.")
     with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)

@@ -135,7 +135,7 @@ def _verifier(site: Site) -> Plan:
 
 
 def _missing_verifier(house_of: Callable[[Site], House], name: str) -> Callable[[Site], Plan]:
-    """It remembers one key, the first that it is asked for, and is asked for the others."""
+    """It remembers one key, and is asked for as many others in turn that it knows none of them: see `Doorkeeper`."""
 
     def plan(site: Site) -> Plan:
         house = house_of(site)

@@ -26,6 +26,7 @@ from keyvault.hotpath.stores import DatabaseStore
 from keyvault.hotpath.waiting import SoonStore, TellKeys, WaitingDoor
 from keyvault.services.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys import get_key, suspend_key
+from keyvault.services.reads import find_keys
 from keyvault.services.usage import UsageLog
 from tests.api.integration import losing
 from tests.doors.golden import forged
@@ -827,6 +828,7 @@ def test_engine_holds_no_string_that_was_shown_to_it(stage: Stage) -> None:
     for _ in range(3):
         primed.ask(stage.token, refused)
         primed.ask(stage.token, {**refused, "user_agent": f"shop/1 {gone_text.reveal()}"})
+        primed.ask(stage.token, {**refused, "user_agent": gone_text.reveal().replace("_", "%5F")})
         primed.ask(stage.token, {**refused, "origin": f"https://shop.example/{gone_text.reveal()}"})
         primed.ask(stage.token, stage.asked)
         primed.ask(stage.token, {**stage.asked, "user_agent": agent})
@@ -863,20 +865,54 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
         assert stage.token[27:60] not in repr(each)
 
 
-def test_engine_that_has_forgotten_all_for_want_of_room_grants_nothing_by_it(
+def test_engine_with_room_for_few_accounts_answers_for_many_and_forgets_no_key_for_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarantee: a decision does not remember what was forgotten in its midst: nobody would hear of its end."""
     monkeypatch.setattr("keyvault.hotpath.engine._MOST_ACCOUNTS", 1)
     make_merchant("globex")
-    _, other = issue(account("globex"))
+    other, text = issue(account("globex"))
     primed = prime()
-    for text in (stage.text, *3 * (other.reveal(),)):
-        assert decision(primed.ask(stage.token, {**stage.asked, "key": text})) == ALLOWED
-    # Read and not proved: the proof then makes room for its account while it is decided the fast way.
-    primed.ask(stage.token, {**stage.asked, "key": forged(stage.text)})
-    for _ in range(2):
+    for _ in range(4):
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
-    suspend(stage)
-    primed.engine.evict([("key", stage.key.key_id)])
-    assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
+        assert decision(primed.ask(stage.token, {**stage.asked, "key": text.reveal()})) == ALLOWED
+    engine = primed.engine
+    assert engine.memory.keys.by_id.keys() == {stage.key.key_id, other.key_id}
+    assert engine.memory.tokens.by_id
+    assert (len(engine._purses), len(engine._all_purses)) == (1, 2)
+    engine.evict([("limit", "any")])
+    assert not [each for each in engine._all_purses if each.by_way or each.by_name], "nobody keeps the old rules"
+    engine.evict(None)
+    gc.collect()
+    assert not engine._all_purses
+
+
+def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budgets that are spent elsewhere send every question the whole way, which learns from each."""
+    primed = prime()
+    monkeypatch.setattr(primed.engine.ports.budgets, "payer", lambda buckets: lambda cost: None)
+    asked = {**stage.asked, "store": "shop-1"}
+    for _ in range(20):
+        assert decision(primed.ask(stage.token, asked)) == ALLOWED
+    (purses,) = primed.engine._all_purses
+    assert len(purses.by_way) == len(primed.engine._ways) == 1
+
+
+def test_engine_key_that_many_have_asked_for_at_once_is_remembered_once(stage: Stage) -> None:
+    primed = prime()
+    remember_rules(primed, stage)
+    engine = primed.engine
+    engine.evict([("key", stage.key.key_id)])
+    bodies = [encode({**stage.asked, "client_ip": f"192.0.2.{number}"}) for number in range(3)]
+    missed = [engine.verify_known(f"Bearer {stage.token}".encode(), body) for body in bodies]
+    found = find_keys({stage.key.key_id})
+    before = None
+    for each in missed:
+        assert isinstance(each, Missed)
+        (answer,) = engine.verify_missed([each], found)
+        assert answer is not None
+        known = engine.memory.keys.by_id[stage.key.key_id]
+        assert before in (None, known)
+        before = known
+    assert len(engine.memory.keys.by_tag) == 1

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -116,6 +117,32 @@ def test_services_act_has_told_the_host_when_it_returns(
     assert word != seen
     _, changes = written_since(before)
     assert shared.since(seen) == (word, unique(changes))
+
+
+ENDS = [
+    "keys.revoke_key",
+    "keys.report_compromise",
+    "keys.revoke_own_key",
+    "customer_tokens.revoke_customer_token",
+    "tokens.revoke_service_token",
+]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_services_end_is_told_to_the_host_again_by_whoever_asks_for_it_again(
+    busy: Scene, shared: Generation, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who made it may have died between commit and word: whoever has an answer then has it after the word."""
+    act = ACTS[name].prepare(busy)
+    before, seen = last_ids(), shared.words[0]
+    with monkeypatch.context() as killed:
+        killed.setattr(feed, "tell_host", lambda subjects: None)
+        act()
+    _, changes = written_since(before)
+    assert (len(changes), shared.words[0]) == (1, seen)
+    with suppress(StateConflictError):
+        act()
+    assert shared.since(seen) == (shared.words[0], changes)
 
 
 def test_services_act_on_a_host_whose_word_cannot_be_written_is_done_and_logged(

@@ -244,6 +244,25 @@ def test_generation_writer_does_not_wait_for_a_stopped_writer(path: Path, monkey
     assert shared.since(jumped)[1] is None
 
 
+def test_generation_writer_that_goes_on_after_others_gave_up_waiting_hides_nothing_of_theirs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has not looked in between forgets everything, and not just what the stopped one tells of."""
+    monkeypatch.setattr(subject_under_test, "_WRITER_SECONDS", 0.01)
+    stopped, other, reader = Generation(path), Generation(path), Generation(path)
+    seen = reader.words[0]
+    write = subject_under_test._write_slot
+
+    def stop(words: memoryview, number: int, subject: Subject) -> None:
+        write(words, number, subject)
+        if subject == key("stopped"):
+            other.announce([key("meanwhile")])
+
+    monkeypatch.setattr(subject_under_test, "_write_slot", stop)
+    stopped.announce([key("stopped")])
+    assert reader.since(seen)[1] is None
+
+
 def _announce_forever(path: Path, writer: int, ready: "multiprocessing.queues.Queue[int]") -> None:
     shared = Generation(path)
     ready.put(writer)
