@@ -12,7 +12,7 @@ from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
 from keyvault.api.integration import Call, Server
 from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
-from keyvault.api.serializers import StrictBoolean, StrictInteger, StrictSerializer, StrictText
+from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.models import Credential
 from keyvault.services.authorization import authorize
@@ -49,11 +49,11 @@ class RotationRequest(StrictSerializer):
     reason = StrictText(required=False, max_length=300)
     not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
     deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
-    proof = serializers.ChoiceField(choices=[proof.value for proof in Proof], required=False)
-    at_deadline = serializers.ChoiceField(choices=[each.value for each in AtDeadline], required=False)
-    reinstatement = serializers.ChoiceField(choices=[each.value for each in Reinstatement], required=False)
+    proof = OneOf(Proof, required=False)
+    at_deadline = OneOf(AtDeadline, required=False)
+    reinstatement = OneOf(Reinstatement, required=False)
     channels = serializers.ListField(
-        child=serializers.ChoiceField(choices=[each.value for each in DeliveryChannel]),
+        child=OneOf(DeliveryChannel),
         required=False,
         min_length=1,
         max_length=len(DeliveryChannel),

@@ -2,7 +2,8 @@
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import Any
 
 from django.http import QueryDict
@@ -36,6 +37,15 @@ class RawText(serializers.Field[Any, Any, Any, Any]):
 
     def to_representation(self, value: Any) -> Any:
         raise NotImplementedError("raw text is never sent back")
+
+
+class OneOf(serializers.ChoiceField):
+    """A word of ours; whoever sends another is told which there are."""
+
+    def __init__(self, words: Iterable[StrEnum], **options: Any) -> None:
+        choices = [word.value for word in words]
+        refusal = f'"{{input}}" is none of {", ".join(choices)}.'
+        super().__init__(choices, error_messages={"invalid_choice": refusal}, **options)
 
 
 class StrictInteger(serializers.IntegerField):
@@ -91,7 +101,7 @@ class ClientAddress(StrictText):
 
 class VerifyRequest(StrictSerializer):
     key = RawText(allow_null=True)
-    environment = serializers.ChoiceField(choices=[env.value for env in Environment])
+    environment = OneOf(Environment)
     endpoint = StrictText(required=False, max_length=100)
     method = StrictText(required=False, pattern="[A-Z]{1,16}")
     path = StrictText(required=False, max_length=8192)
@@ -116,7 +126,7 @@ class VerifyBatchRequest(StrictSerializer):
 
 
 class RevokeRequest(StrictSerializer):
-    reason = serializers.ChoiceField(choices=[reason.value for reason in RevocationReason])
+    reason = OneOf(RevocationReason)
 
 
 class QuerySerializer(StrictSerializer):
@@ -140,8 +150,8 @@ class QueryInteger(serializers.IntegerField):
 
 class CredentialQuery(QuerySerializer):
     merchant = StrictText(required=False, max_length=64)
-    environment = serializers.ChoiceField(choices=[env.value for env in Environment], required=False)
-    kind = serializers.ChoiceField(choices=[kind.value for kind in KeyKind], required=False)
+    environment = OneOf(Environment, required=False)
+    kind = OneOf(KeyKind, required=False)
     cursor = StrictText(required=False, pattern="crd_[0-9A-Za-z]{20}")
     limit = QueryInteger(required=False, min_value=1, max_value=200, default=50)
 
@@ -150,10 +160,10 @@ class CredentialRequest(StrictSerializer):
     """`label` and what a delivery needs are the service's to judge."""
 
     merchant = StrictText(max_length=64)
-    environment = serializers.ChoiceField(choices=[env.value for env in Environment])
-    kind = serializers.ChoiceField(choices=[kind.value for kind in KeyKind])
+    environment = OneOf(Environment)
+    kind = OneOf(KeyKind)
     label = StrictText(required=False, max_length=100)  # type: ignore[assignment]  # DRF takes fields off the class
-    delivery = serializers.ChoiceField(choices=[way.value for way in Delivery], required=False)
+    delivery = OneOf(Delivery, required=False)
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
     recipient_public_key = StrictText(required=False, max_length=KEY_CHARACTERS)
 

@@ -82,7 +82,6 @@ class Engine:
         self.answered_from_memory = 0
         self._ways: dict[tuple[object, ...], Way] = {}
         self._purses: OrderedDict[tuple[object, ...], Purses] = OrderedDict()
-        self._most_accounts = min(capacity, _MOST_ACCOUNTS)
         self._all_purses: WeakSet[Purses] = WeakSet()
         """Also of accounts that are no longer among these, and whose keys are remembered."""
         self._uses: dict[Use, Tally] = {}
@@ -322,7 +321,8 @@ class Engine:
         tally[LAST] = wall
         if asker is not None:
             token, tag = asker
-            self.memory.remember_question(tag, Repeat(token, known, purse, cost, use))
+            if self.memory.has_room_for(tag):
+                self.memory.remember_question(tag, Repeat(token, known, purse, cost, use))
         return purse.template.fill(standing, request_id, holding.identity)
 
     def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
@@ -478,7 +478,7 @@ class Engine:
         )
         purses = self._purses.get(account)
         if purses is None:
-            if len(self._purses) >= self._most_accounts:
+            if len(self._purses) >= _MOST_ACCOUNTS:
                 self._purses.popitem(last=False)
             purses = self._purses[account] = Purses(record)
             self._all_purses.add(purses)

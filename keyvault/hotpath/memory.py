@@ -67,9 +67,9 @@ class Doorkeeper:
         self._places = bytearray(size)
         self._before, self._now = _PERIODS, 1
 
-    def has_come(self, identity: str) -> bool:
+    def has_come(self, identity: str | bytes) -> bool:
         """Now it has."""
-        place = hash(identity) & self._mask  # nobody else knows this process's hashes of texts
+        place = hash(identity) & self._mask  # nobody else knows this process's hashes of texts and bytes
         last, now = self._places[place], self._now
         if last == now:
             return True
@@ -195,6 +195,7 @@ class Memory:
         self.denied: OrderedDict[bytes, Any] = OrderedDict()
         """Likewise, of those that are no good for ever."""
         self._most_repeats = min(capacity, _MOST_REPEATS)
+        self._questions = Doorkeeper(self._most_repeats)
         self._most_denied = min(capacity, _MOST_DENIED)
         self.absent = Absent(_MOST_ABSENT, _ABSENT_SECONDS)
 
@@ -228,6 +229,10 @@ class Memory:
         known = Known(record.service.token_id, record, record.expires_at.timestamp())
         self.tokens.put(known)
         return known
+
+    def has_room_for(self, tag: bytes) -> bool:
+        """Whether this question is to be remembered: once there are as many as fit, only one that comes again is."""
+        return len(self.repeats) < self._most_repeats or self._questions.has_come(tag)
 
     def remember_question(self, tag: bytes, repeat: Any) -> None:
         """The oldest goes first: it costs its next asker some microseconds."""

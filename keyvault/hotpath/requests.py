@@ -299,7 +299,7 @@ def _environment(value: object) -> str | None:
         return None
     text = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else type(value).__name__
     shown = redact(text)[:64]
-    return f'"{shown}" is not a valid choice.'
+    return f'"{shown}" is none of {", ".join(Environment)}.'
 
 
 _FIELDS: dict[str, tuple[bool, Callable[[object], str | None]]] = {

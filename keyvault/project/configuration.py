@@ -98,6 +98,15 @@ def _limit(text: str) -> tuple[int, int]:
     return int(count), int(seconds)
 
 
+def _url(*schemes: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text and urlsplit(text).scheme not in schemes:
+            raise ValueError(f"an address that begins with {' or '.join(f'{scheme}:' for scheme in schemes)}")
+        return text
+
+    return read
+
+
 def _percent(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 100:
         raise ValueError("1 to 100")
@@ -132,12 +141,14 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_DATABASE_URL",
         "",
         "`postgres://…` for PostgreSQL. Unset: SQLite in the data folder.",
+        _url("postgres", "postgresql", "sqlite"),
     ),
     Setting(
         "KEYVAULT_REDIS_URL",
         "",
         "`redis://…`: rate limits that several server processes share, and the broker unless that is set by itself. "
         "Unset: each process counts for itself; the ordinary server is one, and each worker of `verifier` is another.",
+        _url("redis", "rediss", "unix"),
     ),
     Setting(
         "KEYVAULT_BROKER_URL",

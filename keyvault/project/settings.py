@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import dj_database_url
+from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
 from keyvault.domain.networks import IPNetwork
@@ -14,7 +15,10 @@ _chosen = read_settings()
 
 # --- the host's choices -----------------------------------------------------------------------------------
 
-DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
+try:
+    DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
+except OSError as _error:
+    raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be made: {_error.strerror}") from None
 KEY_BRAND: str = _chosen["KEYVAULT_KEY_BRAND"]
 ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
 BASE_URLS = find_base_urls(_chosen)

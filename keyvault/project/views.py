@@ -1,5 +1,6 @@
 """Answers to what reached no view: problem documents for machines, plain pages in the console."""
 
+from django.core.exceptions import DisallowedHost
 from django.http import HttpRequest, HttpResponse
 from django.views import defaults
 
@@ -11,6 +12,8 @@ from keyvault.domain.errors import ErrorCode, Fault
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     detail = "The request cannot be read."
+    if isinstance(exception, DisallowedHost):
+        detail = "The service goes by no such host name; see KEYVAULT_ORIGIN and KEYVAULT_ALLOWED_HOSTS."
     return problem_response(ErrorCode.REQUEST_INVALID, detail, request, faults=[Fault("", detail)])
 
 

@@ -77,12 +77,16 @@ def answers(*statuses: int) -> Callable[[int, bytes], bool]:
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def verify(house: House, name: str) -> Case:
-    """One key a request, all of them in rotation."""
+CLIENTS = 250
+"""Addresses that clients of the questions have."""
+
+
+def verify(house: House, name: str, clients: int = 1) -> Case:
+    """One key a request, all of them in rotation; as often as told, each time for another client."""
     revoked, unknown = _body(house.revoked, 0), _body(house.unknown, 0)
     return Case(
         name,
-        [_verify(house, _body(key, turn)) for turn, key in enumerate(house.keys)],
+        [_verify(house, _body(key, turn + client)) for client in range(clients) for turn, key in enumerate(house.keys)],
         [
             *(Probe("a valid key", _verify(house, _body(key, 0)), _is_allowed) for key in house.keys[:CHECKED_KEYS]),
             Probe("the revoked key", _verify(house, revoked), _has_code("key_revoked")),
@@ -121,7 +125,7 @@ def _body(key: str, turn: int) -> dict[str, str]:
         "key": key,
         "environment": "production",
         "endpoint": "orders.retrieve",
-        "client_ip": f"203.0.113.{turn % 250 + 1}",
+        "client_ip": f"203.0.113.{turn % CLIENTS + 1}",
         "user_agent": "checkout/2.4",
     }
 

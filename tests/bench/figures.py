@@ -179,6 +179,7 @@ class Target:
 
 
 HIT, OWN_HELLO, UVICORN_HELLO, GRANIAN_HELLO = "verifier", "own hello", "uvicorn hello", "Granian WSGI hello"
+ANEW = "verifier, asked anew"
 WSGI_DOOR, MISS, MISS_SQLITE, BATCH = "WSGI door", "miss, PostgreSQL", "miss, SQLite", "batch of 100"
 SERVER_DOOR = "server of make run"
 NGINX_HELLO, API_KEY, KNOX = "nginx return 200", "djangorestframework-api-key", "django-rest-knox"

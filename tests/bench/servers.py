@@ -12,6 +12,7 @@ from tests.servers.throwaway import free_port
 from . import cases, openbao
 from .cases import Case
 from .figures import (
+    ANEW,
     API_KEY,
     BAO_KV,
     BAO_TOKEN,
@@ -134,6 +135,18 @@ def _verifier(site: Site) -> Plan:
     )
 
 
+def _verifier_asked_anew(site: Site) -> Plan:
+    """It knows every key, and room for half as many questions as there are: it never has one that it had before."""
+    house = site.on_postgres
+    environ = {**house.environ, "KEYVAULT_VERIFIER_KEYS": str(_ROOM_BESIDE + len(house.keys))}
+    return Plan(verifier_command(), environ, lambda port: [cases.verify(house, ANEW, clients=_CLIENTS)])
+
+
+_ROOM_BESIDE = 10
+"""For the keys of the probes."""
+_CLIENTS = 4
+
+
 def _missing_verifier(house_of: Callable[[Site], House], name: str) -> Callable[[Site], Plan]:
     """It remembers one key, and is asked for as many others in turn that it knows none of them: see `Doorkeeper`."""
 
@@ -198,6 +211,7 @@ SERVERS = (
     Server("Granian WSGI hello", (GRANIAN_HELLO,), _granian_hello),
     Server("uvicorn hello", (UVICORN_HELLO,), _uvicorn_hello),
     Server("verifier", (HIT, BATCH), _verifier),
+    Server("verifier asked anew", (ANEW,), _verifier_asked_anew),
     Server("WSGI door", (WSGI_DOOR,), _wsgi_door),
     Server("server of make run", (SERVER_DOOR,), _server_door),
     Server("missing verifier", (MISS,), _missing_verifier(lambda site: site.on_postgres, MISS), is_waiting=True),

@@ -78,6 +78,21 @@ def test_engine_questions_that_were_granted_are_remembered_in_bounds(stage: Stag
     assert primed.engine.memory.repeats
 
 
+def test_engine_question_that_comes_again_and_again_is_not_driven_out_by_others_that_come_once(stage: Stage) -> None:
+    primed = prime(capacity=4)
+    for _ in range(3):
+        assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
+    kept = set(primed.engine.memory.repeats)
+    once = [{**stage.asked, "client_ip": f"192.0.2.{number}"} for number in range(20)]
+    for asked in once:
+        assert decision(primed.ask(stage.token, asked)) == ALLOWED
+    assert kept < primed.engine.memory.repeats.keys()
+    full = set(primed.engine.memory.repeats)
+    primed.ask(stage.token, once[-1])
+    assert primed.engine.memory.repeats.keys() != full, "it has come again"
+    assert len(full) == len(primed.engine.memory.repeats) == 4
+
+
 def test_engine_question_granted_again_is_counted_each_time(stage: Stage) -> None:
     primed = prime()
     primed.ask(stage.token, stage.asked)

@@ -92,6 +92,9 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),
         ({"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": "http://vault.example"}, "https"),
         ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
+        ({"KEYVAULT_DATABASE_URL": "mysql://a:short@b/c"}, "KEYVAULT_DATABASE_URL: wants an address that begins with"),
+        ({"KEYVAULT_REDIS_URL": "short"}, "KEYVAULT_REDIS_URL: wants an address that begins with redis: or"),
+        ({"KEYVAULT_DATA_DIR": "/dev/null/x"}, "KEYVAULT_DATA_DIR: /dev/null/x cannot be made: Not a directory"),
     ],
 )
 def test_start_with_a_setting_that_cannot_be_meant_is_refused(
@@ -102,6 +105,7 @@ def test_start_with_a_setting_that_cannot_be_meant_is_refused(
     assert done.returncode != 0
     assert complaint in done.stderr
     assert "short" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_start_leaves_nothing_in_the_data_folder_that_others_can_read(tmp_path: Path) -> None:

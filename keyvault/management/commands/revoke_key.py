@@ -1,5 +1,6 @@
 """Ends a key, at once and for ever."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,6 @@ def _words_of(receipt: Mapping[str, Any]) -> str:
 
 
 def _seconds(text: str) -> int:
-    """Raises ValueError, which argparse words."""
     if not text.isascii() or not text.isdecimal():
-        raise ValueError
+        raise ArgumentTypeError("a whole number of seconds")
     return int(text)

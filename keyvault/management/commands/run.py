@@ -3,6 +3,7 @@
 import json
 import secrets
 import shlex
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -106,10 +107,9 @@ class Command(BaseCommand):
 
 
 def port_number(text: str) -> int:
-    port = int(text)
-    if not 1 <= port <= 65535:
-        raise ValueError
-    return port
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError("a port is a number from 1 to 65535")
+    return int(text)
 
 
 def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:

@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,10 +92,9 @@ class Command(BaseCommand):
 
 
 def worker_count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= MOST_WORKERS:
-        raise ValueError
-    return count
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
+        raise ArgumentTypeError(f"1 to {MOST_WORKERS} processes")
+    return int(text)
 
 
 def refuse_taken(host: str, port: int) -> None:
