@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from django.test import Client
 
+import keyvault.project.urls  # noqa: F401  with all environments, whichever test comes first
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
