@@ -54,6 +54,10 @@ class AnsweringCommand(BaseCommand):
             raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.words(answer))
 
+    def warn_of_secrecy(self) -> None:
+        """On standard error: it is kept nowhere."""
+        self.stderr.write("Made without --reveal: nobody can read this token, now or later.")
+
     def tell_of_wrapping(self, what: str) -> None:
         """On standard error: what comes after a token. `what` names the request or the rotation."""
         self.stderr.write(

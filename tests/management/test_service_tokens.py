@@ -41,9 +41,16 @@ def test_rotate_service_token_answers_with_both_tokens_and_reveals_when_asked() 
     assert prove_service_token(old.reveal(), ends_at) is None
 
 
-def test_rotate_service_token_without_reveal_prints_no_token() -> None:
+def test_service_token_made_without_reveal_is_printed_nowhere_and_that_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     token, _ = make_token()
-    assert "token" not in rotate(token)
+    words = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify")
+    for answer in (rotate(token), run(*words)):
+        assert "token" not in answer
+        assert "without --reveal: nobody can read this token" in capsys.readouterr().err
+    run(*words, "--reveal")
+    assert capsys.readouterr().err == ""
 
 
 def test_rotate_service_token_by_an_operator_is_in_their_name_and_the_host_user_s() -> None:

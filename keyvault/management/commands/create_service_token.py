@@ -55,4 +55,6 @@ class Command(AnsweringCommand):
         answer: dict[str, Any] = {"key_id": token.token_id, "expires_at": token.expires_at, "is_probe": token.is_probe}
         if options["reveal"]:
             answer["token"] = text.reveal()
+        else:
+            self.warn_of_secrecy()
         return answer

@@ -44,4 +44,6 @@ class Command(AnsweringCommand):
         }
         if options["reveal"]:
             answer["token"] = text.reveal()
+        else:
+            self.warn_of_secrecy()
         return answer
