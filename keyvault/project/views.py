@@ -13,7 +13,7 @@ from keyvault.domain.errors import ErrorCode, Fault
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     detail = "The request cannot be read."
     if isinstance(exception, DisallowedHost):
-        detail = "The service goes by no such host name; see KEYVAULT_ORIGIN and KEYVAULT_ALLOWED_HOSTS."
+        detail = "The service goes by no such host name."  # KEYVAULT_ALLOWED_HOSTS is the operator's to know
     return problem_response(ErrorCode.REQUEST_INVALID, detail, request, faults=[Fault("", detail)])
 
 

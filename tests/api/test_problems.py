@@ -130,7 +130,9 @@ def test_fault_of_ours_tells_nothing_about_itself(call: Call, monkeypatch: pytes
 def test_host_that_is_not_ours_is_refused(client: Client, caplog: pytest.LogCaptureFixture, host: str) -> None:
     """And told to the log in one plain line: anybody could fill the log of errors otherwise."""
     caplog.set_level("INFO")
-    assert refused(client.get("/healthz", headers={"Host": host})) == (400, "request_invalid")
+    response = client.get("/healthz", headers={"Host": host})
+    assert refused(response) == (400, "request_invalid")
+    assert response.json()["detail"] == "The service goes by no such host name."
     assert [(record.name, record.levelname, record.exc_info) for record in caplog.records] == [
         ("keyvault.requests", "INFO", None)
     ]
