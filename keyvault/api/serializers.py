@@ -13,6 +13,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.redaction import redact
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential
 from keyvault.services.keys import describe_key
@@ -46,6 +47,14 @@ class OneOf(serializers.ChoiceField):
         choices = [word.value for word in words]
         refusal = f'"{{input}}" is none of {", ".join(choices)}.'
         super().__init__(choices, error_messages={"invalid_choice": refusal}, **options)
+
+    def to_internal_value(self, data: Any) -> str:
+        """As `hotpath.requests` words it: what was sent may be a key, or half a surrogate pair."""
+        if not isinstance(data, str):
+            raise serializers.ValidationError("Not a string.")
+        if data not in self.choices:
+            self.fail("invalid_choice", input=redact(data.encode(errors="backslashreplace").decode())[:64])
+        return data
 
 
 class StrictInteger(serializers.IntegerField):

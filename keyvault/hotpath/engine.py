@@ -130,7 +130,7 @@ class Engine:
     def _forget_rules(self) -> None:
         self.rules = None
         self._ways.clear()
-        for purses in self._all_purses:
+        for purses in list(self._all_purses):
             # Emptied and not dropped: keys that are remembered still have them, and with them the replaced rules.
             purses.by_way.clear()
             purses.by_name.clear()

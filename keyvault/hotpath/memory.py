@@ -69,7 +69,7 @@ class Doorkeeper:
 
     def has_come(self, identity: str | bytes) -> bool:
         """Now it has."""
-        place = hash(identity) & self._mask  # nobody else knows this process's hashes of texts and bytes
+        place = hash(identity) & self._mask  # of texts and bytes each process has its own
         last, now = self._places[place], self._now
         if last == now:
             return True
@@ -232,7 +232,8 @@ class Memory:
 
     def has_room_for(self, tag: bytes) -> bool:
         """Whether this question is to be remembered: once there are as many as fit, only one that comes again is."""
-        return len(self.repeats) < self._most_repeats or self._questions.has_come(tag)
+        is_there = tag in self.repeats or len(self.repeats) < self._most_repeats
+        return is_there or self._questions.has_come(tag)
 
     def remember_question(self, tag: bytes, repeat: Any) -> None:
         """The oldest goes first: it costs its next asker some microseconds."""

@@ -295,10 +295,11 @@ def _boolean(value: object) -> str | None:
 
 
 def _environment(value: object) -> str | None:
-    if isinstance(value, str) and value in set(Environment):
+    if not isinstance(value, str):
+        return "Not a string."
+    if value in set(Environment):
         return None
-    text = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else type(value).__name__
-    shown = redact(text)[:64]
+    shown = redact(value.encode(errors="backslashreplace").decode())[:64]
     return f'"{shown}" is none of {", ".join(Environment)}.'
 
 

@@ -100,8 +100,9 @@ def _limit(text: str) -> tuple[int, int]:
 
 def _url(*schemes: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if text and urlsplit(text).scheme not in schemes:
-            raise ValueError(f"an address that begins with {' or '.join(f'{scheme}:' for scheme in schemes)}")
+        scheme, _, rest = text.partition("://")  # whatever else is wrong is not told: there is a password in it
+        if text and (not rest or scheme.lower() not in schemes):
+            raise ValueError(f"an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
         return text
 
     return read
@@ -148,7 +149,7 @@ SETTINGS: tuple[Setting, ...] = (
         "",
         "`redis://…`: rate limits that several server processes share, and the broker unless that is set by itself. "
         "Unset: each process counts for itself; the ordinary server is one, and each worker of `verifier` is another.",
-        _url("redis", "rediss", "unix"),
+        _url("redis", "rediss"),
     ),
     Setting(
         "KEYVAULT_BROKER_URL",

@@ -111,13 +111,18 @@ TEMPLATES = [
     }
 ]
 
-DATABASES = {
-    "default": dj_database_url.parse(
-        _chosen["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
-        conn_max_age=60,
-        conn_health_checks=True,
-    )
-}
+try:
+    DATABASES = {
+        "default": dj_database_url.parse(
+            _chosen["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
+            conn_max_age=60,
+            conn_health_checks=True,
+        )
+    }
+except ValueError:
+    raise ImproperlyConfigured(
+        "KEYVAULT_DATABASE_URL: cannot be read; in a password write # as %23, / as %2F, and so on"
+    ) from None
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     ensure_private_file(Path(DATABASES["default"]["NAME"]))
     # IMMEDIATE: a transaction that will write takes the write lock at its start, so that what it read is

@@ -29,6 +29,9 @@ from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import Record, recorded
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
+_NEWS = timedelta(minutes=1)
+"""So long, at most, a verifier vouches for what it knew before (`KEYVAULT_MAX_STALENESS`)."""
+
 _REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
 
 MAX_VERIFYING = 2
@@ -167,12 +170,14 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
     if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
         raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
     ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
-    if key.state not in ended:
+    is_repeat = key.state in ended
+    if not is_repeat:
         with _as_it_is(grant, key):
-            if key.state not in ended:
+            is_repeat = key.state in ended
+            if not is_repeat:
                 _report_compromise(grant, key)
-    else:
-        tell_host([key.alters()])  # as in `_revoke`
+    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _NEWS):
+        tell_host([key.alters()])  # as in `_revoke`; later nobody vouches for what was before
     return last_sequence(key)
 
 

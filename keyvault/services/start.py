@@ -38,7 +38,9 @@ def require_ready() -> None:
         require_current()
     except (OperationalError, ProgrammingError, InterfaceError) as error:
         why = str(error).partition("\n")[0]
-        raise ImproperlyConfigured(f"the database cannot be used: {why}; if it is new, run: manage.py setup") from error
+        is_new = isinstance(error, ProgrammingError) or "no such table" in why
+        hint = "; run: manage.py setup" if is_new else ""
+        raise ImproperlyConfigured(f"the database cannot be used: {why}{hint}") from error
     finally:
         connection.close()
 

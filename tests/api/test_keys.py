@@ -7,6 +7,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
+from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change
 from keyvault.services.merchants import find_account
 from tests.factories import issue, make_token
@@ -86,6 +87,30 @@ def test_revoke_without_a_known_reason_is_refused(call: Call, body: dict[str, ob
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     response = call("POST", f"/v1/keys/{key.key_id}/revoke", body)
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ("because", '"because" is none of '),
+        ("\ud800", '"\\ud800" is none of '),
+        ("x" * 60_000, f'"{"x" * 64}" is none of '),
+        ("", '"" is none of '),
+        (5, "Not a string."),
+        (None, "This field may not be null."),
+    ],
+    ids=["a word", "half a surrogate pair", "much", "nothing", "a number", "null"],
+)
+def test_revoke_for_another_reason_is_told_which_there_are(call: Call, sent: object, told: str) -> None:
+    key, text = issue(find_account("acme", Environment.SANDBOX))
+    response = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": sent})
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+    (fault,) = response.body["errors"]
+    if told.endswith("none of "):
+        told += ", ".join(RevocationReason) + "."
+    assert fault == {"pointer": "/reason", "detail": told}
+    shown = call("POST", f"/v1/keys/{key.key_id}/revoke", {"reason": text.reveal()})
+    assert text.reveal()[30:] not in str(shown.body)
 
 
 def test_credentials_are_filtered_and_paged(call: Call) -> None:

@@ -70,7 +70,7 @@ def test_start_without_tables_is_refused_in_one_line_that_says_what_to_run(
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "does not start" in line]
     assert why in line
-    assert "manage.py setup" in line
+    assert ("manage.py setup" in line) == (not settings)
     assert "Traceback" not in done.stderr
     assert "hunter2" not in done.stderr
 
@@ -93,7 +93,10 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": "http://vault.example"}, "https"),
         ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
         ({"KEYVAULT_DATABASE_URL": "mysql://a:short@b/c"}, "KEYVAULT_DATABASE_URL: wants an address that begins with"),
-        ({"KEYVAULT_REDIS_URL": "short"}, "KEYVAULT_REDIS_URL: wants an address that begins with redis: or"),
+        ({"KEYVAULT_DATABASE_URL": "postgres:a:short@b/c"}, "KEYVAULT_DATABASE_URL: wants an address"),
+        ({"KEYVAULT_DATABASE_URL": "postgres://u:short\u2100x@h/x"}, "KEYVAULT_DATABASE_URL: cannot be read"),
+        ({"KEYVAULT_DATABASE_URL": "postgres://u:short#@h/x"}, "KEYVAULT_DATABASE_URL: cannot be read"),
+        ({"KEYVAULT_REDIS_URL": "short"}, "KEYVAULT_REDIS_URL: wants an address that begins with redis:// or"),
         ({"KEYVAULT_DATA_DIR": "/dev/null/x"}, "KEYVAULT_DATA_DIR: /dev/null/x cannot be made: Not a directory"),
     ],
 )

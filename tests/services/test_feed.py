@@ -24,6 +24,7 @@ from tests.factories import grant, issue, now
 
 from .conftest import Scene, make_scene
 from .rows import last_ids, written_since
+from .test_customer_tokens import holder_of
 from .test_recording import ACTS
 
 pytestmark = pytest.mark.database
@@ -143,6 +144,22 @@ def test_services_end_is_told_to_the_host_again_by_whoever_asks_for_it_again(
     with suppress(StateConflictError):
         act()
     assert shared.since(seen) == (shared.words[0], changes)
+
+
+def test_services_end_of_a_key_that_somebody_else_has_just_ended_is_told_and_one_of_long_ago_is_not(
+    busy: Scene, shared: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever repeats it for ever keeps no verifier busy."""
+    issued, _ = issue(busy.sandbox)
+    seen_before = Key.objects.get(pk=issued.pk)
+    with monkeypatch.context() as killed:
+        killed.setattr(feed, "tell_host", lambda subjects: None)
+        keys.report_compromise(grant(busy.responder, P.KEYS_REPORT_COMPROMISE, busy.sandbox), issued)
+    for later, told in ((timedelta(0), [issued.alters()]), (timedelta(minutes=2), [])):
+        seen = shared.words[0]
+        allowed = grant(holder_of(issued), P.KEYS_REVOKE_SELF, busy.sandbox, at=now() + later)
+        keys.revoke_own_key(allowed, seen_before)
+        assert shared.since(seen) == (shared.words[0], told)
 
 
 def test_services_act_on_a_host_whose_word_cannot_be_written_is_done_and_logged(

@@ -1,5 +1,6 @@
 """Ends a key, at once and for ever."""
 
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +56,6 @@ def _words_of(receipt: Mapping[str, Any]) -> str:
 
 
 def _seconds(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise ArgumentTypeError("a whole number of seconds")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ArgumentTypeError(f"wants a whole number of seconds, not {text[:40]!r}")
     return int(text)

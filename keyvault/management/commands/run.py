@@ -1,6 +1,7 @@
 """The whole service in the foreground, with demo data: what `make run` runs."""
 
 import json
+import re
 import secrets
 import shlex
 from argparse import ArgumentTypeError
@@ -107,8 +108,8 @@ class Command(BaseCommand):
 
 
 def port_number(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise ArgumentTypeError("a port is a number from 1 to 65535")
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"wants 1 to 65535, not {text[:40]!r}")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import select
 import socket
 import stat
@@ -92,8 +93,8 @@ class Command(BaseCommand):
 
 
 def worker_count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
-        raise ArgumentTypeError(f"1 to {MOST_WORKERS} processes")
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= MOST_WORKERS:
+        raise ArgumentTypeError(f"wants 1 to {MOST_WORKERS}, not {text[:40]!r}")
     return int(text)
 
 
