@@ -5,16 +5,13 @@ from typing import Any
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
+from keyvault.api.serializers import OneOf
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind, KeyState, Retirement
 from keyvault.domain.revocation import RevocationReason
 from keyvault.services.receipts import Standing
-
-
-def _one_of(values: Any, **options: Any) -> serializers.ChoiceField:
-    return serializers.ChoiceField(choices=[value.value for value in values], **options)
 
 
 class HealthBody(serializers.Serializer[Any]):
@@ -32,27 +29,27 @@ class KeyBody(serializers.Serializer[Any]):
     """A key's state, never its material."""
 
     key_id = serializers.CharField()
-    state = _one_of(KeyState)
-    kind = _one_of(KeyKind)
+    state = OneOf(KeyState)
+    kind = OneOf(KeyKind)
     credential_id = serializers.CharField()
     merchant_id = serializers.CharField()
-    environment = _one_of(Environment)
+    environment = OneOf(Environment)
     created_at = serializers.DateTimeField()
     activated_at = serializers.DateTimeField(allow_null=True)
     expires_at = serializers.DateTimeField(allow_null=True)
     first_used_at = serializers.DateTimeField(allow_null=True)
     last_used_at = serializers.DateTimeField(allow_null=True)
-    retirement = _one_of(Retirement, allow_null=True)
-    reason = _one_of(RevocationReason, allow_null=True)
+    retirement = OneOf(Retirement, allow_null=True)
+    reason = OneOf(RevocationReason, allow_null=True)
 
 
 class CredentialBody(serializers.Serializer[Any]):
     credential_id = serializers.CharField()
     merchant_id = serializers.CharField()
-    environment = _one_of(Environment)
-    kind = _one_of(KeyKind)
+    environment = OneOf(Environment)
+    kind = OneOf(KeyKind)
     label = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
-    delivery = _one_of(Delivery)
+    delivery = OneOf(Delivery)
     created_at = serializers.DateTimeField()
     keys = KeyBody(many=True)
 
@@ -68,7 +65,7 @@ class VerifierBody(serializers.Serializer[Any]):
 
     verifier_id = serializers.CharField()
     door = serializers.CharField()
-    state = _one_of(Standing)
+    state = OneOf(Standing)
     confirmed_at = serializers.DateTimeField(allow_null=True)
     seen_at = serializers.DateTimeField()
 
@@ -86,7 +83,7 @@ class RevokedBody(serializers.Serializer[Any]):
     """`receipt` is there when the request said how long it would wait for one."""
 
     key_id = serializers.CharField()
-    state = _one_of(KeyState)
+    state = OneOf(KeyState)
     sequence = serializers.IntegerField()
     receipt = ReceiptBody(required=False)
 
@@ -112,16 +109,16 @@ class DecisionBody(serializers.Serializer[Any]):
 
     allowed = serializers.BooleanField()
     status = serializers.IntegerField()
-    code = _one_of(ErrorCode, allow_null=True)
+    code = OneOf(ErrorCode, allow_null=True)
     check = serializers.IntegerField(allow_null=True)
     headers = serializers.DictField(child=serializers.CharField())
     problem = ProblemField(required=False)
     request_id = serializers.CharField()
     key_id = serializers.CharField(required=False)
     credential_id = serializers.CharField(required=False)
-    kind = _one_of(KeyKind, required=False)
+    kind = OneOf(KeyKind, required=False)
     merchant_id = serializers.CharField(required=False)
-    environment = _one_of(Environment, required=False)
+    environment = OneOf(Environment, required=False)
     customer_id = serializers.CharField(required=False, allow_null=True)
     limit = LimitBody(required=False)
     trace = CheckBody(many=True, required=False)
@@ -133,12 +130,12 @@ class DecisionsBody(serializers.Serializer[Any]):
 
 class IssuanceRequestBody(serializers.Serializer[Any]):
     request_id = serializers.CharField()
-    state = _one_of(IssuanceState)
+    state = OneOf(IssuanceState)
     merchant_id = serializers.CharField()
-    environment = _one_of(Environment)
-    kind = _one_of(KeyKind)
+    environment = OneOf(Environment)
+    kind = OneOf(KeyKind)
     label = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
-    delivery = _one_of(Delivery)
+    delivery = OneOf(Delivery)
     recipient_public_key = serializers.CharField(required=False)
     created_at = serializers.DateTimeField()
     expires_at = serializers.DateTimeField()

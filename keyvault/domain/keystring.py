@@ -14,11 +14,10 @@ from msgspec import Struct
 
 from keyvault.domain.base62 import RandomBytes, decode_six, encode, random_digits
 from keyvault.domain.environments import Environment
-from keyvault.domain.ids import mint_key_id
+from keyvault.domain.ids import KEY_ID_DIGITS, mint_key_id
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 
-KEY_ID_DIGITS = 16
 SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 _DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS

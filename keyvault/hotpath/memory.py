@@ -62,13 +62,15 @@ class Doorkeeper:
 
     def __init__(self, most: int) -> None:
         self._most = self._left = max(most, _FEWEST_COMERS)
-        size = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length())
-        self._mask = size - 1
-        self._places = bytearray(size)
+        self._mask = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length()) - 1
+        self._places = bytearray()
+        """All of them once somebody comes: megabytes, which a memory that is never full does without."""
         self._before, self._now = _PERIODS, 1
 
     def has_come(self, identity: str | bytes) -> bool:
         """Now it has."""
+        if not self._places:
+            self._places = bytearray(self._mask + 1)
         place = hash(identity) & self._mask  # of texts and bytes each process has its own
         last, now = self._places[place], self._now
         if last == now:
@@ -90,7 +92,7 @@ class Shelf(Generic[R]):
 
     def __init__(self, capacity: int, on_drop: Callable[[Known[R]], None] | None = None) -> None:
         self._capacity = capacity
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper = Doorkeeper(capacity)
         self._on_drop: Callable[[Known[R]], None] | None = on_drop
         self.by_id: OrderedDict[str, Known[R]] = OrderedDict()
         self.by_tag: dict[bytes, Known[R]] = {}
@@ -100,11 +102,8 @@ class Shelf(Generic[R]):
         by_id = self.by_id
         if known.identity in by_id:
             self.drop(known.identity)
-        elif len(by_id) >= self._capacity:
-            if self._doorkeeper is None:
-                self._doorkeeper = Doorkeeper(self._capacity)
-            if not self._doorkeeper.has_come(known.identity):
-                return False
+        elif len(by_id) >= self._capacity and not self._doorkeeper.has_come(known.identity):
+            return False
         chances = _SECOND_CHANCES
         while len(by_id) >= self._capacity:
             # Not `next(iter(...))` of a dict, which walks over all that was taken away before.

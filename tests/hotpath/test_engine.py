@@ -505,6 +505,15 @@ def asks(door: WaitingDoor, stage: Stage, key: str | None = None, **more: object
     return found
 
 
+def at_work(stage: Stage) -> tuple[Primed, HeldStore, WaitingDoor]:
+    """An engine that lacks nothing for its answers but keys, and whose uses so far were taken."""
+    primed, store = prime(), HeldStore()
+    for _ in range(3):
+        outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+    primed.engine.take_uses()
+    return primed, store, WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+
+
 def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
     """Guarantee: a question that is asked after a change is not answered by a reading from before it."""
 
@@ -681,11 +690,7 @@ def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_f
     other = issue(account(), label="read for nobody")[1].reveal()
 
     async def run() -> None:
-        primed, store = prime(), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        for _ in range(3):
-            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
-        primed.engine.take_uses()
+        primed, store, door = at_work(stage)
         store.holds = True
         late, patient = asks(door, stage, other), asks(door, stage, issued)
         await until(lambda: len(store.readings) == 1)
@@ -708,11 +713,7 @@ def test_engine_missed_key_that_is_given_up_while_others_of_its_reading_are_answ
     keys = [issue(account(), label=f"number {number}") for number in range(waiting.AT_ONCE + 2)]
 
     async def run() -> None:
-        primed, store = prime(), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        for _ in range(3):
-            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
-        primed.engine.take_uses()
+        primed, store, door = at_work(stage)
         store.holds = True
         *asked, last = [asks(door, stage, text.reveal()) for _, text in keys]
         asked[0].add_done_callback(lambda _: last.cancel())
@@ -731,10 +732,7 @@ def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
     texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(3 * waiting.AT_ONCE)]
 
     async def run() -> None:
-        primed, store = prime(), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        for _ in range(3):
-            outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
+        _, store, door = at_work(stage)
         store.holds = True
         asked = [asks(door, stage, texts[0])]
         await until(lambda: len(store.readings) == 1)
