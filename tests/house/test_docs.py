@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from django.core.management import get_commands, load_command_class
 
+from keyvault.management.service import CONNECTIONS, SERVER, _programs
+from keyvault.project.bridge import Capacity
 from keyvault.wire.problems import problems_page
 from tests.house.pages import parts
 
@@ -63,6 +65,21 @@ def test_docs_commands_named_elsewhere_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"`(?:python )?manage\.py ([a-z_]+)", page.read_text()))
         assert named <= commands, (page, named - commands)
+
+
+def test_docs_server_is_started_with_the_options_of_make_run() -> None:
+    """Guarantee: the command for production has every bound that the embedded server has."""
+    (told,) = re.findall(r"`granian ([^`]+)`", README)
+    (program,) = (program for program in _programs(8000) if program.name == SERVER)
+    run = " ".join(program.command)
+    *options, application = re.split(r" (?=--)| (?=keyvault\.)", told)
+    assert application in run
+    assert [option for option in options if f"{option} " not in run] == []
+    assert {"--backpressure", "--http1-header-read-timeout"} <= {option.split()[0] for option in options}
+
+
+def test_docs_server_takes_as_many_requests_as_connections() -> None:
+    assert Capacity().requests == CONNECTIONS
 
 
 def test_docs_verbs_of_make_exist() -> None:
