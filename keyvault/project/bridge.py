@@ -12,8 +12,9 @@ path with its escapes undone, no body where its length was not announced. ASGI h
   asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
 
 The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
-sign-ins compute password hashes for anybody: they never delay the other planes. A full queue answers 503 with
-Retry-After, a body that arrives too slowly 408. The bridge drops a queued request when its client disconnects.
+sign-ins compute password hashes for anybody: the other planes keep their threads. The bridge answers 503 with
+Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
+disconnects.
 
 What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
 an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
@@ -26,7 +27,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 from wsgiref.types import WSGIApplication
@@ -307,17 +307,19 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = (), status: int | None = None) -> Answer:
+def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
     """An answer without Django: nothing of the request is looked at."""
-    found = refusal(status or PROBLEM_TYPES[code].status, code, detail, faults)
+    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)
 
 
 def _refuse_slow_body(seconds: float) -> Answer:
     """Answer 408 and close the connection: the rest of the body may still come."""
-    detail = f"The body did not arrive within {seconds:g} s. Send all of it within that time of the headers."
-    answer = _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)], HTTPStatus.REQUEST_TIMEOUT)
+    detail = (
+        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
+    )
+    answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
     answer.headers.append((b"connection", b"close"))
     return answer
 

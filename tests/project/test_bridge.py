@@ -11,6 +11,7 @@ import pytest
 from django.core.exceptions import RequestDataTooBig
 from django.core.handlers.wsgi import WSGIRequest
 
+from keyvault.hotpath.answers import Answer
 from keyvault.project.bridge import Bridge, Capacity, VerifyKnown
 
 Message = dict[str, Any]
@@ -415,6 +416,25 @@ def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
     asyncio.run(live())
 
 
+def test_bridge_verdict_from_memory_needs_no_thread() -> None:
+    """Guarantee: verify goes on from memory while every thread is held and no queue has room."""
+    held = Held()
+    known = Answer(200, b"known", "r" * 22)
+
+    async def live() -> None:
+        bridge = Bridge(held, lambda *asked: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))
+        async with living(bridge, held):
+            for path in (b"/held", b"/admin/held"):
+                Client(bridge, path)
+                await held.arrive(1)
+            headers = ((b"host", b"127.0.0.1:8000"), (b"authorization", b"x"), (b"content-length", b"2"), JSON)
+            verify = Client(bridge, b"/v1/keys/verify", *headers)
+            await verify.events.put(chunk(b"{}"))
+            assert (await verify.answer())[::2] == (200, b"known")
+
+    asyncio.run(live())
+
+
 def test_bridge_full_console_queue_is_a_page() -> None:
     held = Held()
 
@@ -506,9 +526,9 @@ def test_bridge_body_that_never_ends_is_answered_and_holds_no_thread() -> None:
             slow = Client(bridge, b"/slow", (b"content-length", b"3"))
             await slow.events.put(chunk(b"a", more=True))
             status, headers, body = await slow.answer()
-            assert refused((status, list(headers.items()), body, 0)) == (408, "request_invalid")
+            assert refused((status, list(headers.items()), body, 0)) == (408, "request_timeout")
             assert headers[b"connection"] == b"close"
-            assert json.loads(body)["errors"][0]["detail"].startswith("The body did not arrive within 0.01 s.")
+            assert json.loads(body)["detail"].startswith("The body did not arrive within 0.01 s.")
         assert held.ran == []
 
     asyncio.run(live())

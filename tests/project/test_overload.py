@@ -181,7 +181,7 @@ def test_body_that_never_ends_is_answered_and_its_connection_closed(start: Start
         slow.append(connection)
     for connection in slow:
         answer = read(connection)
-        assert (answer.status, json.loads(answer.body)["code"]) == (408, "request_invalid")
+        assert (answer.status, json.loads(answer.body)["code"]) == (408, "request_timeout")
         assert answer.headers["connection"] == "close"
         assert connection.recv(1) == b""
     assert site.get("/echo").status == 200
