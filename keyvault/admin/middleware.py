@@ -13,8 +13,13 @@ from django.middleware.csrf import CsrfViewMiddleware
 from django.utils.deprecation import MiddlewareMixin
 
 
+def is_console_path(path: str) -> bool:
+    """Whether Django routes the path, its escapes undone, to the console."""
+    return path.startswith("/admin/")
+
+
 def is_console(request: HttpRequest) -> bool:
-    return request.path_info.startswith("/admin/")
+    return is_console_path(request.path_info)
 
 
 class _ConsoleOnly(MiddlewareMixin):

@@ -63,20 +63,21 @@ PUBLIC_CODES = (
     Code.REQUEST_INVALID,
     Code.URI_TOO_LONG,
     Code.METHOD_NOT_ALLOWED,
+    Code.DEPENDENCY_UNAVAILABLE,
     Code.INTERNAL_ERROR,
 )
-"""What any operation at all may answer: another host or method than ours is refused before anything is read."""
+"""What any operation at all may answer: another host or method than ours is refused before anything is read, and so is
+whatever comes on top of what the server can take."""
 
 SERVICE_CODES = (
     *PUBLIC_CODES,
     Code.SERVICE_TOKEN_INVALID,
     Code.PERMISSION_MISSING,
     Code.NOT_FOUND,
-    Code.DEPENDENCY_UNAVAILABLE,
 )
 """What any operation of the service plane may answer."""
 
-_BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.MEDIA_TYPE_UNSUPPORTED)
+_BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.REQUEST_TIMEOUT, Code.MEDIA_TYPE_UNSUPPORTED)
 _IDEMPOTENCY_CODES = (Code.IDEMPOTENCY_KEY_MISSING, Code.IDEMPOTENCY_IN_PROGRESS, Code.IDEMPOTENCY_BODY_MISMATCH)
 
 

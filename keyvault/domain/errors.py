@@ -51,6 +51,7 @@ class ErrorCode(StrEnum):
     REQUEST_INVALID = "request_invalid"
     URI_TOO_LONG = "uri_too_long"
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     MEDIA_TYPE_UNSUPPORTED = "media_type_unsupported"
     STATE_CONFLICT = "state_conflict"
     IDEMPOTENCY_KEY_MISSING = "idempotency_key_missing"

@@ -29,6 +29,15 @@ READY_SECONDS = 60.0
 
 SERVER, WORKER, BEAT = "server", "worker", "beat"
 
+CONNECTIONS = 512
+"""Maximum number of connections that the server has open; further ones wait in the kernel until one is closed.
+
+With its files and database connections the process stays below 1,024 descriptors, the usual soft limit.
+"""
+
+HEADER_READ_MILLISECONDS = 30_000
+"""Maximum time in which a request's headers arrive. A connection without a request is closed after it, too."""
+
 
 class ServiceError(Exception):
     """The service cannot be started, or did not become ready; the text says why and what to do."""
@@ -146,6 +155,9 @@ def _programs(port: int) -> tuple[Program, ...]:
             (
                 *(sys.executable, "-m", "granian", "keyvault.project.asgi:application", "--interface", "asgi"),
                 *("--host", ADDRESS, "--port", str(port), "--http", "1", "--no-ws"),
+                # Granian counts connections here, not requests.
+                *("--backpressure", str(CONNECTIONS)),
+                *("--http1-header-read-timeout", str(HEADER_READ_MILLISECONDS)),
                 # One process: limits and usage counts of the embedded service live in its memory.
                 *("--workers", "1"),
                 # A worker that is told to end while it still loads does not hear it.

@@ -11,20 +11,22 @@ path with its escapes undone, no body where its length was not announced. ASGI h
 - the body is read before a thread is taken, so that slow senders hold none. One above the limit is not read: who
   asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
 
+The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
+sign-ins compute password hashes for anybody: the other planes keep their threads. So do probes. The bridge answers 503 with
+Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
+disconnects.
+
 What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
 an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
 Content-Length, as RFC 9112 (6.3) has it.
 """
 
-import asyncio
 import io
-import json
 import logging
-import secrets
 import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 from wsgiref.types import WSGIApplication
@@ -33,20 +35,49 @@ from django.conf import settings
 from django.core.exceptions import RequestDataTooBig
 from django.utils.http import parse_header_parameters
 
+from keyvault.admin.middleware import is_console_path
 from keyvault.api.middleware import RAW_PATH
 from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.hotpath.answers import Answer as EngineAnswer
+from keyvault.hotpath.framing import refusal
+from keyvault.hotpath.protocol import Bounds
 from keyvault.hotpath.questions import VERIFY
+from keyvault.project.deadline import Deadline
+from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
 from keyvault.project.verifying import is_welcome
-from keyvault.wire.headers import REQUEST_ID, join_headers, mint_request_id
-from keyvault.wire.problems import CONTENT_TYPE, problem
+from keyvault.wire.headers import join_headers
+from keyvault.wire.problems import PROBLEM_TYPES
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-THREADS = 4
-"""Few, since SQLite has one writer and Python one interpreter; each keeps its database connection."""
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one process takes on at once."""
+
+    threads: int = 4
+    """Threads for everything but the console. Few, since SQLite has one writer and Python one interpreter; each keeps
+    its database connection."""
+    queue: int = 128
+    """Maximum number of requests that wait for one of these threads; their bodies take at most 8 MiB together."""
+    console_threads: int = 2
+    """Threads for the console. Two compute password hashes beside the other threads without taking every core."""
+    console_queue: int = 16
+    """Maximum number of requests that wait for the console. Short, because a sign-in takes long."""
+    probe_queue: int = 16
+    """Maximum number of probes that wait for the one thread that they have to themselves: a full queue elsewhere must
+    not look like a dead process."""
+    requests: int = 512
+    """Maximum number of requests in progress, with those whose body is still arriving. It equals the `--backpressure`
+    that Granian is started with, and also holds without that option."""
+    body_seconds: float = Bounds().body_seconds
+    """Maximum time in which a body arrives, the same as on the dedicated verifier."""
+
+
+PROBES = frozenset({"/healthz", "/readyz"})
+"""Paths that a load balancer or an orchestrator asks for."""
 
 TARGET_BYTES = 8192
 """Of path and query. RFC 9112 (3) recommends that every server take a request line of 8,000."""
@@ -84,23 +115,31 @@ VerifyKnown = Callable[[bytes, bytes], object]
 
 
 class Bridge:
-    """One WSGI application in a fixed pool of threads that live as long as the process.
+    """One WSGI application in three fixed pools of threads that live as long as the process.
 
     `verify_known` is asked first, in the loop: what the engine has in memory is not worth a thread.
     """
 
-    def __init__(self, wsgi: WSGIApplication, verify_known: VerifyKnown | None = None, threads: int = THREADS) -> None:
+    def __init__(
+        self, wsgi: WSGIApplication, verify_known: VerifyKnown | None = None, capacity: Capacity | None = None
+    ) -> None:
         self._wsgi = wsgi
         self._verify_known = verify_known
-        self._pool = ThreadPoolExecutor(threads, "request")
+        self._capacity = capacity or Capacity()
+        self._pool = RequestPool("request", self._capacity.threads, self._capacity.queue)
+        self._console_pool = RequestPool("console", self._capacity.console_threads, self._capacity.console_queue)
+        self._probe_pool = RequestPool("probe", 1, self._capacity.probe_queue)
+        self._body_deadline = Deadline(self._capacity.body_seconds)
+        self._in_progress = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            answer = await self._answer(scope, receive)
-            await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-            await send({"type": "http.response.body", "body": answer.body})
+            answer = await self._admit(scope, receive)
+            if answer is not None:
+                await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+                await send({"type": "http.response.body", "body": answer.body})
         else:
             raise ValueError(f"{scope['type']} is not spoken here")
 
@@ -108,25 +147,53 @@ class Bridge:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
         # What was accepted is answered, and noted, before the process says its farewell.
-        self._pool.shutdown()
+        await self._pool.close()
+        await self._console_pool.close()
+        await self._probe_pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
+    async def _admit(self, scope: Scope, receive: Receive) -> Answer | None:
+        """Answer the request unless too many are in progress; None where nobody waits for the answer."""
+        if self._in_progress >= self._capacity.requests:
+            return _refuse_as_busy(scope)
+        self._in_progress += 1
+        try:
+            return await self._answer(scope, receive)
+        except QueueFullError:
+            return _refuse_as_busy(scope)
+        except ClientGoneError:
+            _log.info("dropped: the client disconnected while the request waited for a thread")
+            return None
+        finally:
+            self._in_progress -= 1
+
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        """Raises QueueFullError, ClientGoneError."""
         raw_path, query = _target(scope)
         if len(raw_path) + len(query) > TARGET_BYTES:
             return _refuse(ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
         headers = join_headers(scope["headers"])
         try:
-            body, length = await _read_body(headers, receive)
+            body, length = await self._body_deadline.bound(_read_body(headers, receive))
         except BodyUnreadableError:
             detail = "The body cannot be read: it broke off, or is not framed well."
             return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
+        except TimeoutError:
+            return _refuse_slow_body(self._capacity.body_seconds)
         if raw_path == _VERIFY and not query and scope["method"] == "POST" and isinstance(body, io.BytesIO):
             known = self._known(headers, body)
             if known is not None:
                 return known
         environ = _environ(scope, headers, body, length)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, environ)
+        pool = self._pool_for(environ["PATH_INFO"])
+        # An oversized body was left unread, and only behind it would the client's end be seen.
+        watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
+        return await pool.run(partial(self._run, environ), watch)
+
+    def _pool_for(self, path: str) -> RequestPool:
+        if is_console_path(path):
+            return self._console_pool
+        return self._probe_pool if path in PROBES else self._pool
 
     def _known(self, headers: dict[str, str], body: io.BytesIO) -> Answer | None:
         authorization = headers.get("authorization")
@@ -143,8 +210,7 @@ class Bridge:
             return None
         if not isinstance(known, EngineAnswer):
             return None
-        encoded = [(name.lower().encode(), value.encode()) for name, value in known.all_headers().items()]
-        return Answer(known.status, encoded, known.body)
+        return _encode(known)
 
     def _run(self, environ: dict[str, Any]) -> Answer:
         try:
@@ -205,13 +271,18 @@ def _target(scope: Scope) -> tuple[bytes, bytes]:
     return raw_path.partition(b"?")[0], query
 
 
+def _path_info(scope: Scope) -> str:
+    """The path with its escapes undone, as Django routes it."""
+    return unquote_to_bytes(_target(scope)[0]).decode("latin-1")
+
+
 def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> dict[str, Any]:
     raw_path, query = _target(scope)
     server, client = scope.get("server") or ("", 0), scope.get("client") or ("", 0)
     environ = {
         "REQUEST_METHOD": scope["method"],
         "SCRIPT_NAME": "",
-        "PATH_INFO": unquote_to_bytes(raw_path).decode("latin-1"),
+        "PATH_INFO": _path_info(scope),
         "QUERY_STRING": query.decode("latin-1"),
         "SERVER_NAME": server[0],
         "SERVER_PORT": str(server[1]),
@@ -243,11 +314,51 @@ def _content_type(sent: str) -> str:
     return sent if charset.lower() in {"utf-8", "utf8"} else sent.partition(";")[0]
 
 
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
     """An answer without Django: nothing of the request is looked at."""
-    request_id = mint_request_id(secrets.token_bytes)
-    found = problem(code, detail, request_id, faults=faults)
-    _log.info("refused", extra={"request_id": request_id, "status": found.status})
-    headers = {"Content-Type": CONTENT_TYPE, REQUEST_ID: request_id, **found.headers}
-    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    return Answer(found.status, encoded, json.dumps(dict(found.body)).encode())
+    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
+    _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
+    return _encode(found)
+
+
+def _refuse_slow_body(seconds: float) -> Answer:
+    """Answer 408 and close the connection: the rest of the body may still come."""
+    detail = (
+        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
+    )
+    answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
+    answer.headers.append((b"connection", b"close"))
+    return answer
+
+
+def _refuse_as_busy(scope: Scope) -> Answer:
+    """Answer 503: a page in the console, a problem document elsewhere."""
+    busy = "The service has as many requests in progress as it can take. Nothing was done."
+    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait as long as Retry-After says, then send it again.")
+    if not is_console_path(_path_info(scope)):
+        return answer
+    headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}
+    page = _BUSY_PAGE % (busy.encode(), headers[b"x-request-id"])
+    headers[b"content-length"] = b"%d" % len(page)
+    return Answer(answer.status, list(headers.items()), page)
+
+
+_BUSY_PAGE = b"""<!doctype html>
+<html lang="en">
+<title>Service busy</title>
+<h1>Service busy</h1>
+<p>%b Wait a few seconds, then load the page or send the form again.</p>
+<p>Request id: %b</p>
+</html>
+"""
+
+
+def _encode(found: EngineAnswer) -> Answer:
+    encoded = [(name.lower().encode(), value.encode()) for name, value in found.all_headers().items()]
+    return Answer(found.status, encoded, found.body)

@@ -227,6 +227,12 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.PAYLOAD_TOO_LARGE: ProblemType(
         413, "Payload too large", "The body is larger than 64 KiB.", "Send less; no endpoint needs as much."
     ),
+    Code.REQUEST_TIMEOUT: ProblemType(
+        408,
+        "Request timeout",
+        "The body did not arrive within 10 seconds. Nothing was done.",
+        "Send the request again, with the whole body at once; the connection is closed.",
+    ),
     Code.MEDIA_TYPE_UNSUPPORTED: ProblemType(
         415, "Media type unsupported", "The body is not application/json.", "Send JSON, and say so in Content-Type."
     ),
@@ -257,7 +263,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.DEPENDENCY_UNAVAILABLE: ProblemType(
         503,
         "Dependency unavailable",
-        "A server that is needed for this does not answer.",
+        "A server that is needed for this does not answer, or this one has as many requests as it can take.",
         "Wait as long as Retry-After says and try again.",
     ),
     Code.INTERNAL_ERROR: ProblemType(

@@ -3,14 +3,16 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import pytest
 from django.core.exceptions import RequestDataTooBig
 from django.core.handlers.wsgi import WSGIRequest
 
-from keyvault.project.bridge import Bridge, VerifyKnown
+from keyvault.hotpath.answers import Answer
+from keyvault.project.bridge import Bridge, Capacity, VerifyKnown
 
 Message = dict[str, Any]
 LIMIT = 65_536
@@ -193,7 +195,7 @@ def test_bridge_threads_are_few_and_stay_until_the_end() -> None:
     told: list[str] = []
 
     async def live() -> None:
-        bridge = Bridge(application, threads=2)
+        bridge = Bridge(application, capacity=Capacity(threads=2))
         events: asyncio.Queue[Message] = asyncio.Queue()
 
         async def tell(message: Any) -> None:
@@ -279,3 +281,292 @@ def test_bridge_path_and_query_above_the_limit_are_refused_before_anybody_is_ask
 def test_bridge_body_that_cannot_be_read_is_listed_as_a_fault() -> None:
     problem = json.loads(ask(Application(), (b"content-length", b"+2"))[2])
     assert problem["errors"] == [{"pointer": "", "detail": problem["detail"]}]
+
+
+# ------------------------------------------------------------------------------------------------------ overload
+
+GONE = {"type": "http.disconnect"}
+EMPTY = chunk(b"")
+
+
+class Held:
+    """A WSGI application whose requests wait in their threads until the test lets them go, but for `…/echo`."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self._arrived = threading.Semaphore(0)
+        self._let_go = threading.Event()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        self.ran.append(environ["PATH_INFO"])
+        if not environ["PATH_INFO"].endswith("/echo"):
+            self._arrived.release()
+            assert self._let_go.wait(60)
+        start_response("200 OK", [])
+        return [environ["PATH_INFO"].encode()]
+
+    async def arrive(self, count: int) -> None:
+        """Return when so many requests hold their threads."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self._arrived.acquire, timeout=60)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+class Client:
+    """One request whose ASGI events the test hands over by hand."""
+
+    def __init__(self, bridge: Bridge, path: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.sent: list[Any] = []
+        self.events: asyncio.Queue[Message] = asyncio.Queue()
+        self.received = 0
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "raw_path": path}
+        scope |= {"query_string": b"", "headers": headers}
+        self.task = asyncio.ensure_future(bridge(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        self.received += 1
+        return await self.events.get()
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
+        await asyncio.wait_for(self.task, 60)
+        start, end = self.sent
+        return start["status"], dict(start["headers"]), end["body"]
+
+
+@asynccontextmanager
+async def living(bridge: Bridge, held: Held) -> AsyncIterator[asyncio.Queue[Message]]:
+    """The events of the bridge's lifespan; its threads end whatever the test finds."""
+    events: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def tell(message: Any) -> None:
+        pass
+
+    lifespan = asyncio.create_task(bridge({"type": "lifespan"}, events.get, tell))
+    await events.put({"type": "lifespan.startup"})
+    try:
+        yield events
+    finally:
+        held.let_go()
+        await events.put({"type": "lifespan.shutdown"})
+        await lifespan
+
+
+async def turn_the_loop() -> None:
+    """Let everything that is ready run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_bridge_sign_ins_that_hold_every_console_thread_leave_the_other_planes_theirs() -> None:
+    """Guarantee: no number of anonymous sign-ins delays a request of the integration or the service plane."""
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held)
+        async with living(bridge, held):
+            sign_ins = [Client(bridge, b"/admin/login/") for _ in range(12)]
+            await held.arrive(2)
+            await turn_the_loop()
+            assert (await Client(bridge, b"/echo").answer())[::2] == (200, b"/echo")
+            assert held.ran == ["/admin/login/", "/admin/login/", "/echo"]
+            held.let_go()
+            assert [(await each.answer())[0] for each in sign_ins] == [200] * 12
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("path", [b"/admin/login/", b"/%61dmin/login/", b"/admin%2flogin/"])
+def test_bridge_console_is_told_by_the_path_that_django_routes(path: bytes) -> None:
+    """Guarantee: no spelling of the console's address takes the other planes' threads."""
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1, console_threads=1))
+        async with living(bridge, held):
+            Client(bridge, path)
+            await held.arrive(1)
+            assert (await Client(bridge, b"/echo").answer())[0] == 200
+
+    asyncio.run(live())
+
+
+def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1, queue=1))
+        async with living(bridge, held):
+            runs = Client(bridge, b"/runs")
+            await held.arrive(1)
+            waits = Client(bridge, b"/waits")
+            await turn_the_loop()
+            status, headers, body = await Client(bridge, b"/refused").answer()
+            assert refused((status, list(headers.items()), body, 0)) == (503, "dependency_unavailable")
+            assert headers[b"retry-after"] == b"1"
+            assert (await Client(bridge, b"/admin/echo").answer())[0] == 200
+            held.let_go()
+            assert [(await each.answer())[2] for each in (runs, waits)] == [b"/runs", b"/waits"]
+        assert "/refused" not in held.ran
+
+    asyncio.run(live())
+
+
+def test_bridge_verdict_from_memory_needs_no_thread() -> None:
+    """Guarantee: verify goes on from memory while every thread is held and no queue has room."""
+    held = Held()
+    known = Answer(200, b"known", "r" * 22)
+
+    async def live() -> None:
+        bridge = Bridge(held, lambda *asked: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))
+        async with living(bridge, held):
+            for path in (b"/held", b"/admin/held"):
+                Client(bridge, path)
+                await held.arrive(1)
+            headers = ((b"host", b"127.0.0.1:8000"), (b"authorization", b"x"), (b"content-length", b"2"), JSON)
+            verify = Client(bridge, b"/v1/keys/verify", *headers)
+            await verify.events.put(chunk(b"{}"))
+            assert (await verify.answer())[::2] == (200, b"known")
+
+    asyncio.run(live())
+
+
+def test_bridge_full_console_queue_is_a_page() -> None:
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(console_threads=1, console_queue=0))
+        async with living(bridge, held):
+            Client(bridge, b"/admin/login/")
+            await held.arrive(1)
+            status, headers, body = await Client(bridge, b"/admin/login/").answer()
+            assert (status, headers[b"content-type"]) == (503, b"text/html; charset=utf-8")
+            assert (headers[b"retry-after"], headers[b"cache-control"]) == (b"1", b"no-store")
+            assert int(headers[b"content-length"]) == len(body)
+            assert headers[b"x-request-id"] in body
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("body", [(), (chunk(b"a", more=True), chunk(b"b"))], ids=["no body", "body"])
+def test_bridge_request_whose_client_is_gone_never_runs(body: tuple[Message, ...]) -> None:
+    """Guarantee: a client that disconnects takes its place in the queue with it, and nothing is done for it."""
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1, queue=2))
+        async with living(bridge, held):
+            runs = Client(bridge, b"/runs")
+            await held.arrive(1)
+            headers = ((b"content-length", b"2"),) if body else ()
+            gone, stays = Client(bridge, b"/gone", *headers), Client(bridge, b"/stays", *headers)
+            for client in (gone, stays):
+                for message in body or (EMPTY,):
+                    await client.events.put(message)
+            await turn_the_loop()
+            assert (await Client(bridge, b"/refused").answer())[0] == 503
+            await gone.events.put(GONE)
+            await asyncio.wait_for(gone.task, 60)
+            assert gone.sent == []
+            late = Client(bridge, b"/late")
+            await turn_the_loop()
+            held.let_go()
+            assert [(await each.answer())[2] for each in (runs, stays, late)] == [b"/runs", b"/stays", b"/late"]
+        assert held.ran == ["/runs", "/stays", "/late"]
+
+    asyncio.run(live())
+
+
+def test_bridge_client_that_leaves_at_its_turn_gives_the_thread_to_the_next() -> None:
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1))
+        async with living(bridge, held):
+            runs = Client(bridge, b"/runs")
+            await held.arrive(1)
+            gone, late = Client(bridge, b"/gone"), Client(bridge, b"/late")
+            await turn_the_loop()
+            # Both in one turn of the loop: its thread is free, and its client is gone.
+            held.let_go()
+            runs.task.add_done_callback(lambda task: gone.events.put_nowait(GONE))
+            assert [(await each.answer())[2] for each in (runs, late)] == [b"/runs", b"/late"]
+            await asyncio.wait_for(gone.task, 60)
+
+    asyncio.run(live())
+
+
+def test_bridge_oversized_body_is_left_unread_while_its_request_waits() -> None:
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1))
+        async with living(bridge, held):
+            Client(bridge, b"/runs")
+            await held.arrive(1)
+            large = Client(bridge, b"/large", (b"content-length", b"65537"))
+            await turn_the_loop()
+            held.let_go()
+            assert ((await large.answer())[0], large.received) == (200, 0)
+
+    asyncio.run(live())
+
+
+def test_bridge_body_that_never_ends_is_answered_and_holds_no_thread() -> None:
+    """Guarantee: a slow sender costs a place among the requests in progress, for a stated time, and nothing else."""
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1, queue=0, body_seconds=0.01))
+        async with living(bridge, held):
+            slow = Client(bridge, b"/slow", (b"content-length", b"3"))
+            await slow.events.put(chunk(b"a", more=True))
+            status, headers, body = await slow.answer()
+            assert refused((status, list(headers.items()), body, 0)) == (408, "request_timeout")
+            assert headers[b"connection"] == b"close"
+            assert json.loads(body)["detail"].startswith("The body did not arrive within 0.01 s.")
+        assert held.ran == []
+
+    asyncio.run(live())
+
+
+def test_bridge_requests_in_progress_are_bounded_with_those_whose_body_arrives() -> None:
+    """Guarantee: the memory that bodies take is bounded, however Granian was started."""
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(requests=1))
+        async with living(bridge, held):
+            slow = Client(bridge, b"/echo", (b"content-length", b"2"))
+            await slow.events.put(chunk(b"a", more=True))
+            await turn_the_loop()
+            refused_one = Client(bridge, b"/echo", (b"content-length", b"2"))
+            assert ((await refused_one.answer())[0], refused_one.received) == (503, 0)
+            await slow.events.put(chunk(b"b"))
+            assert (await slow.answer())[0] == 200
+            assert (await Client(bridge, b"/echo").answer())[0] == 200
+
+    asyncio.run(live())
+
+
+def test_bridge_that_ends_answers_what_waits_and_refuses_what_is_new() -> None:
+    held = Held()
+
+    async def live() -> None:
+        bridge = Bridge(held, capacity=Capacity(threads=1))
+        async with living(bridge, held) as events:
+            runs = Client(bridge, b"/runs")
+            await held.arrive(1)
+            waits = Client(bridge, b"/waits")
+            await turn_the_loop()
+            await events.put({"type": "lifespan.shutdown"})
+            await turn_the_loop()
+            assert (await Client(bridge, b"/new").answer())[0] == 503
+            held.let_go()
+            assert [(await each.answer())[0] for each in (runs, waits)] == [200, 200]
+
+    asyncio.run(live())

@@ -52,6 +52,7 @@ CONTRACT = """
 | request_invalid         | 400 | - |
 | uri_too_long            | 414 | - |
 | payload_too_large       | 413 | - |
+| request_timeout         | 408 | - |
 | media_type_unsupported  | 415 | - |
 | state_conflict          | 409 | - |
 | idempotency_key_missing   | 400 | - |
