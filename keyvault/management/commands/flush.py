@@ -1,0 +1,14 @@
+"""Refuses Django's `flush` on a command line."""
+
+from typing import NoReturn
+
+from django.core.management.commands.flush import Command as DjangoCommand
+
+from keyvault.management.refused import refuse
+
+
+class Command(DjangoCommand):
+    help = "Refused: no command empties the database."
+
+    def run_from_argv(self, argv: list[str]) -> NoReturn:
+        refuse(argv, "No command empties the database. To start anew, give KEYVAULT_DATABASE_URL an empty one and run: manage.py setup")
