@@ -9,8 +9,9 @@ from keyvault.access.roles import ROLE_PERMISSIONS, Role
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.models.recording import collect_subjects
 from keyvault.services.authorization import is_allowed, operator_principal
-from keyvault.services.operators import create_operator, find_operator, operator_row, reset_password
+from keyvault.services.operators import create_operator, disable_operator, find_operator, operator_row, reset_password
 from tests.factories import PASSWORD, grant, make_operator, now
 
 from .conftest import Scene
@@ -41,16 +42,16 @@ def test_operator_in_a_group_that_is_no_role_gains_nothing(db: None) -> None:
     """A group that somebody made by hand grants nothing, whatever it is called."""
     make_operator("somebody", Role.AUDITOR)
     row = Operator.objects.get(username="somebody")
-    row.groups.add(Group.objects.create(name="superusers"))
+    with collect_subjects():
+        row.groups.add(Group.objects.create(name="superusers"))
     assert operator_principal(row).roles == {Role.AUDITOR}
 
 
 def test_operator_disabled_holds_no_role_from_then_on(db: None) -> None:
     """A disabled log-in may nothing, and no command line can name it."""
-    make_operator("somebody", Role.KEY_ADMINISTRATOR)
+    make_operator("somebody", Role.APPROVER)
     row = Operator.objects.get(username="somebody")
-    row.is_active = False
-    row.save(update_fields=["is_active"])
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), row)
     assert operator_principal(row).permissions == frozenset()
     assert not is_allowed(operator_principal(row), P.KEYS_READ, now=now())
     with pytest.raises(NotFoundError):
