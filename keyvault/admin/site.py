@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -16,13 +15,14 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Ht
 from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
 from django.views.decorators.cache import never_cache
 
+from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
 from keyvault.admin.audit import AuditEntryAdmin
 from keyvault.admin.break_glass import BreakGlassAdmin
 from keyvault.admin.catalog import CatalogEndpointAdmin
 from keyvault.admin.connections import ProviderConnectionAdmin
 from keyvault.admin.credentials import CredentialAdmin
-from keyvault.admin.enforcement import operator_of
+from keyvault.admin.enforcement import grant_for, operator_of
 from keyvault.admin.inbox import NoticeAdmin
 from keyvault.admin.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys import KeyAdmin
@@ -157,7 +157,7 @@ class ConsoleSite(AdminSite):
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Recorded before the session ends, while it is known whose it is."""
         if request.method == "POST":
-            sign_out(operator_of(request), datetime.now(UTC))
+            sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
     def _answered(self, view: View) -> View:

@@ -19,7 +19,6 @@ from keyvault.access.decision import Grant
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import CONSOLE
-from keyvault.access.principals import Operator as OperatorPrincipal
 from keyvault.domain.errors import ErrorCode, KeyvaultError, PermissionMissingError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -101,9 +100,8 @@ def sign_in(presented: Presented, now: datetime) -> SignedIn:
     return SignedIn(row, _write_device(row, device or secrets.token_urlsafe(12)))
 
 
-def sign_out(operator: OperatorPrincipal, now: datetime) -> None:
+def sign_out(grant: Grant) -> None:
     """Record that an operator has ended a session."""
-    grant = authorize(operator, Permission.SESSIONS_WRITE, now=now)
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_out"):
         pass
 
@@ -150,9 +148,9 @@ def _locked(seconds: int, now: datetime) -> SignInLockedError:
     until = (now + timedelta(seconds=seconds)).strftime("%H:%M")
     minutes = -(-seconds // 60)
     return SignInLockedError(
-        "Too many failed sign-ins for this name or from this network. Your password was not checked. "
-        f"Try again after {until} UTC ({minutes} minute{'' if minutes == 1 else 's'}), or sign in on a device that you "
-        "have signed in with before.",
+        "Too many failed sign-ins for this name, device or network. "
+        f"No password is checked until {until} UTC ({minutes} minute{'' if minutes == 1 else 's'}). "
+        "Try again then, or sign in on a device that you have signed in with before.",
         retry_after_seconds=seconds,
     )
 

@@ -1,5 +1,7 @@
 """Operators: made on the host, with the roles that they were given and no more."""
 
+from functools import partial
+
 import pytest
 from django.contrib.auth.models import Group
 
@@ -15,6 +17,7 @@ from keyvault.services.operators import create_operator, disable_operator, find_
 from tests.factories import PASSWORD, grant, make_operator, now
 
 from .conftest import Scene
+from .racing import race
 from .rows import dump_tables
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -103,6 +106,18 @@ def test_operator_password_reset_ends_sessions_and_keeps_no_text(db: None) -> No
     tables = repr(dump_tables())
     assert PASSWORD not in tables
     assert "another long pass phrase" not in tables
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_operators_two_administrators_who_are_ended_at_once_leave_one() -> None:
+    """Of two administrators disabled at the same moment one stays: nobody is locked out of the installation."""
+    for name in ("one", "two"):
+        make_operator(name, Role.KEY_ADMINISTRATOR)
+    rows = [Operator.objects.get(username=name) for name in ("one", "two")]
+    outcomes = race(*(partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows))
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "StateConflictError"]
+    assert Operator.objects.filter(is_active=True).count() == 1
 
 
 def test_operators_are_made_on_the_host_only(scene: Scene) -> None:
