@@ -14,7 +14,20 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done
-from keyvault.admin.cells import NOTHING, Detail, Facts, Line, Link, Table, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Link,
+    Table,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.ids import is_key_id
 from keyvault.models import Account, Notice
@@ -131,7 +144,9 @@ class NoticeAdmin(NounAdmin):
         return count_unseen()
 
     def line_of(self, row: Notice) -> Line:
-        return Line(self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at)
+        return Line(
+            self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at
+        )
 
     def summary(self, row: Notice) -> Facts:
         return Facts(

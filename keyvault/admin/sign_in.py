@@ -21,7 +21,9 @@ TOO_MANY_REQUESTS = 429
 class SessionBackend(ModelBackend):
     """Reads the operator of a session. It proves no password: that would go round the count of failures."""
 
-    def authenticate(self, request: HttpRequest | None, **credentials: Any) -> None:
+    def authenticate(
+        self, request: HttpRequest | None, username: str | None = None, password: str | None = None, **kwargs: Any
+    ) -> None:
         return None
 
 

@@ -12,8 +12,8 @@ from django.core.exceptions import ImproperlyConfigured, PermissionDenied, Suspi
 from django.db import IntegrityError
 from django.db.models import Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
-from django.views.decorators.cache import never_cache
 
 from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
@@ -151,10 +151,10 @@ class ConsoleSite(AdminSite):
         }
         if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
             context[REDIRECT_FIELD_NAME] = reverse("admin:index")
-        request.current_app = self.name  # type: ignore[attr-defined]  # read by Django's templates
-        return _protected(never_cache(SignInView.as_view(extra_context=context))(request))
+        request.current_app = self.name  # read by Django's templates
+        return _protected(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
-    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
         """Recorded before the session ends, while it is known whose it is."""
         if request.method == "POST":
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))

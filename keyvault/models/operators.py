@@ -1,7 +1,7 @@
 """Operators of the console. Two log-ins of one human being share a `person`: four eyes compare persons."""
 
 import secrets
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib.auth.hashers import check_password
 from django.contrib.auth.models import AbstractUser, UserManager
@@ -13,6 +13,7 @@ from django.utils.crypto import salted_hmac
 from keyvault.access.roles import Role
 from keyvault.domain.ids import mint_id
 from keyvault.models.recording import RecordedModel, RecordedQuerySet, require_recording
+
 
 def mint_person() -> str:
     return mint_id("per", secrets.token_bytes)
@@ -35,7 +36,7 @@ class Operator(RecordedModel, AbstractUser):
 
     person = models.CharField(max_length=32, default=mint_person)
 
-    objects = OperatorManager()
+    objects: ClassVar[OperatorManager] = OperatorManager()  # type: ignore[assignment]  # of users, with the same guard
 
     class Meta(AbstractUser.Meta):
         base_manager_name = "objects"
@@ -50,7 +51,7 @@ class Operator(RecordedModel, AbstractUser):
 
     def alters(self) -> None:
         """No verdict on a key reads an operator."""
-        return None
+        return None  # noqa: RET501  the subject that there is not
 
     def get_session_auth_hash(self) -> str:
         """What sessions are bound to: a session of an earlier password, role or state is void."""

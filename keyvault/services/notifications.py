@@ -22,7 +22,8 @@ def announce(
 ) -> Notice:
     """Inside the `recorded` block of what happened: the notice, and its way to each endpoint of the account.
 
-    `account`: None for what concerns the installation. `subject`: the id of what it is about. `is_alarm`: somebody has to see it, though not each of its kind.
+    `account`: None for what concerns the installation. `subject`: the id of what it is about. `is_alarm`: somebody
+    has to see it, though not each of its kind.
     `payload`: ids, states and times; no material, and nothing of a person.
     """
     notice = _written(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)

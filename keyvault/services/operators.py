@@ -62,8 +62,9 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
         return
     old: list[JsonValue] = [*sorted(before)]
     new: list[JsonValue] = [*sorted(after)]
-    details: dict[str, JsonValue] = {"username": operator.username, "old": old, "new": new}
-    with recorded(grant, Permission.OPERATORS_WRITE, "operator.roles_changed", **details):
+    with recorded(
+        grant, Permission.OPERATORS_WRITE, "operator.roles_changed", username=operator.username, old=old, new=new
+    ):
         if _ADMINISTRATOR in before - after:
             _require_another_administrator(operator)
         operator.groups.set(Group.objects.filter(name__in=sorted(after)))

@@ -179,8 +179,8 @@ def _record_sign_in(
 ) -> None:
     """Raises SignInRefusedError when somebody has reset the password, or ended the operator, meanwhile."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
-    details = {"address": presented.address or "unknown", "device": "new" if device is None else "known"}
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", **details):
+    address, told = presented.address or "unknown", "new" if device is None else "known"
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=told):
         if is_hash_weak:
             row.compare_and_swap(password=make_password(presented.password.reveal()), last_login=now)
         elif not row.swap_beside({"version": row.version}, last_login=now):

@@ -122,16 +122,17 @@ class SignInRefusals:
 
 def _write(pair: _Pair, count: _Count) -> None:
     username, address = pair
-    now = datetime.now(UTC)
-    details = {
-        "operator": username,
-        "address": address,
-        "count": count.refused,
-        "locked": count.locked,
-        "since": count.since.isoformat(timespec="seconds"),
-    }
-    grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=now)
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.sign_in_refused", **details):
+    grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=datetime.now(UTC))
+    with recorded(
+        grant,
+        Permission.SESSIONS_WRITE,
+        "operator.sign_in_refused",
+        operator=username,
+        address=address,
+        count=count.refused,
+        locked=count.locked,
+        since=count.since.isoformat(timespec="seconds"),
+    ):
         pass
 
 

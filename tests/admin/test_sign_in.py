@@ -1,4 +1,4 @@
-"""Sign-in to the console: failures are counted before a hash is computed, and known devices are counted by themselves."""
+"""Sign-in to the console: failures are counted before a hash is computed, those of a known device by themselves."""
 
 import json
 import re
@@ -114,7 +114,7 @@ def test_sign_in_locked_computes_no_hash(desk: Desk) -> None:
 
 def test_sign_in_attempts_at_once_are_counted_before_any_is_judged(desk: Desk) -> None:
     """Guesses that run at the same time do not slip past the count: each is counted before its hash is computed."""
-    seen = []
+    seen: list[int] = []
 
     def verify(*asked: Any) -> tuple[bool, bool]:
         if len(seen) < 10:
@@ -142,7 +142,9 @@ def test_sign_in_answers_alike_for_names_that_exist_and_that_do_not(desk: Desk, 
 @pytest.mark.parametrize("known", [True, False])
 def test_sign_in_computes_one_hash_for_any_name(desk: Desk, known: bool) -> None:
     """Whether a name exists cannot be told by the time that the answer takes: one hash is computed either way."""
-    with mock.patch.object(PBKDF2PasswordHasher, "encode", autospec=True, side_effect=PBKDF2PasswordHasher.encode) as encode:
+    with mock.patch.object(
+        PBKDF2PasswordHasher, "encode", autospec=True, side_effect=PBKDF2PasswordHasher.encode
+    ) as encode:
         sign_in("tam" if known else "tim", WRONG)
     assert encode.call_count == 1
 

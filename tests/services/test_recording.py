@@ -74,8 +74,8 @@ from keyvault.services import (
     pepper_propagation,
     pepper_versions,
     recording,
-    sign_in,
     revocation_replays,
+    sign_in,
     tokens,
     webhook_endpoints,
 )

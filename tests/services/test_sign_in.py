@@ -69,7 +69,9 @@ def test_sign_in_refusals_of_the_last_minute_are_written_when_the_process_ends(
     refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(UsageLog, "is_reporting", True)
-    monkeypatch.setattr(module.connections, "close_all", lambda: None)  # this test's own transaction
+    monkeypatch.setattr(
+        "keyvault.services.sign_in_refusals.connections.close_all", lambda: None
+    )  # this test's own transaction
     refusals.note(None, None, now(), is_locked=False)
     assert refusals._timer is not None
     assert refusals._timer.interval == module.FLUSH_SECONDS
@@ -80,7 +82,7 @@ def test_sign_in_refusals_of_the_last_minute_are_written_when_the_process_ends(
 
 def test_sign_in_refusals_set_one_timer_a_minute(refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UsageLog, "is_reporting", True)
-    monkeypatch.setattr(module.connections, "close_all", lambda: None)
+    monkeypatch.setattr("keyvault.services.sign_in_refusals.connections.close_all", lambda: None)
     refusals.note("tam", None, now(), is_locked=False)
     first = refusals._timer
     refusals.note("tam", None, now(), is_locked=False)

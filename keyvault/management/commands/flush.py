@@ -11,4 +11,8 @@ class Command(DjangoCommand):
     help = "Refused: no command empties the database."
 
     def run_from_argv(self, argv: list[str]) -> NoReturn:
-        refuse(argv, "No command empties the database. To start anew, give KEYVAULT_DATABASE_URL an empty one and run: manage.py setup")
+        refuse(
+            argv,
+            "No command empties the database. "
+            "To start anew set KEYVAULT_DATABASE_URL to an empty one. Run: manage.py setup",
+        )
