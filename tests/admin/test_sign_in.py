@@ -25,6 +25,8 @@ from tests.factories import PASSWORD, grant, make_operator
 
 from .desk import Desk, browser, dump, text_of
 
+pytestmark = pytest.mark.database
+
 LOGIN = "/admin/login/"
 WRONG = "something else entirely"
 

@@ -17,7 +17,7 @@ from keyvault.services.operators import create_operator, disable_operator, find_
 from tests.factories import PASSWORD, grant, make_operator, now
 
 from .conftest import Scene
-from .racing import race
+from .racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
 from .rows import dump_tables
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -115,8 +115,12 @@ def test_operators_two_administrators_who_are_ended_at_once_leave_one() -> None:
     for name in ("one", "two"):
         make_operator(name, Role.KEY_ADMINISTRATOR)
     rows = [Operator.objects.get(username=name) for name in ("one", "two")]
-    outcomes = race(*(partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows))
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "StateConflictError"]
+    first, second = (partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows)
+    with held_open(first):
+        slower = start(second)
+        wait_until_blocked(slower)
+    with pytest.raises(StateConflictError, match="the last active one"):
+        slower.result(PATIENCE_SECONDS)
     assert Operator.objects.filter(is_active=True).count() == 1
 
 
