@@ -104,7 +104,7 @@ WORKER = System(
     | {Permission.JOURNAL_KEEP},
 )
 CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
-"""The console's sign-in page, for what it records of whoever has proved nothing."""
+"""The console's sign-in page: records attempts that proved no identity."""
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})

@@ -13,7 +13,7 @@ from keyvault.models.recording import RecordedModel
 class Notice(RecordedModel):
     """One event of a credential's life; `payload` carries ids and times, never material.
 
-    `account`: None for what concerns the installation, which operators alone are told of.
+    `account`: None for a notice about the installation; only operators see it.
     `is_alarm`: somebody is to look at it. It stays in the console's inbox until `seen_at`.
     """
 

@@ -162,7 +162,7 @@ SESSION_COOKIE_AGE = 8 * 60 * 60
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SAMESITE = "Strict"
 CSRF_COOKIE_SAMESITE = "Strict"
-# In a cookie, not in the session: whoever only asks for the sign-in page leaves no row behind.
+# In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.
 CSRF_COOKIE_HTTPONLY = True
 CSRF_COOKIE_AGE = None
 # Over plain http the origin is this machine itself (see `configuration`), where a browser would not send a

@@ -22,7 +22,7 @@ def announce(
 ) -> Notice:
     """Inside the `recorded` block of what happened: the notice, and its way to each endpoint of the account.
 
-    `account`: None for what concerns the installation. `subject`: the id of what it is about. `is_alarm`: somebody
+    `account`: None for a notice about the installation. `subject`: the id of what it is about. `is_alarm`: somebody
     has to see it, though not each of its kind.
     `payload`: ids, states and times; no material, and nothing of a person.
     """

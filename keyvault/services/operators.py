@@ -1,4 +1,4 @@
-"""Operators: made, changed and disabled on the host, by whoever owns it, and never in the console."""
+"""Operators: made, changed and disabled on the host, never in the console."""
 
 from collections.abc import Iterable
 
@@ -54,7 +54,7 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
 def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
     """Replace an operator's roles, and end every session of theirs.
 
-    Raises StateConflictError for a disabled operator, and where nobody would be left to administer keys.
+    Raises StateConflictError for a disabled operator, and for the last active key administrator.
     """
     _require_active(operator)
     before, after = operator.roles, frozenset(roles)
@@ -72,9 +72,9 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
-    """End an operator for good: no sign-in, no session and no command in that name from now on.
+    """Disable an operator permanently: no sign-in, no session and no command in that name from now on.
 
-    Raises StateConflictError when that is so already, and where nobody would be left to administer keys.
+    Raises StateConflictError for a disabled operator, and for the last active key administrator.
     """
     _require_active(operator)
     with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username):

@@ -1,6 +1,6 @@
 """Sign-in to the console: every attempt is counted before its password is judged, and every outcome is audited.
 
-A device that an operator has signed in with before carries a signed cookie and is counted by itself, so that a stranger
+A device that an operator has signed in with before carries a signed cookie and is counted by itself, so that an attacker
 who locks a name or an address does not lock that device (OWASP, "Device Cookies"). Names that do not exist are counted,
 locked and answered like those that do.
 """
@@ -54,7 +54,7 @@ class SignInLockedError(KeyvaultError):
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What came with the form. `address` None: nobody vouches for one. `device` "": no cookie came."""
+    """A submitted form. `address` is None when no trusted proxy vouches for one; `device` is "" without a cookie."""
 
     username: str
     password: Plaintext
@@ -177,7 +177,7 @@ def _name_of(row: Operator | None) -> str | None:
 def _record_sign_in(
     row: Operator, presented: Presented, device: str | None, now: datetime, *, is_hash_weak: bool
 ) -> None:
-    """Raises SignInRefusedError when somebody has reset the password, or ended the operator, meanwhile."""
+    """Audit the sign-in. Raises SignInRefusedError if the operator was changed since the password was judged."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
     address, told = presented.address or "unknown", "new" if device is None else "known"
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=told):
@@ -188,7 +188,7 @@ def _record_sign_in(
 
 
 def _record_lock(counter: _Counter, row: Operator | None, address: str | None, now: datetime) -> None:
-    """Audit a lock and raise an alarm, one for each operator and one for all addresses until somebody has seen it.
+    """Audit a lock and raise an alarm, one for each operator and one for all addresses until it is marked as seen.
 
     The lock of a name that no operator has leaves no entry of its own: anybody can make any number of those.
     """
@@ -240,5 +240,5 @@ def _read_device(row: Operator, cookie: str) -> str | None:
 
 
 def _binding(row: Operator) -> str:
-    """Of the operator's password and version, as sessions are bound."""
+    """Return what ties the cookie to the operator's password and version, as sessions are tied."""
     return salted_hmac(_DEVICE_SALT, row.get_session_auth_hash(), algorithm="sha256").hexdigest()[:32]

@@ -13,7 +13,9 @@ from keyvault.services.operators import disable_operator, get_operator
 
 
 class Command(AnsweringCommand):
-    help = "Disables an operator for good and ends their sessions at once. The last active key_administrator stays."
+    help = (
+        "Disables an operator permanently and ends their sessions at once; the last active key_administrator is kept."
+    )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("username")
