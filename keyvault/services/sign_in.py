@@ -1,7 +1,7 @@
 """Sign-in to the console: every attempt is counted before its password is judged, and every outcome is audited.
 
-A device that an operator has signed in with before carries a signed cookie and is counted by itself, so that an attacker
-who locks a name or an address does not lock that device (OWASP, "Device Cookies"). Names that do not exist are counted,
+A device that an operator has signed in with before carries a signed cookie and is counted by itself. An attacker who
+locks a name or an address does not lock that device (OWASP, "Device Cookies"). Names that do not exist are counted,
 locked and answered like those that do.
 """
 
