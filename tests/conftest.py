@@ -260,10 +260,12 @@ def fresh_limits() -> None:
     """Limits are counted in this process, by account: a rolled back account's id comes again in the next test. So are
     the rules and records that the engine knows, and the budgets that it was made with."""
     from keyvault.hotpath.loader import load_blocking
+    from keyvault.services.attempts import attempts
     from keyvault.services.limits import failed_proofs, limiter
     from keyvault.services.usage import usage_log
 
     limiter.cache_clear()
     failed_proofs.cache_clear()
+    attempts.cache_clear()
     load_blocking.cache_clear()
     usage_log._sources.clear()  # of the engines of earlier tests

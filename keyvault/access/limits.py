@@ -68,6 +68,12 @@ DEFAULT_LIMITS = {Environment.SANDBOX: Limit(25, 1), Environment.PRODUCTION: Lim
 FAILED_PROOF_LIMIT = Limit(100, 60)
 """Of an end client's address."""
 
+SIGN_IN_FAILURES = 10
+"""Failed sign-ins to the console by which a name, an address or a known device is locked."""
+
+SIGN_IN_LOCK_SECONDS = 1800
+"""Duration of that lock, in seconds; failures that lie further back than that are forgotten."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

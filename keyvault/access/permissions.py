@@ -43,6 +43,7 @@ class Permission(StrEnum):
     TOKENS_READ = "tokens:read"
     TOKENS_WRITE = "tokens:write"
     OPERATORS_WRITE = "operators:write"
+    SESSIONS_WRITE = "sessions:write"
     AUDIT_READ = "audit:read"
     AUDIT_SIGN = "audit:sign"
     CONNECTIONS_READ = "connections:read"

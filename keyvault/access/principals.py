@@ -103,6 +103,8 @@ WORKER = System(
     | {Permission.WEBHOOKS_DELIVER, Permission.AUDIT_SIGN, Permission.KEYS_REHASH, Permission.BACKEND_RECONCILE}
     | {Permission.JOURNAL_KEEP},
 )
+CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
+"""The console's sign-in page: records attempts that proved no identity."""
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})

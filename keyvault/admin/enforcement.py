@@ -36,7 +36,7 @@ def operator_of(request: HttpRequest) -> Operator:
     known: Operator | None = getattr(request, "console_operator", None)
     if known is None:
         if not isinstance(request.user, OperatorRow):
-            raise PermissionMissingError("Log in first.")
+            raise PermissionMissingError("Sign in first.")
         known = operator_principal(request.user)
         request.console_operator = known  # type: ignore[attr-defined]  # read back two lines above
     return known

@@ -14,7 +14,20 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done
-from keyvault.admin.cells import Detail, Facts, Line, Link, Table, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.cells import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Link,
+    Table,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.ids import is_key_id
 from keyvault.models import Account, Notice
@@ -98,11 +111,11 @@ class NoticeAdmin(NounAdmin):
 
     @admin.display(ordering="account__merchant_id")
     def merchant(self, notice: Notice) -> str:
-        return str(notice.account.merchant_id)
+        return NOTHING if notice.account is None else str(notice.account.merchant_id)
 
     @admin.display(description="environment", ordering="account__environment")
-    def environment_badge(self, notice: Notice) -> SafeString:
-        return badge(notice.account.environment)
+    def environment_badge(self, notice: Notice) -> SafeString | str:
+        return NOTHING if notice.account is None else badge(notice.account.environment)
 
     @admin.display(description="about")
     def about(self, notice: Notice) -> SafeString:
@@ -115,8 +128,8 @@ class NoticeAdmin(NounAdmin):
     def name_of(self, row: Notice) -> str:
         return str(row.kind)
 
-    def account_of(self, row: Notice) -> Account:
-        account: Account = row.account
+    def account_of(self, row: Notice) -> Account | None:
+        account: Account | None = row.account
         return account
 
     def ask_links(self, request: HttpRequest) -> list[Link]:
@@ -131,7 +144,9 @@ class NoticeAdmin(NounAdmin):
         return count_unseen()
 
     def line_of(self, row: Notice) -> Line:
-        return Line(self.url_of(row), row.kind, f"{row.account} · {_about(row)}", row.created_at)
+        return Line(
+            self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at
+        )
 
     def summary(self, row: Notice) -> Facts:
         return Facts(
@@ -139,7 +154,7 @@ class NoticeAdmin(NounAdmin):
             [
                 ("What", mono(row.kind)),
                 ("About", _subject(row)),
-                ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
+                ("Account", _account(row)),
                 ("When", moment(row.created_at)),
             ],
         )
@@ -160,9 +175,17 @@ def _state(notice: Notice) -> str:
     return "unseen" if notice.seen_at is None else "seen"
 
 
+def _account(notice: Notice) -> SafeString | str:
+    if notice.account is None:
+        return "none: this concerns the installation"
+    return link(reverse("admin:keyvault_account_change", args=[notice.account_id]), notice.account)
+
+
 def _subject(notice: Notice) -> SafeString:
     """The id of what it is about, as a link where there is a page."""
     text, label = notice.subject, _about(notice)
+    if notice.account is None:
+        return mono(label)  # a name, which may look like an id
     if is_key_id(text):
         name = "keyvault_key_change"
     elif notice.kind.startswith("webhook."):

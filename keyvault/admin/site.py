@@ -6,21 +6,23 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from django.contrib.admin import AdminSite
-from django.contrib.admin.forms import AdminAuthenticationForm
 from django.contrib.admin.models import LogEntry
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied, SuspiciousOperation, ValidationError
+from django.contrib.auth import REDIRECT_FIELD_NAME
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied, SuspiciousOperation
 from django.db import IntegrityError
 from django.db.models import Model, QuerySet
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
-from django.urls import URLPattern, URLResolver, include, path, re_path
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
 
+from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
 from keyvault.admin.audit import AuditEntryAdmin
 from keyvault.admin.break_glass import BreakGlassAdmin
 from keyvault.admin.catalog import CatalogEndpointAdmin
 from keyvault.admin.connections import ProviderConnectionAdmin
 from keyvault.admin.credentials import CredentialAdmin
-from keyvault.admin.enforcement import operator_of
+from keyvault.admin.enforcement import grant_for, operator_of
 from keyvault.admin.inbox import NoticeAdmin
 from keyvault.admin.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys import KeyAdmin
@@ -30,6 +32,7 @@ from keyvault.admin.noun import NounAdmin
 from keyvault.admin.pages import page, problem_page
 from keyvault.admin.peppers import PepperVersionAdmin
 from keyvault.admin.refusals import RefusalAdmin
+from keyvault.admin.sign_in import SignInView
 from keyvault.admin.tokens import ServiceTokenAdmin
 from keyvault.admin.webhooks import WebhookEndpointAdmin
 from keyvault.domain.errors import ErrorCode, KeyvaultError
@@ -51,6 +54,7 @@ from keyvault.models import (
     ServiceToken,
     WebhookEndpoint,
 )
+from keyvault.services.sign_in import sign_out
 
 NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
@@ -95,19 +99,6 @@ Response = TypeVar("Response", bound=HttpResponseBase)
 View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
 
-class LogInForm(AdminAuthenticationForm):
-    """A log-in without a role is no operator: it is refused at the door, in the same words as a wrong password."""
-
-    def confirm_login_allowed(self, user: Operator) -> None:
-        super().confirm_login_allowed(user)
-        if not user.roles:
-            raise ValidationError(
-                self.error_messages["invalid_login"],
-                code="invalid_login",
-                params={"username": self.username_field.verbose_name},
-            )
-
-
 class ConsoleSite(AdminSite):
     """Opens to active operators with a role. Whatever is behind it asks the decision function for itself."""
 
@@ -116,8 +107,6 @@ class ConsoleSite(AdminSite):
     index_title = "What waits"
     site_url = None
     enable_nav_sidebar = True
-    login_form = LogInForm
-    login_template = "console/login.html"
     logout_template = "console/logged_out.html"
 
     def __init__(self, name: str = "admin") -> None:
@@ -149,7 +138,27 @@ class ConsoleSite(AdminSite):
         return super().admin_view(self._answered(view), cacheable)
 
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        return _protected(super().login(request, extra_context))
+        """As Django's, with a view that counts failures."""
+        if request.method == "GET" and self.has_permission(request):
+            return HttpResponseRedirect(reverse("admin:index"))
+        context = {
+            **self.each_context(request),
+            "title": "Sign in",
+            "subtitle": None,
+            "app_path": request.get_full_path(),
+            "username": request.user.get_username(),
+            **(extra_context or {}),
+        }
+        if REDIRECT_FIELD_NAME not in request.GET and REDIRECT_FIELD_NAME not in request.POST:
+            context[REDIRECT_FIELD_NAME] = reverse("admin:index")
+        request.current_app = self.name  # read by Django's templates
+        return _protected(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
+
+    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+        """Recorded before the session ends, while it is known whose it is."""
+        if request.method == "POST":
+            sign_out(grant_for(request, Permission.SESSIONS_WRITE))
+        return super().logout(request, extra_context)
 
     def _answered(self, view: View) -> View:
         """What cannot be done becomes a page that says so; what is not foreseen stays a fault, for the log."""

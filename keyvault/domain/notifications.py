@@ -26,6 +26,8 @@ class NoticeKind(StrEnum):
     BACKEND_STRANGER = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
     JOURNAL_FAILED = "journal.failed"
+    OPERATOR_LOCKED = "operator.locked"
+    ADDRESS_LOCKED = "address.locked"
 
 
 ALARMS = frozenset(
@@ -41,12 +43,18 @@ ALARMS = frozenset(
         NoticeKind.BACKEND_STRANGER,
         NoticeKind.BACKEND_DENIED,
         NoticeKind.JOURNAL_FAILED,
+        NoticeKind.OPERATOR_LOCKED,
+        NoticeKind.ADDRESS_LOCKED,
     }
 )
 """What somebody has to look at."""
 
+WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED})
+"""What concerns the installation and no account of a merchant."""
+
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
     | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED}
+    | WITHOUT_ACCOUNT
 )
 """What is told to operators alone."""

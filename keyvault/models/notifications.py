@@ -4,7 +4,7 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Q
 
-from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.notifications import WITHOUT_ACCOUNT, NoticeKind
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account, WebhookEndpoint
 from keyvault.models.recording import RecordedModel
@@ -13,11 +13,12 @@ from keyvault.models.recording import RecordedModel
 class Notice(RecordedModel):
     """One event of a credential's life; `payload` carries ids and times, never material.
 
+    `account`: None for a notice about the installation; only operators see it.
     `is_alarm`: somebody is to look at it. It stays in the console's inbox until `seen_at`.
     """
 
     notice_id = models.CharField(primary_key=True, max_length=32)
-    account = models.ForeignKey(Account, models.PROTECT, related_name="notices")
+    account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="notices")
     kind = choice(NoticeKind)
     subject = models.CharField(max_length=64)
     payload = models.JSONField()
@@ -27,7 +28,13 @@ class Notice(RecordedModel):
     seen_by = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="+")
 
     class Meta:
-        constraints = [choices_check("notice_kind", "kind", NoticeKind)]
+        constraints = [
+            choices_check("notice_kind", "kind", NoticeKind),
+            models.CheckConstraint(
+                name="notice_of_an_account",
+                condition=Q(account__isnull=False) | Q(kind__in=sorted(kind.value for kind in WITHOUT_ACCOUNT)),
+            ),
+        ]
         indexes = [
             models.Index(fields=["account", "-created_at"], name="notice_by_account"),
             models.Index(fields=["subject", "kind"], name="notice_by_subject"),

@@ -1,24 +1,45 @@
 """Operators of the console. Two log-ins of one human being share a `person`: four eyes compare persons."""
 
 import secrets
+from typing import Any, ClassVar
 
-from django.contrib.auth.models import AbstractUser
+from django.contrib.auth.hashers import check_password
+from django.contrib.auth.models import AbstractUser, UserManager
 from django.db import models
+from django.db.models.signals import m2m_changed
+from django.dispatch import receiver
+from django.utils.crypto import salted_hmac
 
 from keyvault.access.roles import Role
 from keyvault.domain.ids import mint_id
+from keyvault.models.recording import RecordedModel, RecordedQuerySet, require_recording
 
 
 def mint_person() -> str:
     return mint_id("per", secrets.token_bytes)
 
 
-class Operator(AbstractUser):
-    """A log-in; its roles are its groups, made by migration. There are no superusers: nothing asks for one."""
+class OperatorManager(UserManager["Operator"]):
+    """Django's manager of users, with the guard of `RecordedModel` on whole-set writes."""
+
+    use_in_migrations = False
+
+    def get_queryset(self) -> RecordedQuerySet:
+        return RecordedQuerySet(self.model, using=self._db)
+
+
+class Operator(RecordedModel, AbstractUser):
+    """A log-in; its roles are its groups, made by migration. There are no superusers: nothing asks for one.
+
+    Every `compare_and_swap` ends the operator's sessions, since they are bound to the version.
+    """
 
     person = models.CharField(max_length=32, default=mint_person)
 
+    objects: ClassVar[OperatorManager] = OperatorManager()  # type: ignore[assignment]  # of users, with the same guard
+
     class Meta(AbstractUser.Meta):
+        base_manager_name = "objects"
         constraints = [
             models.CheckConstraint(name="operator_no_superuser", condition=models.Q(is_superuser=False)),
         ]
@@ -27,3 +48,24 @@ class Operator(AbstractUser):
     def roles(self) -> frozenset[Role]:
         known = {role.value for role in Role}
         return frozenset(Role(name) for name in self.groups.values_list("name", flat=True) if name in known)
+
+    def alters(self) -> None:
+        """No verdict on a key reads an operator."""
+        return None  # noqa: RET501  the subject that there is not
+
+    def get_session_auth_hash(self) -> str:
+        """What sessions are bound to: a session of an earlier password, role or state is void."""
+        bound = f"{self.password}:{self.version}"
+        return salted_hmac("keyvault.models.Operator.session", bound, algorithm="sha256").hexdigest()
+
+    def check_password(self, raw_password: str | None) -> bool:
+        """Compares and writes nothing. `services.sign_in` stores a stronger hash in its own transaction."""
+        return raw_password is not None and check_password(raw_password, self.password)
+
+
+@receiver(m2m_changed, sender=Operator.groups.through)
+@receiver(m2m_changed, sender=Operator.user_permissions.through)
+def _require_recorded_roles(action: str, **_: Any) -> None:
+    """An operator's groups are rows of another table, which `RecordedModel` does not guard."""
+    if action.startswith("pre_"):
+        require_recording(Operator)

@@ -43,7 +43,8 @@ def collect_subjects() -> Iterator[dict[Subject, bool]]:
         _open_subjects.reset(token)
 
 
-def _require_recording(model: type[models.Model]) -> dict[Subject, bool]:
+def require_recording(model: type[models.Model]) -> dict[Subject, bool]:
+    """Return the subjects of the open block. Raises UnrecordedWriteError outside one."""
     subjects = _open_subjects.get()
     if subjects is None:
         raise UnrecordedWriteError(f"{model.__name__} is written inside `recorded(...)` only")
@@ -88,7 +89,7 @@ class RecordedModel(models.Model):
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Inserts a new row. An existing one is changed by `compare_and_swap`, never by a blind save."""
-        subjects = _require_recording(type(self))
+        subjects = require_recording(type(self))
         super().save(*args, force_insert=True, **kwargs)
         self._note(subjects)
 
@@ -100,7 +101,7 @@ class RecordedModel(models.Model):
 
         Raises StateConflictError, having written nothing, when somebody has.
         """
-        subjects = _require_recording(type(self))
+        subjects = require_recording(type(self))
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
         if rows.update(version=self.version + 1, **changes) != 1:
             raise StateConflictError(
@@ -118,7 +119,7 @@ class RecordedModel(models.Model):
 
         It does not count the version up: whoever has read the row meanwhile still writes what is theirs.
         """
-        subjects = _require_recording(type(self))
+        subjects = require_recording(type(self))
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, **seen)
         if rows.update(**changes) != 1:
             return False

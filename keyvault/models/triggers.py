@@ -372,7 +372,8 @@ def _conditions() -> Iterator[Refusal]:
         "notice_stays",
         "keyvault_notice",
         "UPDATE",
-        "NEW.notice_id <> OLD.notice_id OR NEW.account_id <> OLD.account_id OR NEW.kind <> OLD.kind "
+        "NEW.notice_id <> OLD.notice_id OR COALESCE(NEW.account_id, 0) <> COALESCE(OLD.account_id, 0) "
+        "OR NEW.kind <> OLD.kind "
         "OR NEW.subject <> OLD.subject OR CAST(NEW.payload AS TEXT) <> CAST(OLD.payload AS TEXT) "
         "OR NEW.created_at <> OLD.created_at OR OLD.seen_at IS NOT NULL",
         "what was announced stays as it was, and is seen once",

@@ -241,8 +241,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_TRUSTED_PROXIES",
         "0",
-        "How many proxies stand before the integration plane: the client's address is that many from the right of "
-        "X-Forwarded-For. 0: it is the peer's own.",
+        "How many proxies stand before the integration plane and the console: the client's address is that many from "
+        "the right of X-Forwarded-For. 0: it is the peer's own.",
         _count(0),
     ),
     Setting(

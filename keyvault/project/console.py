@@ -1,7 +1,18 @@
-"""The admin site of this project, in place of Django's default one."""
+"""Django's own apps as this project runs them."""
 
 from django.contrib.admin.apps import AdminConfig
+from django.contrib.auth.apps import AuthConfig
+from django.contrib.auth.signals import user_logged_in
+
+
+class OperatorsConfig(AuthConfig):
+    def ready(self) -> None:
+        """Disconnects Django's own write to the user: `services.sign_in` records the time of a sign-in."""
+        super().ready()
+        user_logged_in.disconnect(dispatch_uid="update_last_login")
 
 
 class ConsoleConfig(AdminConfig):
+    """The admin site of this project, in place of Django's default one."""
+
     default_site = "keyvault.admin.site.ConsoleSite"

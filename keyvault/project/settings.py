@@ -72,7 +72,9 @@ LANGUAGE_CODE = "en"
 APPEND_SLASH = False
 
 INSTALLED_APPS = [
-    "django.contrib.auth",
+    # First: its commands take the place of those of Django's that would go round the services.
+    "keyvault",
+    "keyvault.project.console.OperatorsConfig",
     "django.contrib.contenttypes",
     "django.contrib.sessions",
     "django.contrib.messages",
@@ -82,7 +84,6 @@ INSTALLED_APPS = [
     "drf_spectacular",
     "drf_spectacular_sidecar",
     "django_celery_beat",
-    "keyvault",
     "rotation",
 ]
 MIDDLEWARE = [
@@ -146,6 +147,7 @@ else:
         **DATABASES["default"].get("OPTIONS", {}),
     }
 
+AUTHENTICATION_BACKENDS = ["keyvault.admin.sign_in.SessionBackend"]
 AUTH_PASSWORD_VALIDATORS = [
     {
         "NAME": "django.contrib.auth.password_validation.MinimumLengthValidator",
@@ -160,11 +162,16 @@ SESSION_COOKIE_AGE = 8 * 60 * 60
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SAMESITE = "Strict"
 CSRF_COOKIE_SAMESITE = "Strict"
-CSRF_USE_SESSIONS = True
+# In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.
+CSRF_COOKIE_HTTPONLY = True
+CSRF_COOKIE_AGE = None
 # Over plain http the origin is this machine itself (see `configuration`), where a browser would not send a
 # Secure cookie back.
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
 SESSION_COOKIE_NAME = "__Host-session" if _https else "session"
+CSRF_COOKIE_NAME = "__Host-csrf" if _https else "csrf"
+# Its path is the console's, which a __Host- cookie cannot have.
+DEVICE_COOKIE = "__Secure-device" if _https else "device"
 SECURE_HSTS_SECONDS = 31_536_000 if _https else 0
 SECURE_HSTS_INCLUDE_SUBDOMAINS = _https
 SECURE_CONTENT_TYPE_NOSNIFF = True

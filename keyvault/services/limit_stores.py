@@ -196,18 +196,24 @@ return found
 """
 
 
+def redis_client(url: str, timeout_seconds: float) -> Redis:
+    """Return a client that tries once: the first attempt may have spent already, and the request is waiting."""
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_seconds,
+        socket_connect_timeout=timeout_seconds,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+REDIS_TIMEOUT_SECONDS = 0.25
+
+
 class RedisStore:
     """Buckets in Redis, by the clock of Redis. In a cluster, keys that are spent from together share a `{tag}`."""
 
-    def __init__(self, url: str, timeout_seconds: float = 0.25) -> None:
-        # Not tried twice: the first attempt may have spent already, and the request is waiting.
-        client = Redis.from_url(
-            url,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(NoBackoff(), 0),
-        )
-        self._script = client.register_script(_SPEND)
+    def __init__(self, url: str, timeout_seconds: float = REDIS_TIMEOUT_SECONDS) -> None:
+        self._script = redis_client(url, timeout_seconds).register_script(_SPEND)
         self._pipeline = LimitPipeline(url, _SPEND, timeout_seconds)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:

@@ -160,7 +160,7 @@ class FailedProofs:
         return self._count(self._own, address)
 
     def _count(self, limiter: Limiter, address: str | None) -> int | None:
-        source = _source(address)
+        source = source_of(address)
         if source is None:
             return None
         limit = FAILED_PROOF_LIMIT
@@ -181,7 +181,7 @@ class FailedProofs:
 
     def is_over(self, address: str | None) -> bool:
         """Whether this address has failed too often lately."""
-        source = _source(address) if self._over_until else None
+        source = source_of(address) if self._over_until else None
         return source is not None and self._over_until.get(source, 0) > self._monotonic()
 
     def _remember(self, source: str, until: float) -> None:
@@ -236,8 +236,8 @@ def failed_proofs() -> FailedProofs:
     return FailedProofs(Limiter(shared.store, local, fallback_percent=100, watch=shared.watch), own=own)
 
 
-def _source(address: str | None) -> str | None:
-    """Who an address stands for: an IPv6 site has a /64 to choose from; an IPv4-mapped address is IPv4."""
+def source_of(address: str | None) -> str | None:
+    """Return whom an address stands for: an IPv6 site has a /64 to choose from; an IPv4-mapped address is IPv4."""
     try:
         parsed = ip_address(address or "")
     except ValueError:

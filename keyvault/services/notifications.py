@@ -14,7 +14,7 @@ from keyvault.models import Account, Notice, WebhookDelivery, WebhookEndpoint
 def announce(
     grant: Grant,
     kind: NoticeKind,
-    account: Account,
+    account: Account | None,
     subject: str,
     is_alarm: bool = False,
     /,
@@ -22,12 +22,14 @@ def announce(
 ) -> Notice:
     """Inside the `recorded` block of what happened: the notice, and its way to each endpoint of the account.
 
-    `subject`: the id of what it is about. `is_alarm`: somebody has to see it, though not each of its kind.
+    `account`: None for a notice about the installation. `subject`: the id of what it is about. `is_alarm`: somebody
+    has to see it, though not each of its kind.
     `payload`: ids, states and times; no material, and nothing of a person.
     """
     notice = _written(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
-    endpoints = WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True)
-    for endpoint in () if kind in INTERNAL else endpoints:
+    if account is None or kind in INTERNAL:
+        return notice
+    for endpoint in WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True):
         WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
     return notice
 
@@ -41,14 +43,22 @@ def announce_to(grant: Grant, endpoint: WebhookEndpoint, kind: NoticeKind, subje
 
 def message_of(notice: Notice) -> bytes:
     """What is sent of it: the same bytes each time, since a notice never changes."""
-    account = {"merchant_id": notice.account.merchant_id, "environment": notice.account.environment}
-    data = {**notice.payload, "account": account, "subject": notice.subject}
+    account = notice.account
+    if account is None:
+        raise TypeError(f"{notice.kind} is for operators alone")
+    told = {"merchant_id": account.merchant_id, "environment": account.environment}
+    data = {**notice.payload, "account": told, "subject": notice.subject}
     timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return canonical_bytes({"type": notice.kind, "timestamp": timestamp, "data": data})
 
 
 def _written(
-    grant: Grant, kind: NoticeKind, account: Account, subject: str, payload: Mapping[str, JsonValue], is_alarm: bool
+    grant: Grant,
+    kind: NoticeKind,
+    account: Account | None,
+    subject: str,
+    payload: Mapping[str, JsonValue],
+    is_alarm: bool,
 ) -> Notice:
     notice = Notice(
         notice_id=mint_id("ntc", secrets.token_bytes),

@@ -31,6 +31,7 @@ from keyvault.services import (
     offboarding,
     pepper_propagation,
     refusals,
+    sign_in,
     usage,
     webhook_deliveries,
     webhook_endpoints,
@@ -119,7 +120,8 @@ def suspect_due() -> None:
 
 
 def forget_due() -> None:
-    """What is kept for a while only: sealed secrets, answers to retries, explained refusals, old use and receipts."""
+    """What is kept for a while only: sealed secrets, answers to retries, explained refusals, old use and receipts,
+    sessions."""
     now = datetime.now(UTC)
     idempotency.shred_due(now)
     idempotency.forget_expired(now)
@@ -127,6 +129,7 @@ def forget_due() -> None:
     webhook_deliveries.forget_old_deliveries(now)
     usage.forget_old(now)
     follower.forget_old(now)
+    sign_in.forget_expired_sessions(now)
 
 
 def mend_journal() -> None:

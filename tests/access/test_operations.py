@@ -62,6 +62,7 @@ schedules:write          x x - - -
 tokens:read              x - - x x
 tokens:write             x - - - -
 operators:write          - - - - -
+sessions:write           x x x x x
 audit:read               x - - x x
 audit:sign               - - - - -
 connections:read         x x x x x

@@ -6,7 +6,7 @@ import pytest
 
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, WORKER
+from keyvault.access.principals import CONSOLE, HOST, WORKER
 from keyvault.access.roles import ROLE_PERMISSIONS, Role, permissions_of
 
 READING = {
@@ -21,6 +21,7 @@ READING = {
     P.NOTICES_READ,
     P.CONNECTIONS_READ,
     P.PEPPERS_READ,
+    P.SESSIONS_WRITE,  # of one's own session alone
 }
 HOLDERS = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
 APPROVING = {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW}
@@ -116,6 +117,7 @@ def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
     assert HOST.permissions == {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.REVOCATIONS_REPLAY} | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
+    assert CONSOLE.permissions == {P.SESSIONS_WRITE}
 
 
 def test_service_tokens_may_be_given_only_what_the_contract_lists() -> None:

@@ -30,6 +30,7 @@ from keyvault.models import (
     PepperVersion,
     UseBucket,
 )
+from keyvault.models.recording import collect_subjects
 from keyvault.services.connections import set_connection
 from keyvault.services.issuance import collect_key
 from keyvault.services.keys import last_sequence
@@ -305,7 +306,8 @@ def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
     """A log-in without a role is no operator, whatever Django's own permissions and groups say of it."""
     nobody = make_operator("nobody")
     row = Operator.objects.get(username="nobody")
-    row.groups.add(Group.objects.create(name="invented"))
+    with collect_subjects():
+        row.groups.add(Group.objects.create(name="invented"))
     client = browser(nobody)
     for name, path in every_address(desk):
         if name not in OPEN:
@@ -329,7 +331,8 @@ def test_enforcement_django_permissions_are_not_consulted(desk: Desk) -> None:
     from django.contrib.auth.models import Permission
 
     row = Operator.objects.get(username="tam")
-    row.user_permissions.set(Permission.objects.all())
+    with collect_subjects():
+        row.user_permissions.set(Permission.objects.all())
     client = browser(desk.tam)
     assert client.get("/admin/keyvault/auditentry/").status_code == REFUSED
     assert client.get("/admin/keyvault/servicetoken/new/create/").status_code == REFUSED
@@ -399,7 +402,8 @@ def test_enforcement_role_taken_away_counts_at_once(desk: Desk) -> None:
     """Roles are read at every request: whoever loses theirs is out with the next click."""
     client = browser(desk.admin)
     assert client.get("/admin/").status_code == 200
-    Operator.objects.get(username="admin").groups.clear()
+    with collect_subjects():
+        Operator.objects.get(username="admin").groups.clear()
     assert client.get("/admin/").status_code == TO_THE_DOOR
 
 

@@ -8,10 +8,14 @@ import pytest
 from django.db import IntegrityError
 from django.test import Client
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.admin.keys import KeyAdmin
 from keyvault.models import Operator
-from tests.factories import PASSWORD, issue, make_operator, request_key
+from keyvault.models.recording import collect_subjects
+from keyvault.services.operators import disable_operator
+from tests.factories import PASSWORD, grant, issue, make_operator, request_key
 
 from .desk import Desk, address, browser, text_of
 
@@ -29,7 +33,7 @@ def test_site_login_with_the_password_leads_in(desk: Desk) -> None:
 def test_site_login_with_a_wrong_password_is_refused(desk: Desk) -> None:
     answer = log_in("tam", "something else entirely")
     assert answer.status_code == 200
-    assert "Please enter the correct" in text_of(answer)
+    assert "Wrong user name or password" in text_of(answer)
 
 
 def test_site_login_without_a_role_is_refused_as_a_wrong_password_is(desk: Desk) -> None:
@@ -38,14 +42,15 @@ def test_site_login_without_a_role_is_refused_as_a_wrong_password_is(desk: Desk)
     answer = log_in("nobody")
     assert answer.status_code == 200
     assert not answer.cookies.get("session") or "_auth_user_id" not in answer.wsgi_request.session
-    assert "Please enter the correct" in text_of(answer)
+    assert "Wrong user name or password" in text_of(answer)
 
 
 def test_site_suspended_operator_is_locked_out_at_once(desk: Desk) -> None:
     """An operator whose log-in is disabled is out with the next click, and cannot come back."""
     client = browser(desk.admin)
     assert client.get("/admin/").status_code == 200
-    Operator.objects.filter(username="admin").update(is_active=False)
+    make_operator("second", Role.KEY_ADMINISTRATOR)
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="admin"))
     assert client.get("/admin/").status_code == 302
     assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 302
     desk.sandbox.merchant.refresh_from_db()
@@ -56,7 +61,8 @@ def test_site_suspended_operator_is_locked_out_at_once(desk: Desk) -> None:
 def test_site_user_who_is_no_staff_is_locked_out(desk: Desk) -> None:
     """The console is for operators whose log-in says so."""
     client = browser(desk.admin)
-    Operator.objects.filter(username="admin").update(is_staff=False)
+    with collect_subjects():
+        Operator.objects.get(username="admin").swap_beside({}, is_staff=False)
     assert client.get("/admin/").status_code == 302
 
 

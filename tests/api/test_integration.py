@@ -8,9 +8,9 @@ from django.test import Client
 
 from keyvault.access.roles import Role
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Order
+from keyvault.models import AuditEntry, Operator, Order
 from tests.domain.minting import mint
-from tests.factories import PASSWORD, PRODUCTION, SANDBOX, account, issue, make_operator
+from tests.factories import PRODUCTION, SANDBOX, account, issue, make_operator
 
 from .integration import ORDER, ORDERS, Ask, change_account, expect, issue_token, pointers, private, public
 
@@ -213,7 +213,7 @@ def test_base_url_itself_is_no_endpoint(ask: Ask) -> None:
 def test_admin_session_counts_as_no_credential(ask: Ask, client: Client) -> None:
     """A credential of one plane is never accepted on another."""
     make_operator("root", *Role)
-    assert client.login(username="root", password=PASSWORD)
+    client.force_login(Operator.objects.get(username="root"))
     expect(ask("GET", "/sandbox/customers/me"), 401, "credential_missing")
 
 

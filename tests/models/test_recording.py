@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 from django.apps import apps
+from django.contrib.auth.models import Group, Permission
+from django.contrib.auth.signals import user_logged_in
 from django.db import IntegrityError, connection, models, transaction
 from django.test.utils import CaptureQueriesContext
 
+from keyvault.access.roles import Role
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keystring import StringKind, StringScope
 from keyvault.models import IssuanceRequest, Key, Merchant, Operator
@@ -18,7 +21,7 @@ from keyvault.services.lookup import prove_service_token
 from keyvault.services.material import read_string
 from keyvault.services.verification import Presented, judge_presented
 from tests.domain.minting import mint
-from tests.factories import PRODUCTION, make_token, now
+from tests.factories import PASSWORD, PRODUCTION, make_operator, make_token, now
 
 from .conftest import World
 
@@ -164,17 +167,58 @@ def test_recorded_model_block_left_closes_the_door(world: World) -> None:
 
 def test_operator_made_superuser_is_refused() -> None:
     """There are no superusers, not even by Django's own way to make one."""
-    with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
-        Operator.objects.create_superuser("root", password="correct horse battery staple")
-    row = Operator.objects.create_user("tam")
-    with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
-        Operator.objects.filter(pk=row.pk).update(is_superuser=True)
+    with collect_subjects():
+        with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
+            Operator.objects.create_superuser("root", password="correct horse battery staple")
+        row = Operator.objects.create_user("tam")
+        with pytest.raises(IntegrityError, match="operator_no_superuser"), transaction.atomic():
+            row.compare_and_swap(is_superuser=True)
 
 
 def test_operator_log_ins_are_of_different_persons_unless_told() -> None:
     """Four eyes compare persons: two log-ins share one only when whoever made them said so."""
-    first, second = Operator.objects.create_user("one"), Operator.objects.create_user("two")
+    with collect_subjects():
+        first, second = Operator.objects.create_user("one"), Operator.objects.create_user("two")
     assert first.person != second.person
+
+
+OPERATOR_WRITES: dict[str, Callable[[Operator], object]] = {
+    "save": lambda row: row.save(),
+    "save of a field": lambda row: row.save(update_fields=["is_active"]),
+    "delete": lambda row: row.delete(),
+    "swap": lambda row: row.compare_and_swap(is_active=False),
+    "update": lambda row: Operator.objects.filter(pk=row.pk).update(is_active=False),
+    "update through the base manager": lambda row: Operator._base_manager.filter(pk=row.pk).update(is_active=False),
+    "bulk update": lambda row: Operator.objects.bulk_update([row], ["is_active"]),
+    "bulk create": lambda row: Operator.objects.bulk_create([Operator(username="two")]),
+    "delete of a set": lambda row: Operator.objects.filter(pk=row.pk).delete(),
+    "create": lambda row: Operator.objects.create_user("two"),
+    "roles set": lambda row: row.groups.set(Group.objects.all()),
+    "role added": lambda row: row.groups.add(*Group.objects.all()[:1]),
+    "roles cleared": lambda row: row.groups.clear(),
+    "operators of a role": lambda row: Group.objects.all()[0].user_set.add(row),
+    "Django's permissions": lambda row: row.user_permissions.set(Permission.objects.all()[:1]),
+    "Django's sign-in": lambda row: user_logged_in.send(Operator, request=None, user=row),
+    "Django's hash upgrade": lambda row: row.check_password(PASSWORD),
+}
+
+
+@pytest.mark.parametrize("how", OPERATOR_WRITES)
+def test_operator_is_written_by_services_only(how: str) -> None:
+    """No way of Django's to change a log-in goes past the audit log: outside a recorded block nothing is written."""
+    make_operator("tam", Role.AUDITOR)
+    row = Operator.objects.get()
+    before = Operator.objects.values().get()
+    row.is_active = False
+    with transaction.atomic():
+        if how in {"Django's sign-in", "Django's hash upgrade"}:
+            OPERATOR_WRITES[how](row)  # nothing is refused: nothing is tried
+        else:
+            with pytest.raises(UnrecordedWriteError):
+                OPERATOR_WRITES[how](row)
+    assert Operator.objects.values().get() == before
+    assert row.roles == {Role.AUDITOR}
+    assert not row.user_permissions.exists()
 
 
 def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
@@ -195,7 +239,6 @@ def test_models_every_table_is_recorded_or_known_not_to_be() -> None:
         "LedgerEntry": "bookkeeping of tries",
         "WebhookDelivery": "bookkeeping of tries",
         "CampaignMember": "bookkeeping; each rotation that it gets is recorded",
-        "Operator": "Django's own user; its permissions are its groups",
     }
     unguarded = {model.__name__ for model in _ours() if not issubclass(model, RecordedModel)}
     assert unguarded == set(beside)

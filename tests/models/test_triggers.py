@@ -468,6 +468,14 @@ def test_triggers_log_in_replaced_by_its_name_is_refused(world: World) -> None:
         _replace("keyvault_operator", {"id": None, "person": "per_nobody"}, username="tam")
 
 
+def test_triggers_notice_of_the_installation_given_to_an_account_is_refused(world: World) -> None:
+    """What concerns no account stays so: NULL slips through no rule."""
+    row = {"notice_id": "ntc_installation", "kind": "operator.locked", "account_id": None, "is_alarm": True}
+    insert("keyvault_notice", read_row("keyvault_notice") | row | {"seen_at": None, "seen_by_id": None})
+    with refused("what was announced stays as it was"):
+        update("keyvault_notice", {"account_id": world.sandbox.pk}, notice_id="ntc_installation")
+
+
 _PARTIAL: dict[str, set[tuple[str, ...]]] = {
     "rotation_rotation": {("credential_id",)},
     "keyvault_limitoverride": {("environment", "endpoint")},

@@ -1,5 +1,7 @@
 """Operators: made on the host, with the roles that they were given and no more."""
 
+from functools import partial
+
 import pytest
 from django.contrib.auth.models import Group
 
@@ -9,11 +11,13 @@ from keyvault.access.roles import ROLE_PERMISSIONS, Role
 from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
+from keyvault.models.recording import collect_subjects
 from keyvault.services.authorization import is_allowed, operator_principal
-from keyvault.services.operators import create_operator, find_operator, operator_row, reset_password
+from keyvault.services.operators import create_operator, disable_operator, find_operator, operator_row, reset_password
 from tests.factories import PASSWORD, grant, make_operator, now
 
 from .conftest import Scene
+from .racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
 from .rows import dump_tables
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -41,16 +45,16 @@ def test_operator_in_a_group_that_is_no_role_gains_nothing(db: None) -> None:
     """A group that somebody made by hand grants nothing, whatever it is called."""
     make_operator("somebody", Role.AUDITOR)
     row = Operator.objects.get(username="somebody")
-    row.groups.add(Group.objects.create(name="superusers"))
+    with collect_subjects():
+        row.groups.add(Group.objects.create(name="superusers"))
     assert operator_principal(row).roles == {Role.AUDITOR}
 
 
 def test_operator_disabled_holds_no_role_from_then_on(db: None) -> None:
     """A disabled log-in may nothing, and no command line can name it."""
-    make_operator("somebody", Role.KEY_ADMINISTRATOR)
+    make_operator("somebody", Role.APPROVER)
     row = Operator.objects.get(username="somebody")
-    row.is_active = False
-    row.save(update_fields=["is_active"])
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), row)
     assert operator_principal(row).permissions == frozenset()
     assert not is_allowed(operator_principal(row), P.KEYS_READ, now=now())
     with pytest.raises(NotFoundError):
@@ -102,6 +106,22 @@ def test_operator_password_reset_ends_sessions_and_keeps_no_text(db: None) -> No
     tables = repr(dump_tables())
     assert PASSWORD not in tables
     assert "another long pass phrase" not in tables
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_operators_two_administrators_who_are_ended_at_once_leave_one() -> None:
+    """Of two administrators disabled at the same moment one stays: nobody is locked out of the installation."""
+    for name in ("one", "two"):
+        make_operator(name, Role.KEY_ADMINISTRATOR)
+    rows = [Operator.objects.get(username=name) for name in ("one", "two")]
+    first, second = (partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows)
+    with held_open(first):
+        slower = start(second)
+        wait_until_blocked(slower)
+    with pytest.raises(StateConflictError, match="the last active one"):
+        slower.result(PATIENCE_SECONDS)
+    assert Operator.objects.filter(is_active=True).count() == 1
 
 
 def test_operators_are_made_on_the_host_only(scene: Scene) -> None:

@@ -75,6 +75,7 @@ from keyvault.services import (
     pepper_versions,
     recording,
     revocation_replays,
+    sign_in,
     tokens,
     webhook_endpoints,
 )
@@ -291,6 +292,16 @@ def _create_operator(scene: Scene) -> Callable[[], object]:
 def _reset_password(scene: Scene) -> Callable[[], object]:
     row = Operator.objects.get(username="tam")
     return lambda: operators.reset_password(_host(P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+
+
+def _disable_operator(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operators.disable_operator, _host(P.OPERATORS_WRITE), row)
+
+
+def _set_roles(scene: Scene) -> Callable[[], object]:
+    row = Operator.objects.get(username="tam")
+    return partial(operators.set_roles, _host(P.OPERATORS_WRITE), row, [Role.AUDITOR, Role.APPROVER])
 
 
 def _request(scene: Scene) -> Callable[[], object]:
@@ -533,6 +544,11 @@ ACTS: dict[str, Act] = {
     ),
     "operators.create_operator": Act(_create_operator, ["operator.created"], []),
     "operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
+    "operators.disable_operator": Act(_disable_operator, ["operator.disabled"], []),
+    "operators.set_roles": Act(_set_roles, ["operator.roles_changed"], []),
+    "sign_in.sign_out": Act(
+        lambda scene: partial(sign_in.sign_out, grant(scene.tam, P.SESSIONS_WRITE)), ["operator.signed_out"], []
+    ),
     "issuance.request_issuance": Act(_request, ["issuance.requested"], []),
     "issuance.approve_issuance": Act(_approve, ["issuance.approved"], []),
     "issuance.reject_issuance": Act(_reject, ["issuance.rejected"], []),

@@ -1,7 +1,5 @@
 """Makes a log-in for the console; operators are made on the host only."""
 
-import getpass
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +9,8 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError
-from keyvault.domain.plaintext import Plaintext
 from keyvault.management.answers import AnsweringCommand
+from keyvault.management.passwords import read_password
 from keyvault.models import Operator
 from keyvault.services.authorization import authorize
 from keyvault.services.operators import create_operator
@@ -33,12 +31,11 @@ class Command(AnsweringCommand):
             if other is None:
                 raise NotFoundError(f"There is no operator {options['same_person_as']}.")
             person = other.person
-        typed = getpass.getpass() if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
         operator = create_operator(
             authorize(HOST, Permission.OPERATORS_WRITE, now=self.now),
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
-            password=Plaintext(typed),
+            password=read_password(),
             person=person,
         )
         return {"username": operator.username, "roles": sorted(options["role"]), "person": operator.person}

@@ -1,0 +1,14 @@
+"""Refuses Django's `createsuperuser` on a command line."""
+
+from typing import NoReturn
+
+from django.contrib.auth.management.commands.createsuperuser import Command as DjangoCommand
+
+from keyvault.management.refused import refuse
+
+
+class Command(DjangoCommand):
+    help = "Refused: use create_operator; there are no superusers."
+
+    def run_from_argv(self, argv: list[str]) -> NoReturn:
+        refuse(argv, "There are no superusers. Run: manage.py create_operator NAME --role ROLE")

@@ -1,0 +1,26 @@
+"""Ends an operator."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.operators import disable_operator, get_operator
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Disables an operator permanently and ends their sessions at once; the last active key_administrator is kept."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("username")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        operator = get_operator(options["username"])
+        disable_operator(authorize(HOST, Permission.OPERATORS_WRITE, now=self.now), operator)
+        return {"username": operator.username, "is_active": operator.is_active}

@@ -1,0 +1,25 @@
+"""Lists the operators."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.operators import list_operators
+
+
+class Command(AnsweringCommand):
+    help = "Lists every operator with roles, state and last sign-in. The same `person` twice: two log-ins of one."
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "operators": [
+                {
+                    "username": operator.username,
+                    "roles": sorted(group.name for group in operator.groups.all()),
+                    "is_active": operator.is_active,
+                    "last_sign_in_at": operator.last_login,
+                    "person": operator.person,
+                }
+                for operator in list_operators()
+            ]
+        }

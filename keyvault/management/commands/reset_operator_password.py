@@ -1,0 +1,33 @@
+"""Gives an operator a new password."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.plaintext import Plaintext
+from keyvault.management.answers import AnsweringCommand
+from keyvault.management.passwords import read_password
+from keyvault.services.authorization import authorize
+from keyvault.services.operators import get_operator, reset_password
+
+
+class Command(AnsweringCommand):
+    help = (
+        "Resets an operator's password, ends their sessions, forgets their devices and lifts a lock of their name. The "
+        "password is asked for, or read from standard input when that is no terminal."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("username")
+        parser.add_argument("--reveal", action="store_true", help="make a random password, and print it this once")
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        operator = get_operator(options["username"])
+        password = Plaintext(secrets.token_urlsafe(18)) if options["reveal"] else read_password()
+        reset_password(authorize(HOST, Permission.OPERATORS_WRITE, now=self.now), operator, password)
+        answer = {"username": operator.username}
+        return {**answer, "password": password.reveal()} if options["reveal"] else answer

@@ -1,0 +1,29 @@
+"""Replaces an operator's roles."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.access.roles import Role
+from keyvault.management.answers import AnsweringCommand
+from keyvault.services.authorization import authorize
+from keyvault.services.operators import get_operator, set_roles
+
+
+class Command(AnsweringCommand):
+    help = "Gives an operator these roles and no others, and ends their sessions: they sign in again."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("username")
+        parser.add_argument(
+            "--role", action="append", required=True, choices=[role.value for role in Role], help="repeatable"
+        )
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        operator = get_operator(options["username"])
+        grant = authorize(HOST, Permission.OPERATORS_WRITE, now=self.now)
+        set_roles(grant, operator, map(Role, options["role"]))
+        return {"username": operator.username, "roles": sorted(operator.roles)}

@@ -1,0 +1,10 @@
+"""How a command reads a password: from the terminal, or one line of standard input when that is none."""
+
+import getpass
+import sys
+
+from keyvault.domain.plaintext import Plaintext
+
+
+def read_password() -> Plaintext:
+    return Plaintext(getpass.getpass() if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n"))

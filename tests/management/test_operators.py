@@ -1,0 +1,175 @@
+"""Operators on the host's command line: listed, given other roles and passwords, ended; and Django's ways refused."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from keyvault.access.roles import Role
+from keyvault.models import AuditEntry, Operator
+from keyvault.models.recording import collect_subjects
+from tests.admin.desk import browser
+from tests.factories import PASSWORD, make_operator
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NEW = "another long pass phrase"
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture(autouse=True)
+def administrator() -> None:
+    make_operator("admin", Role.KEY_ADMINISTRATOR)
+
+
+def run(*words: str) -> Any:
+    output = io.StringIO()
+    call_command(*words, "--json", stdout=output)
+    return json.loads(output.getvalue())
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+
+
+def details_of(event: str) -> dict[str, Any]:
+    body = json.loads(bytes(AuditEntry.objects.get(event=event).body))
+    assert body["actor"] == "system:host"
+    assert body["details"].pop("host_user")
+    found: dict[str, Any] = body["details"]
+    return found
+
+
+def signs_in(username: str, password: str) -> bool:
+    return Client().post("/admin/login/", {"username": username, "password": password}).status_code == 302
+
+
+def test_disable_operator_ends_sessions_and_sign_in_at_once() -> None:
+    """Whoever leaves is out with the next click, in every browser, and does not come back."""
+    tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    browsers = [browser(tam), browser(tam)]
+    assert [each.get("/admin/").status_code for each in browsers] == [200, 200]
+    assert run("disable_operator", "tam") == {"username": "tam", "is_active": False}
+    assert [each.get("/admin/").status_code for each in browsers] == [302, 302]
+    assert not signs_in("tam", PASSWORD)
+    assert details_of("operator.disabled") == {"username": "tam"}
+    with pytest.raises(CommandError, match=r"is disabled\. Make a new one"):
+        run("disable_operator", "tam")
+
+
+def test_disabled_operator_enabled_by_a_stray_write_has_no_session_back() -> None:
+    """Sessions are ended, not suspended: whatever becomes of the row later, an old cookie opens nothing."""
+    client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
+    run("disable_operator", "tam")
+    row = Operator.objects.get(username="tam")
+    with collect_subjects():
+        row.swap_beside({}, is_active=True)
+    assert client.get("/admin/").status_code == 302
+
+
+@pytest.mark.parametrize("words", [["disable_operator", "admin"], ["set_operator_roles", "admin", "--role", "auditor"]])
+def test_last_administrator_is_not_ended(words: list[str]) -> None:
+    """The installation is never left with nobody to administer it."""
+    with pytest.raises(CommandError, match=r"the last active one with the role key_administrator\. First make another"):
+        run(*words)
+    row = Operator.objects.get(username="admin")
+    assert row.is_active
+    assert row.roles == {Role.KEY_ADMINISTRATOR}
+    assert not AuditEntry.objects.filter(event__in=["operator.disabled", "operator.roles_changed"]).exists()
+    make_operator("second", Role.KEY_ADMINISTRATOR)
+    run(*words)
+    with pytest.raises(CommandError, match="the last active one"):
+        run("disable_operator", "second")
+
+
+def test_set_operator_roles_replaces_them_and_ends_sessions() -> None:
+    """A session never goes on with roles that were taken away."""
+    client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER, Role.AUDITOR))
+    assert run("set_operator_roles", "tam", "--role", "approver") == {"username": "tam", "roles": ["approver"]}
+    assert Operator.objects.get(username="tam").roles == {Role.APPROVER}
+    assert client.get("/admin/").status_code == 302
+    assert signs_in("tam", PASSWORD)
+    old, new = ["auditor", "technical_account_manager"], ["approver"]
+    assert details_of("operator.roles_changed") == {"username": "tam", "old": old, "new": new}
+    run("set_operator_roles", "tam", "--role", "approver")
+    assert AuditEntry.objects.filter(event="operator.roles_changed").count() == 1
+
+
+def test_reset_operator_password_reads_it_and_ends_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
+    type_in(monkeypatch, NEW)
+    assert run("reset_operator_password", "tam") == {"username": "tam"}
+    assert client.get("/admin/").status_code == 302
+    assert not signs_in("tam", PASSWORD)
+    assert signs_in("tam", NEW)
+    assert details_of("operator.password_reset") == {"username": "tam"}
+
+
+def test_reset_operator_password_reveals_a_random_one_once() -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    password = run("reset_operator_password", "tam", "--reveal")["password"]
+    assert signs_in("tam", password)
+    assert password not in json.dumps(details_of("operator.password_reset"))
+
+
+def test_reset_operator_password_of_a_disabled_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new password does not bring back whoever was ended."""
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    run("disable_operator", "tam")
+    type_in(monkeypatch, NEW)
+    with pytest.raises(CommandError, match="is disabled"):
+        run("reset_operator_password", "tam")
+
+
+@pytest.mark.parametrize("words", [["disable_operator"], ["set_operator_roles", "--role", "auditor"]])
+def test_operator_that_there_is_not_is_named(words: list[str]) -> None:
+    with pytest.raises(CommandError, match=r"There is no operator nobody\. `manage\.py list_operators` lists them"):
+        run(words[0], "nobody", *words[1:])
+
+
+def test_list_operators_tells_roles_state_and_last_sign_in_and_no_hash() -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    before = datetime.now(UTC)
+    assert signs_in("admin", PASSWORD)
+    run("disable_operator", "tam")
+    admin, tam = run("list_operators")["operators"]
+    assert (admin["username"], admin["roles"], admin["is_active"]) == ("admin", ["key_administrator"], True)
+    assert datetime.fromisoformat(admin["last_sign_in_at"]) >= before
+    assert (tam["roles"], tam["is_active"], tam["last_sign_in_at"]) == (["technical_account_manager"], False, None)
+    output = io.StringIO()
+    call_command("list_operators", stdout=output)
+    assert "pbkdf2" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        ("changepassword", "reset_operator_password"),
+        ("createsuperuser", "create_operator"),
+        ("flush", "setup"),
+        ("loaddata", "replay_revocations"),
+    ],
+)
+def test_django_s_own_way_round_the_services_is_refused(command: str, ours: str, tmp_path: Path) -> None:
+    """No command line writes past the audit log; the refusal is one line, exit 2, and names what to run."""
+    environment = {
+        **os.environ,
+        "KEYVAULT_DATA_DIR": str(tmp_path),
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+    }
+    for entry in (["manage.py"], ["-m", "django"]):
+        done = subprocess.run(
+            [sys.executable, *entry, command, "--no-input"], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"{command} is refused: ")
+        assert f"manage.py {ours}" in done.stderr
+        assert done.stderr.count("\n") == 1
