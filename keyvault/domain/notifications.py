@@ -26,6 +26,7 @@ class NoticeKind(StrEnum):
     BACKEND_STRANGER = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
     JOURNAL_FAILED = "journal.failed"
+    JOURNAL_LOSS_ACCEPTED = "journal.loss_accepted"
 
 
 ALARMS = frozenset(
@@ -41,12 +42,13 @@ ALARMS = frozenset(
         NoticeKind.BACKEND_STRANGER,
         NoticeKind.BACKEND_DENIED,
         NoticeKind.JOURNAL_FAILED,
+        NoticeKind.JOURNAL_LOSS_ACCEPTED,
     }
 )
 """What somebody has to look at."""
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED}
+    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
 )
 """What is told to operators alone."""
