@@ -210,9 +210,10 @@ def test_start_of_a_new_host_with_a_copy_of_anothers_journal(scene: Scene, path:
 
 def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Scene, path: Path) -> None:
     """Who answers for it, and why, is on record in three places; the worker then fills the journal from the rows."""
+    renew_journal(path)
     key, _ = issue(scene.sandbox)
     keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
-    Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED).update(seen_at=now())
+    path.unlink()
     answer = command("--accept-loss", "--by", "admin", "--reason", "the disk is gone")
     assert "the loss is accepted" in answer
     body = last_body("journal.loss_accepted")
