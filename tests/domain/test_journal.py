@@ -37,10 +37,14 @@ ends = st.builds(
     boot=names,
     expires_at=st.none() | st.datetimes(timezones=st.just(UTC)),
 )
-opened = st.builds(
-    Opened, installation=names, at=st.datetimes(timezones=st.just(UTC)), accepted_by=names, reason=names
+opened = st.builds(Opened, installation=names, at=st.datetimes(timezones=st.just(UTC)), accepted_by=names, reason=names)
+lines = (
+    opened
+    | ends
+    | st.builds(Committed, unit=names)
+    | st.builds(Dropped, unit=names)
+    | st.builds(Looked, sequence=sequences)
 )
-lines = opened | ends | st.builds(Committed, unit=names) | st.builds(Dropped, unit=names) | st.builds(Looked, sequence=sequences)
 
 
 @given(lines)

@@ -224,9 +224,9 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
         "journal": str(path),
     }
     assert body["details"]["host_user"]
-    notice = Notice.objects.get(is_alarm=True, seen_at=None)
-    assert (notice.kind, notice.payload, notice.deliveries.count()) == (
-        "journal.loss_accepted",
+    notice = Notice.objects.get(kind=NoticeKind.JOURNAL_LOSS_ACCEPTED)
+    assert (notice.is_alarm, notice.payload, notice.deliveries.count()) == (
+        True,
         {"why": "the disk is gone"},
         0,
     )
