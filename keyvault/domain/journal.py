@@ -27,7 +27,7 @@ class DamagedLineError(ValueError):
 class Opened:
     """The installation that the journal belongs to, written when the file is made.
 
-    `accepted_by` and `reason`: the operator who accepted that an earlier journal is lost, and why; empty: none was lost.
+    `accepted_by` and `reason`: the operator who accepted that an earlier journal is lost, and why; empty: none was.
     """
 
     installation: str

@@ -49,11 +49,7 @@ ALARMS = frozenset(
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {
-        NoticeKind.BACKEND_STRANGER,
-        NoticeKind.BACKEND_DENIED,
-        NoticeKind.JOURNAL_FAILED,
-        NoticeKind.JOURNAL_LOSS_ACCEPTED,
-    }
+    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
+    | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
 )
 """What is told to operators alone."""

@@ -36,7 +36,9 @@ def require_ready(*, needs_peppers: bool = True) -> None:
 
     A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
     answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody, nor does one without its journal. A process that judges nothing needs no peppers. Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
+    nobody, nor does one without its journal. A process that judges nothing needs no peppers.
+
+    Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
     """
     try:
         if needs_peppers:

@@ -52,6 +52,10 @@ def lines() -> list[Any]:
     return [line for _, line in read_journal()]
 
 
+def read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
 def accept(operator: Any, reason: str = "the disk is gone") -> None:
     accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), operator, reason)
 
@@ -77,7 +81,7 @@ def test_first_start_makes_the_journal(scene: Scene, path: Path) -> None:
 
 
 def test_first_start_before_the_setup_says_so() -> None:
-    with pytest.raises(ImproperlyConfigured, match="run: manage.py setup"):
+    with pytest.raises(ImproperlyConfigured, match=r"run: manage\.py setup"):
         require_current()
 
 
@@ -128,7 +132,7 @@ def test_start_without_the_journal_of_what_was_issued_is_refused(
     with pytest.raises(ImproperlyConfigured, match=wanted) as refused:
         require_current()
     assert "\n" not in str(refused.value)
-    assert (path.read_bytes() if path.exists() else None) == left, "and the next start is refused too"
+    assert read(path) == left, "and the next start is refused too"
     for words in ((), ("--dry-run",)):
         with pytest.raises(CommandError, match=wanted):
             command(*words)
@@ -149,7 +153,7 @@ def test_revocation_without_a_journal_goes_on_is_alarmed_and_makes_none(scene: S
         key, _ = issue(scene.sandbox, label=str(left))
         keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
         assert Key.objects.get(pk=key.pk).state == "deactivated"
-        assert (path.read_bytes() if path.exists() else None) == left
+        assert read(path) == left
     assert Notice.objects.get(kind=NoticeKind.JOURNAL_FAILED).payload == {"why": "No such file or directory"}
 
 
@@ -163,7 +167,7 @@ def test_healing_makes_no_journal_and_alarms(scene: Scene, path: Path, left: byt
     healer.heal(now())
     path.unlink() if left is None else path.write_bytes(left)
     assert healer.heal(now()) == JournalHealer().heal(now()) == 0
-    assert (path.read_bytes() if path.exists() else None) == left
+    assert read(path) == left
     assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
 
 

@@ -33,9 +33,7 @@ class Command(AnsweringCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         is_accepting: bool = options["accept_loss"]
         if is_accepting != bool(options["by"]) or is_accepting != bool(options["reason"]):
-            raise CommandError(
-                "--accept-loss takes --by NAME and --reason WHY, which go with nothing else", returncode=2
-            )
+            raise CommandError("--accept-loss takes --by NAME and --reason WHY; nothing else does", returncode=2)
         if is_accepting and options["dry_run"]:
             raise CommandError("--accept-loss: not with --dry-run", returncode=2)
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
@@ -68,9 +66,7 @@ class Command(AnsweringCommand):
         }
 
     def words(self, answer: Mapping[str, Any]) -> str:
-        lines = ["the loss is accepted, noted in the audit log and alarmed; a new journal is made"][
-            : answer["accepted"]
-        ]
+        lines = ["the loss is accepted, in the audit log and the inbox; a new journal is made"] * answer["accepted"]
         lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
         lines += [f"STILL LIVES: {each['kind']} {each['id']}" for each in answer["left"]]
