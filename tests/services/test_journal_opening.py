@@ -19,7 +19,7 @@ from keyvault.domain.journal import Ended, Looked, Opened, line_bytes
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Key, Notice
-from keyvault.services import keys
+from keyvault.services import keys, recording
 from keyvault.services.journal import append_lines, read_journal
 from keyvault.services.journal_healing import JournalHealer
 from keyvault.services.journal_opening import accept_loss, has_issued, open_journal
@@ -242,6 +242,21 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
     confirm(verifier, read_counter())
     assert JournalHealer().heal(now()) == 1
     assert lines()[1].id == key.key_id
+
+
+def test_loss_whose_audit_entry_cannot_be_written_is_not_accepted(
+    scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No journal without the record of who answers for it: with one the service would start."""
+    issue(scene.sandbox)
+
+    def fail(**_: object) -> None:
+        raise OSError("the log is full")
+
+    monkeypatch.setattr(recording, "append_entry", fail)
+    with pytest.raises(OSError, match="the log is full"):
+        accept(scene.admin)
+    assert not path.exists()
 
 
 def test_loss_is_not_accepted_without_a_reason_or_a_person_who_is_there(scene: Scene, path: Path) -> None:
