@@ -249,7 +249,9 @@ def vault_service(installed_vault: "InstalledVault", db: None) -> "Iterator[Inst
 @pytest.fixture(autouse=True)
 def fresh_journal(data_dir: Path) -> None:
     """What an earlier test has ended is no end of this one's database."""
-    (data_dir / "revocations.journal").unlink(missing_ok=True)
+    from .factories import renew_journal
+
+    renew_journal(data_dir / "revocations.journal")
 
 
 # ----------------------------------------------------------------------------------------------------- limits

@@ -30,6 +30,7 @@ from keyvault.access.principals import HOST, Channel, Principal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery, IssuanceState
+from keyvault.domain.journal import Opened, line_bytes
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
@@ -53,12 +54,20 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+INSTALLATION = "installation-of-the-tests"
+
+
+def renew_journal(path: Path) -> None:
+    """An empty journal of this host, as the first start of the tests' installation makes it."""
+    path.write_bytes(line_bytes(Opened(INSTALLATION, now())))
+
+
 def have_peppers() -> None:
     """The peppers' rows, and the peppers in this process's memory. Every builder that needs them calls it.
 
     A keystore outlives the databases of one process of tests, which are all of the same installation.
     """
-    with mock.patch("keyvault.services.installation.mint_installation_id", return_value="installation-of-the-tests"):
+    with mock.patch("keyvault.services.installation.mint_installation_id", return_value=INSTALLATION):
         ensure_peppers(now())
 
 

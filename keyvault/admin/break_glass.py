@@ -13,9 +13,9 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.acts import Act, Cleaned, Done, SeenForm, Tone
 from keyvault.admin.cells import NOTHING, Detail, Facts, Line, Waiting, badge, link, moment, mono, short_moment
-from keyvault.admin.enforcement import may
+from keyvault.admin.enforcement import may, operator_of
 from keyvault.admin.noun import NounAdmin
-from keyvault.models import BreakGlass
+from keyvault.models import BreakGlass, Operator
 from keyvault.services.break_glass import review_break_glass
 
 PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
@@ -51,7 +51,7 @@ class BreakGlassAdmin(NounAdmin):
             _review,
             lambda act: (
                 "You say that you have looked at why this was done, and by whom. "
-                "It takes another person than the one who did it."
+                "It takes another person than the one who did it, and than the one who asked for it."
             ),
             form=SeenForm,
             fits=lambda act: act.reviewed_at is None,
@@ -89,6 +89,7 @@ class BreakGlassAdmin(NounAdmin):
                 ("Event", mono(row.event)),
                 ("About", _subject(row)),
                 ("By", row.operator.username),
+                ("Asked for by", _names(row.requester_person)),
                 ("User of the host", row.host_user or NOTHING),
                 ("Why it counts as break-glass", row.why),
                 ("When", moment(row.created_at)),
@@ -98,19 +99,41 @@ class BreakGlassAdmin(NounAdmin):
     def detail(self, request: HttpRequest, row: BreakGlass) -> Detail:
         reviewer = NOTHING if row.reviewer is None else row.reviewer.username
         review = Facts("Review", [("Reviewed", moment(row.reviewed_at, missing="not yet")), ("By", reviewer)])
-        return Detail(title=f"{row.event} by {row.operator}", state=_state(row), sections=[self.summary(row), review])
+        return Detail(
+            title=f"{row.event} by {row.operator}",
+            state=_state(row),
+            sections=[self.summary(row), review],
+            notes=list(_notes(operator_of(request).person, row)),
+        )
+
+    def _is_open(self, request: HttpRequest, act: Act, row: BreakGlass) -> bool:
+        return super()._is_open(request, act, row) and operator_of(request).person != row.requester_person
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
         """For whoever may review: those of others. For whoever only looks: all of them."""
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
-            others = self.for_me(request, P.BREAK_GLASS_REVIEW, rows)
+            of_others = rows.exclude(requester_person=operator_of(request).person)
+            others = self.for_me(request, P.BREAK_GLASS_REVIEW, of_others)
             yield self.waits("Break-glass acts to review", others, "?review=open", "act")
         else:
             yield self.waits("Break-glass acts that nobody has reviewed", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
         return Line(self.url_of(row), str(row), f"by {row.operator.username}", row.created_at)
+
+
+def _notes(person: str, act: BreakGlass) -> Iterable[str]:
+    """Why there is no button to review it."""
+    if act.reviewed_at is None and person == act.person:
+        yield "This was done in your name, so you cannot review it: it takes another person."
+    elif act.reviewed_at is None and person == act.requester_person:
+        yield "You asked for this, so you cannot review it: it takes another person."
+
+
+def _names(person: str) -> str:
+    """The log-ins of that person. A token that was made on the host in nobody's name has none."""
+    return ", ".join(Operator.objects.filter(person=person).values_list("username", flat=True)) or person
 
 
 def _subject(act: BreakGlass) -> SafeString:

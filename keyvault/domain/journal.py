@@ -3,6 +3,7 @@
 A line is canonical JSON, a space and a checksum, so that a line which a crash tore is told from a damaged one: a torn
 one is the last and has no line feed. A line with a line feed that does not read as it was written is damaged.
 
+    {"accepted_by":"","at":…,"installation":"5e…","reason":"","what":"opened"} 1b…
     {"at":…,"boot":…,"id":…,"kind":"key","reason":…,"sequence":7,"state":…,"unit":"9f…","what":"ended"} 3c…
     {"unit":"9f…","what":"committed"} a0…
     {"unit":"c4…","what":"dropped"} 77…
@@ -20,6 +21,19 @@ from keyvault.domain.canonical import JsonValue, canonical_bytes
 
 class DamagedLineError(ValueError):
     """A line that is not as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The installation that the journal belongs to, written when the file is made.
+
+    `accepted_by` and `reason`: the operator who accepted that an earlier journal is lost, and why; empty: none was.
+    """
+
+    installation: str
+    at: datetime
+    accepted_by: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +78,24 @@ class Looked:
     sequence: int
 
 
-Line = Ended | Committed | Dropped | Looked
+Line = Opened | Ended | Committed | Dropped | Looked
 
-_KINDS: dict[str, type[Line]] = {"ended": Ended, "committed": Committed, "dropped": Dropped, "looked": Looked}
+_KINDS: dict[str, type[Line]] = {
+    "opened": Opened,
+    "ended": Ended,
+    "committed": Committed,
+    "dropped": Dropped,
+    "looked": Looked,
+}
 _WORDS = {made: word for word, made in _KINDS.items()}
 
 
 def line_bytes(line: Line) -> bytes:
     """With its line feed."""
     fields: dict[str, JsonValue] = {**asdict(line), "what": _WORDS[type(line)]}
-    if isinstance(line, Ended):
+    if isinstance(line, Ended | Opened):
         fields["at"] = _written(line.at)
+    if isinstance(line, Ended):
         del fields["expires_at"]
         if line.expires_at is not None:
             fields["expires_at"] = _written(line.expires_at)
@@ -90,9 +111,8 @@ def parse_line(text: bytes) -> Line:
     try:
         fields = json.loads(body)
         made = _KINDS[fields.pop("what")]
-        if made is Ended:
-            times = fields.keys() & {"at", "expires_at"}
-            fields |= {name: datetime.fromisoformat(fields[name]) for name in times}
+        times = fields.keys() & {"at", "expires_at"}
+        fields |= {name: datetime.fromisoformat(fields[name]) for name in times}
         return made(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedLineError("it is none of ours") from error
@@ -116,7 +136,7 @@ class StandingLines:
         if isinstance(line, Ended) and line.unit:
             self._waiting.setdefault(line.unit, []).append(line)
             return []
-        return [line]
+        return [] if isinstance(line, Opened) else [line]
 
     def list_waiting(self, boot: str) -> list[list[Ended]]:
         """By transaction: what the running machine wrote and nobody settled. `boot`: as below; unknown: none."""

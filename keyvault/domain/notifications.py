@@ -28,6 +28,7 @@ class NoticeKind(StrEnum):
     JOURNAL_FAILED = "journal.failed"
     OPERATOR_LOCKED = "operator.locked"
     ADDRESS_LOCKED = "address.locked"
+    JOURNAL_LOSS_ACCEPTED = "journal.loss_accepted"
 
 
 ALARMS = frozenset(
@@ -45,6 +46,7 @@ ALARMS = frozenset(
         NoticeKind.JOURNAL_FAILED,
         NoticeKind.OPERATOR_LOCKED,
         NoticeKind.ADDRESS_LOCKED,
+        NoticeKind.JOURNAL_LOSS_ACCEPTED,
     }
 )
 """What somebody has to look at."""
@@ -54,7 +56,8 @@ WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCK
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
-    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED}
+    | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
+    | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT
 )
 """What is told to operators alone."""

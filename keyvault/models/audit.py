@@ -80,13 +80,17 @@ class Change(models.Model):
 
 
 class BreakGlass(RecordedModel):
-    """An act that went round a rule on purpose. It stays in sight until a second person has reviewed it."""
+    """An act that went round a rule on purpose. It stays in sight until a second person has reviewed it.
+
+    `person` did it, or is who a command line named; `requester_person` asked for what it is about. Neither reviews it.
+    """
 
     act_id = models.CharField(primary_key=True, max_length=32)
     event = models.CharField(max_length=64)
     subject = models.CharField(max_length=160)
     operator = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="break_glass_acts")
     person = models.CharField(max_length=32)
+    requester_person = models.CharField(max_length=32)
     host_user = models.CharField(max_length=64, blank=True)
     why = models.CharField(max_length=300)
     created_at = created_at()
@@ -101,6 +105,10 @@ class BreakGlass(RecordedModel):
             models.CheckConstraint(
                 name="break_glass_second_person",
                 condition=Q(reviewer_person__isnull=True) | ~Q(reviewer_person=F("person")),
+            ),
+            models.CheckConstraint(
+                name="break_glass_not_requester",
+                condition=Q(reviewer_person__isnull=True) | ~Q(reviewer_person=F("requester_person")),
             ),
             models.CheckConstraint(
                 name="break_glass_reviewed",

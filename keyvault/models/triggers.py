@@ -253,8 +253,52 @@ def _conditions() -> Iterator[Refusal]:
         "breakglass_stays",
         "keyvault_breakglass",
         "UPDATE",
-        "NEW.act_id <> OLD.act_id OR NEW.event <> OLD.event OR NEW.subject <> OLD.subject OR NEW.person <> OLD.person",
+        "NEW.act_id <> OLD.act_id OR NEW.event <> OLD.event OR NEW.subject <> OLD.subject OR NEW.person <> OLD.person "
+        # A row of an earlier release is given its requester once, by a migration.
+        "OR (NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
         "an act under break-glass stays as it was noted",
+    )
+    yield Refusal(
+        "breakglass_requester",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.requester_person = '' OR EXISTS (SELECT 1 FROM keyvault_issuancerequest r "
+        "WHERE r.request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
+        "an act under break-glass names who asked for it",
+    )
+    yield Refusal(
+        "breakglass_rotation_requester",
+        "keyvault_breakglass",
+        "INSERT",
+        "(NEW.event <> 'rotation.retirement_approved' AND EXISTS (SELECT 1 FROM rotation_rotation r "
+        "WHERE r.rotation_id = NEW.subject AND r.requester_person <> NEW.requester_person)) "
+        "OR (NEW.event = 'rotation.retirement_approved' AND NOT EXISTS (SELECT 1 FROM rotation_retirement t "
+        "WHERE t.rotation_id = NEW.subject AND t.requester_person = NEW.requester_person)) "
+        "OR EXISTS (SELECT 1 FROM rotation_campaign c "
+        "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
+        "an act about a rotation or a campaign names who asked for that",
+    )
+    yield Refusal(
+        "breakglass_not_reviewed_yet",
+        "keyvault_breakglass",
+        "INSERT",
+        "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL",
+        "an act under break-glass is noted before it is reviewed",
+    )
+    yield Refusal(
+        "breakglass_second_person",
+        "keyvault_breakglass",
+        "UPDATE",
+        "NEW.reviewer_person IN (NEW.person, NEW.requester_person)",
+        "whoever did or asked for an act under break-glass does not review it",
+    )
+    yield Refusal(
+        "breakglass_reviewer_is_person",
+        "keyvault_breakglass",
+        "UPDATE",
+        "NEW.reviewer_person IS NOT NULL AND NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+        "WHERE o.id = NEW.reviewer_id AND o.person = NEW.reviewer_person)",
+        "a review is in the name of its reviewer",
     )
     yield Refusal(
         "servicetoken_no_revival",

@@ -40,7 +40,9 @@ def approving_operator(
     return operator
 
 
-def note_command_line_approval(grant: Grant, environment: str, event: str, subject: str) -> None:
+def note_command_line_approval(
+    grant: Grant, environment: str, *, event: str, subject: str, requester_person: str
+) -> None:
     """A command line proves no identity: in production an approval that rests on one stays in sight until reviewed.
 
     It was given there, or what it approves was asked with a token that was made there in nobody's name: then
@@ -56,7 +58,7 @@ def note_command_line_approval(grant: Grant, environment: str, event: str, subje
     elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_NOBODY):
         why = "asked with a token that was made on the host in nobody's name"
     if why is not None:
-        note_break_glass(grant, event=event, subject=subject, why=why)
+        note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
 
 
 def locked(row: RecordedModel) -> None:

@@ -100,7 +100,9 @@ def prepare_handover(grant: Grant, request: IssuanceRequest) -> Prepared:
 def record_handover(grant: Grant, prepared: Prepared) -> None:
     """Notes the token; the request stays issued until its receiver confirms."""
     request = prepared.request
-    wrapping.note_wrapped(grant, request.request_id, prepared.key, prepared.wrapped, prepared.lease)
+    wrapping.note_wrapped(
+        grant, request.request_id, request.requester_person, prepared.key, prepared.wrapped, prepared.lease
+    )
 
 
 def confirm_handover(grant: Grant, request: IssuanceRequest, key_id: str) -> IssuanceRequest:

@@ -141,7 +141,13 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
             plan_digest=plan_digest,
             created_at=grant.at,
         ).save()
-        note_command_line_approval(grant, request.account.environment, "issuance.approved", request.request_id)
+        note_command_line_approval(
+            grant,
+            request.account.environment,
+            event="issuance.approved",
+            subject=request.request_id,
+            requester_person=request.requester_person,
+        )
         if request.approvals.count() >= request.approvals_needed:
             request.compare_and_swap(state=IssuanceState.APPROVED, decided_at=grant.at)
     return request
@@ -258,6 +264,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
                 grant,
                 event="issuance.collected",
                 subject=request.request_id,
+                requester_person=request.requester_person,
                 why="a production key was shown to a person",
             )
     return text

@@ -8,7 +8,8 @@ machine went down before that it may be the mark of a commit that is lost, and t
 never too little.
 
 Each host has its own journal, on a disk of its own. What other hosts revoked, and what could not be written, the
-worker appends from the change feed (`journal_healing`). All processes of a host append to the file at once.
+worker appends from the change feed (`journal_healing`). All processes of a host append to the file at once. Only
+`journal_opening` makes the file: a journal that is missing or empty is lost, not new.
 """
 
 import errno
@@ -31,7 +32,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.backends.private_files import ensure_private_directory
-from keyvault.domain.journal import Committed, DamagedLineError, Ended, Line, line_bytes, parse_line
+from keyvault.domain.journal import Committed, DamagedLineError, Ended, Line, Opened, line_bytes, parse_line
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, CustomerToken, Key, Merchant, Notice, ServiceToken
 from keyvault.models.recording import RecordedModel, Subject, collect_subjects
@@ -91,13 +92,37 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
 
 
 def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
-    """All of them or none, synced to the disk unless a process's life is all they have to outlast. Raises OSError."""
+    """All of them or none, synced to the disk unless a process's life is all they have to outlast.
+
+    Raises OSError, also where the journal is missing or empty: a file that began here would pass for the lost one.
+    """
     with _opened(settings.JOURNAL) as descriptor:
         with _locked(descriptor):
             _mend_torn(descriptor)
+            if os.fstat(descriptor).st_size == 0:
+                raise empty_error()
             _write(descriptor, b"".join(map(line_bytes, lines)))
         if is_synced:
             os.fsync(descriptor)
+
+
+def make_journal(opened: Opened) -> bool:
+    """Make the file with its first line; False where it has lines already. Raises OSError."""
+    path = settings.JOURNAL
+    ensure_private_directory(path.parent)
+    with _opened(path, os.O_CREAT) as descriptor:
+        with _locked(descriptor):
+            _mend_torn(descriptor)
+            if os.fstat(descriptor).st_size > 0:
+                return False
+            _write(descriptor, line_bytes(opened))
+        os.fsync(descriptor)
+    _sync_folder(path.parent)
+    return True
+
+
+def empty_error() -> OSError:
+    return OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(settings.JOURNAL))
 
 
 def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
@@ -141,16 +166,21 @@ def boot_id() -> str:
 def announce_failure(grant: Grant, account: Account, error: OSError) -> None:
     """Inside the transaction of what found it out. The account is any: a host has none."""
     why = os.strerror(error.errno) if error.errno else "it was not written"
-    announce(grant, NoticeKind.JOURNAL_FAILED, account, _host(), why=why)
+    announce(grant, NoticeKind.JOURNAL_FAILED, account, host_name(), why=why)
 
 
 def find_account_to_alarm() -> Account | None:
     """None while an alarm about this host's journal waits to be seen: one is enough."""
-    unseen = Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, subject=_host(), seen_at__isnull=True)
-    return None if unseen.exists() else Account.objects.select_related("merchant").order_by("pk").first()
+    unseen = Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, subject=host_name(), seen_at__isnull=True)
+    return None if unseen.exists() else any_account()
 
 
-def _host() -> str:
+def any_account() -> Account | None:
+    """An account to file an alarm of this host under; None: there is no account yet."""
+    return Account.objects.select_related("merchant").order_by("pk").first()
+
+
+def host_name() -> str:
     return socket.gethostname()[:64]
 
 
@@ -176,15 +206,10 @@ def _note_committed(unit: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Opened anew each time: whoever moves the file away finds that the next line makes another."""
-    is_new = not path.exists()
-    if is_new:
-        ensure_private_directory(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _opened(path: Path, more: int = 0) -> Iterator[int]:
+    """Opened anew each time, so that a file which was moved away is not written to. `more`: flags of `os.open`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
     try:
-        if is_new:
-            _sync_folder(path.parent)
         yield descriptor
     finally:
         os.close(descriptor)

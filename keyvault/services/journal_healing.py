@@ -30,6 +30,7 @@ from keyvault.services.journal import (
     append_lines,
     boot_id,
     describe_ended,
+    empty_error,
     find_account_to_alarm,
     find_last_look,
     read_journal,
@@ -113,16 +114,14 @@ class JournalHealer:
             self.looked = counter
 
     def _open(self) -> None:
-        """Begins again with another file: it was moved away, or made anew."""
-        try:
-            status = os.stat(settings.JOURNAL)
-        except FileNotFoundError:
-            file, size = None, 0
-        else:
-            file, size = (status.st_dev, status.st_ino), status.st_size
-        if file is None or file != self._file or size < self._offset:
+        """Begins again with another file: one that was put back, or made anew. Raises OSError where there is none."""
+        status = os.stat(settings.JOURNAL)
+        file, size = (status.st_dev, status.st_ino), status.st_size
+        if size == 0:
+            raise empty_error()
+        if file != self._file or size < self._offset:
             self.looked = self._noted = 0
-            self._offset = 0 if file is None else find_last_look()
+            self._offset = find_last_look()
             self._standing, self._known, self._file = StandingLines(), {}, file
             self._catch_up()
 

@@ -11,7 +11,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import StateConflictError
-from keyvault.domain.journal import Ended, Looked, StandingLines
+from keyvault.domain.journal import Ended, Looked, Opened, StandingLines
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
@@ -41,7 +41,8 @@ class Comparison:
 
     `lost`: had ended, and lives again (or is no longer known as compromised). `unknown`: ended, and in no row, so that
     nothing can be proven with it either. `damaged`: numbers of lines. `highest`: the newest change that the journal
-    knows of; `counter`: the newest that the database has drawn.
+    knows of; `counter`: the newest that the database has drawn. `installations`: those that the journal belongs to;
+    one of an earlier release does not say.
     """
 
     highest: int = 0
@@ -50,6 +51,7 @@ class Comparison:
     lost: dict[Subject, Ended] = field(default_factory=dict)
     unknown: set[Subject] = field(default_factory=set)
     damaged: list[int] = field(default_factory=list)
+    installations: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def _standing(standing: StandingLines, found: Comparison) -> Iterator[Ended | Lo
         if line is None:
             found.damaged.append(number)
         else:
+            if isinstance(line, Opened):
+                found.installations.add(line.installation)
             yield from standing.add(line)
     yield from standing.list_unfinished(boot_id())
 

@@ -2,38 +2,47 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import InterfaceError, OperationalError, ProgrammingError, connection
 
 from keyvault.backends.base import BackendError
-from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.models.triggers import missing_triggers
+from keyvault.services.installation import installation_id
+from keyvault.services.journal_opening import adopt_journal, open_journal
 from keyvault.services.peppers import list_served_sets, load_peppers
 from keyvault.services.revocation_replays import compare_journal
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def start_or_exit(who: str) -> None:
+
+def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
     """As `require_ready`, for the beginning of a process: it ends with one line that says why."""
     try:
-        require_ready()
+        require_ready(needs_peppers=needs_peppers)
     except ImproperlyConfigured as error:
         sys.exit(f"the {who} does not start: {error}")
 
 
-def require_ready() -> None:
+def require_ready(*, needs_peppers: bool = True) -> None:
     """Opens the secret backend, loads and checks every pepper of what it serves, and looks for the database's rules.
 
     A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
     answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody. Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
+    nobody, nor does one without its journal. A process that judges nothing needs no peppers.
+
+    Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
     """
     try:
-        _load_peppers()
+        if needs_peppers:
+            _load_peppers()
         require_rules()
         require_current()
     except (OperationalError, ProgrammingError, InterfaceError) as error:
@@ -67,7 +76,8 @@ def require_rules() -> None:
 
 def require_current() -> None:
     """Refuses a database that a backup has put back, or that a replica was behind with: keys revoked since would be
-    good again. Raises ImproperlyConfigured.
+    good again. Makes the journal of an installation that has issued nothing; refuses to start without one that is
+    lost. Raises ImproperlyConfigured.
     """
     path = settings.JOURNAL
     try:
@@ -76,6 +86,7 @@ def require_current() -> None:
         raise ImproperlyConfigured(f"the revocation journal {path} cannot be read: {error.strerror}") from error
     if found.damaged:
         raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {words_of_damage(found.damaged)}")
+    _require_own(found.installations)
     if found.lost:
         raise ImproperlyConfigured(
             f"the database is behind the revocation journal {path}: {len(found.lost)} that were revoked live again, "
@@ -86,6 +97,42 @@ def require_current() -> None:
             f"the database is behind the revocation journal {path}: it ends at change {found.counter}, the journal "
             f"knows of {found.highest}; run: manage.py replay_revocations"
         )
+    if found.lines and not found.installations:
+        _append(adopt_journal)
+
+
+def _require_own(installations: set[str]) -> None:
+    """Raises ImproperlyConfigured where the journal is lost, or another installation's."""
+    if not _append(open_journal):
+        raise ImproperlyConfigured(words_of_loss())
+    ours = installation_id()
+    if theirs := sorted(installations - {ours}):
+        raise ImproperlyConfigured(
+            f"the revocation journal {settings.JOURNAL} belongs to installation {theirs[0]}, this database to {ours}: "
+            "set KEYVAULT_JOURNAL (or KEYVAULT_DATA_DIR) to this installation's own"
+        )
+
+
+def _append(write: Callable[[datetime], T]) -> T:
+    """Calls it with the time. Raises ImproperlyConfigured."""
+    try:
+        return write(datetime.now(UTC))
+    except OSError as error:
+        raise ImproperlyConfigured(
+            f"the revocation journal {settings.JOURNAL} cannot be written: {error.strerror}"
+        ) from error
+    except IntegrityError as error:
+        raise ImproperlyConfigured("the service was not set up; run: manage.py setup") from error
+
+
+def words_of_loss() -> str:
+    """Why nothing starts without the journal, and what to do."""
+    return (
+        f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
+        "those revoked since a backup was made could be good again. Put the journal back from its own backup, or on a "
+        "new host copy another host's, and run: manage.py replay_revocations; when it is lost for good, run: "
+        "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
+    )
 
 
 def words_of_damage(lines: Sequence[int]) -> str:

@@ -68,7 +68,9 @@ def wrap_key(key: Key) -> Wrapped:
         raise StateConflictError("The key is gone: it was ended before anybody collected it.") from error
 
 
-def note_wrapped(grant: Grant, subject: str, key: Key, wrapped: Wrapped, lease: Lease) -> WrappedHandover:
+def note_wrapped(
+    grant: Grant, subject: str, requester_person: str, key: Key, wrapped: Wrapped, lease: Lease
+) -> WrappedHandover:
     """The row of a token, which holds no token. Raises StateConflictError when the lease is lost.
 
     Whoever has the token can open it: in production a person's is break-glass, as a key that is shown to one.
@@ -97,6 +99,7 @@ def note_wrapped(grant: Grant, subject: str, key: Key, wrapped: Wrapped, lease: 
                 grant,
                 event="handover.wrapped",
                 subject=subject,
+                requester_person=requester_person,
                 why="a production key was given to a person inside a wrapping token",
             )
     return handover

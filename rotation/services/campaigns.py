@@ -125,7 +125,13 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
             plan_digest=plan_digest,
             created_at=grant.at,
         ).save()
-        note_command_line_approval(grant, campaign.environment, "campaign.approved", campaign.campaign_id)
+        note_command_line_approval(
+            grant,
+            campaign.environment,
+            event="campaign.approved",
+            subject=campaign.campaign_id,
+            requester_person=campaign.requester_person,
+        )
         if campaign.approvals.count() >= campaign.approvals_needed:
             campaign.compare_and_swap(state=C.RUNNING, began_at=grant.at)
     return campaign

@@ -82,7 +82,7 @@ def hand_over_replacement(grant: Grant, rotation: Rotation) -> Wrapped:
         if former is not None and wrapping.is_ended(former):
             wrapping.close_dead(grant, former, lease)
         wrapped = wrapping.wrap_key(key)
-        wrapping.note_wrapped(grant, fresh.rotation_id, key, wrapped, lease)
+        wrapping.note_wrapped(grant, fresh.rotation_id, fresh.requester_person, key, wrapped, lease)
     return wrapped
 
 

@@ -299,7 +299,13 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
         retire_at=retirement.retire_at.isoformat(),
     ):
         environment = rotation.credential.account.environment
-        note_command_line_approval(grant, environment, "rotation.retirement_approved", rotation.rotation_id)
+        note_command_line_approval(
+            grant,
+            environment,
+            event="rotation.retirement_approved",
+            subject=rotation.rotation_id,
+            requester_person=retirement.requester_person,
+        )
         retirement.compare_and_swap(
             approver=operator_row(operator), approver_person=operator.person, approved_at=grant.at
         )
@@ -371,6 +377,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
                 grant,
                 event="rotation.collected",
                 subject=rotation.rotation_id,
+                requester_person=rotation.requester_person,
                 why="a production key was shown to a person",
             )
         if is_secret and rotation.credential.delivery == Delivery.SHOW_ONCE:

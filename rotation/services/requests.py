@@ -226,7 +226,11 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
             created_at=grant.at,
         ).save()
         note_command_line_approval(
-            grant, rotation.credential.account.environment, "rotation.approved", rotation.rotation_id
+            grant,
+            rotation.credential.account.environment,
+            event="rotation.approved",
+            subject=rotation.rotation_id,
+            requester_person=rotation.requester_person,
         )
         if rotation.state == S.AWAITING_APPROVAL and rotation.approvals.count() >= rotation.approvals_needed:
             rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
@@ -250,7 +254,11 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
         grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)
     ):
         note_break_glass(
-            grant, event="rotation.bypassed", subject=rotation.rotation_id, why=f"no second person: {reason}"
+            grant,
+            event="rotation.bypassed",
+            subject=rotation.rotation_id,
+            requester_person=rotation.requester_person,
+            why=f"no second person: {reason}",
         )
         rotation.compare_and_swap(bypassed_at=grant.at)
         if rotation.state == S.AWAITING_APPROVAL:

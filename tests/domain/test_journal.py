@@ -15,6 +15,7 @@ from keyvault.domain.journal import (
     Ended,
     Line,
     Looked,
+    Opened,
     StandingLines,
     line_bytes,
     parse_line,
@@ -36,7 +37,14 @@ ends = st.builds(
     boot=names,
     expires_at=st.none() | st.datetimes(timezones=st.just(UTC)),
 )
-lines = ends | st.builds(Committed, unit=names) | st.builds(Dropped, unit=names) | st.builds(Looked, sequence=sequences)
+opened = st.builds(Opened, installation=names, at=st.datetimes(timezones=st.just(UTC)), accepted_by=names, reason=names)
+lines = (
+    opened
+    | ends
+    | st.builds(Committed, unit=names)
+    | st.builds(Dropped, unit=names)
+    | st.builds(Looked, sequence=sequences)
+)
 
 
 @given(lines)
@@ -105,6 +113,10 @@ def test_standing_after_the_machine_went_down_is_what_may_have_been_committed() 
     """The note of a commit is not synced: a power cut may take it and leave the commit. Rather too much is revoked."""
     assert standing(FIRST, SECOND, Committed("u2"), boot="later") == [SECOND, FIRST]
     assert standing(FIRST, boot="") == [FIRST], "a machine that does not say counts as another"
+
+
+def test_standing_is_no_beginning() -> None:
+    assert standing(Opened("ours", AT), FIRST, boot="later") == [FIRST]
 
 
 def test_standing_without_a_unit_was_committed_before_it_was_written() -> None:

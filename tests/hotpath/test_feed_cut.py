@@ -8,7 +8,7 @@ import pytest
 from django.test import override_settings
 
 from keyvault.services.feed import generation
-from tests.factories import own_keystore
+from tests.factories import own_keystore, renew_journal
 from tests.faults import feed_cuts
 from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged
 from tests.faults.results import Result
@@ -23,6 +23,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
     """A data folder of the test's own: generation, journal and keystore of others tell of other databases."""
     folder = tmp_path / "here"
     folder.mkdir(mode=0o700)
+    renew_journal(folder / "revocations.journal")
     with own_keystore(folder), override_settings(JOURNAL=folder / "revocations.journal"):
         generation.cache_clear()
         try:

@@ -100,6 +100,7 @@ def test_issue_key_in_production_is_break_glass_until_reviewed(seeded: Any) -> N
     act = BreakGlass.objects.get()
     assert (act.event, act.reviewed_at) == ("issuance.approved", None)
     assert act.host_user
+    assert act.requester_person == Operator.objects.get(username="tam").person, "who does not review it"
     approved = AuditEntry.objects.get(event="issuance.approved")
     assert json.loads(bytes(approved.body))["details"]["host_user"] == act.host_user
     assert json.loads(bytes(approved.body))["channel"] == "command_line"

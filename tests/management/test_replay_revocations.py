@@ -23,7 +23,7 @@ from keyvault.services.audit import verify_audit
 from keyvault.services.journal import append_lines, describe_ended
 from keyvault.services.revocation_replays import compare_journal, read_counter
 from keyvault.services.start import require_current, require_ready
-from tests.factories import grant, issue, make_merchant, make_token, now
+from tests.factories import grant, have_peppers, issue, make_merchant, make_token, now, renew_journal
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import dump_tables, last_body
 from tests.services.test_customer_tokens import token_of
@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
     settings.JOURNAL = tmp_path / "revocations.journal"
+    renew_journal(settings.JOURNAL)
     return Path(settings.JOURNAL)
 
 
@@ -195,12 +196,12 @@ def test_replay_of_a_damaged_journal_ends_what_it_can_and_exits_1(scene: Scene, 
     key, _ = issue(scene.sandbox)
     append_lines([told("key", key.key_id, "deactivated", "superseded"), Looked(1)])
     path.write_bytes(path.read_bytes() + b"garbage\n")
-    with pytest.raises(ImproperlyConfigured, match=r"line 3 is not as it was written.*replay_revocations"):
+    with pytest.raises(ImproperlyConfigured, match=r"line 4 is not as it was written.*replay_revocations"):
         require_current()
     code, answer = replay()
-    assert (code, answer["damaged"], len(answer["replayed"])) == (1, [3], 1)
+    assert (code, answer["damaged"], len(answer["replayed"])) == (1, [4], 1)
     assert Key.objects.get(pk=key.pk).state == "deactivated"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
     assert replay()[0] == 0
     require_current()
 
@@ -239,15 +240,18 @@ def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pyt
     assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
 
 
-def test_replay_without_a_journal_has_nothing_to_do() -> None:
+def test_replay_of_an_installation_that_has_issued_nothing_has_nothing_to_do(path: Path) -> None:
+    path.unlink()
+    have_peppers()
     code, answer = replay()
     assert (code, answer["lines"], answer["replayed"]) == (0, 0, [])
     require_current()
 
 
 def test_replay_of_a_journal_that_cannot_be_read_says_so(path: Path) -> None:
+    path.unlink()
     path.mkdir()
-    with pytest.raises(CommandError, match="cannot be read: Is a directory"):
+    with pytest.raises(CommandError, match="cannot be used: Is a directory"):
         replay()
     with pytest.raises(ImproperlyConfigured, match="cannot be read: Is a directory"):
         require_current()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError
 
-from keyvault.models import BreakGlass
+from keyvault.models import BreakGlass, Operator
 from rotation.services.engine import advance_rotation
 
 from .test_commands import issue, run
@@ -54,7 +54,8 @@ def test_rotate_key_by_bypass_begins_in_production_and_is_noted(seeded: Any) -> 
         run(*words, " ")
     asked = run(*words, "the key is on a forum")
     assert asked["state"] == "scheduled"
-    assert BreakGlass.objects.filter(event="rotation.bypassed", subject=asked["rotation_id"]).count() == 1
+    act = BreakGlass.objects.get(event="rotation.bypassed", subject=asked["rotation_id"])
+    assert act.requester_person == act.person == Operator.objects.get(username="admin").person
 
 
 def test_rotation_is_aborted_before_delivery_and_rolled_back_after_it(seeded: Any) -> None:
@@ -96,5 +97,7 @@ def test_public_key_gets_its_date_and_a_private_one_none(seeded: Any) -> None:
         run("retire_key", rotation_id, "--at", "2027-12-01", "--requested-by", "tam")
     answer = run("retire_key", rotation_id, "--at", "2027-12-01", *people)
     assert answer == {"rotation_id": rotation_id, "retire_at": "2027-12-01T00:00:00+00:00", "approved": True}
+    act = BreakGlass.objects.get(event="rotation.retirement_approved")
+    assert act.requester_person == Operator.objects.get(username="tam").person, "who does not review it"
     with pytest.raises(CommandError, match="public key"):
         run("retire_key", begun(), "--at", "2027-12-01", *people)

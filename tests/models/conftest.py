@@ -111,7 +111,7 @@ def world(db: None) -> World:
     allowed = grant(approver, Permission.ROTATIONS_APPROVE, production, scheduled.requester_person)
     with recorded(allowed, Permission.ROTATIONS_APPROVE, "test.noted", account=production):
         note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
-        note_break_glass(allowed, event="x", subject="y", why="z")
+        note_break_glass(allowed, event="x", subject="y", requester_person=tam.person, why="z")
     _hand_over(key)
     sign_due(now())
     log = UsageLog()

@@ -163,7 +163,7 @@ def test_checks_every_constraint_of_keyvault_is_attacked_here() -> None:
                 checks.add(constraint.name)
             elif isinstance(constraint, UniqueConstraint):
                 uniques.add(constraint.name)
-    assert checks == {name for name, _, _ in FORBIDDEN} | {"break_glass_second_person"}
+    assert checks == {name for name, _, _ in FORBIDDEN} | {"break_glass_second_person", "break_glass_not_requester"}
     assert uniques == set(ONCE)
 
 
@@ -181,10 +181,11 @@ def test_checks_forbidden_value_is_refused_by_its_constraint(bare_world: World, 
 
 
 def test_checks_break_glass_reviewed_by_its_own_person_is_refused(bare_world: World) -> None:
-    """Nobody reviews what they did under break-glass themselves, under whichever log-in."""
+    """Nobody reviews what they did or asked for under break-glass themselves, under whichever log-in."""
     act = read_row("keyvault_breakglass")
-    with pytest.raises(IntegrityError, match="break_glass_second_person"), transaction.atomic():
-        update("keyvault_breakglass", {"reviewed_at": act["created_at"], "reviewer_person": act["person"]})
+    for column, name in (("person", "break_glass_second_person"), ("requester_person", "break_glass_not_requester")):
+        with pytest.raises(IntegrityError, match=name), transaction.atomic():
+            update("keyvault_breakglass", {"reviewed_at": act["created_at"], "reviewer_person": act[column]})
 
 
 def test_checks_second_row_of_the_same_is_refused(bare_world: World, subtests: pytest.Subtests) -> None:

@@ -13,6 +13,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, models
 
+from keyvault.access import principals
 from keyvault.models import IssuanceApproval, Key, LimitOverride, Operator, Order
 from keyvault.models.triggers import (
     _KEPT,
@@ -36,6 +37,7 @@ from .attacks import (
     read_row,
     refused,
     settle_foreign_keys,
+    undone,
     update,
 )
 from .conftest import World, fresh_id
@@ -391,11 +393,51 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     ),
     # An act under break-glass stays in sight.
     "breakglass_stays": lambda _: update("keyvault_breakglass", {"person": "per_nobody"}),
+    "breakglass_requester": lambda world: _note_act(subject=world.pending.pk, requester_person="per_nobody"),
+    "breakglass_rotation_requester": lambda world: _note_act(subject=world.waiting.pk, requester_person="per_nobody"),
+    "breakglass_not_reviewed_yet": lambda world: _note_act(
+        reviewed_at=world.waiting.created_at, reviewer_person="per_nobody"
+    ),
+    "breakglass_second_person": lambda world: _review_act(world.tam_too),
+    "breakglass_reviewer_is_person": lambda world: _review_act(world.approver, reviewer_person="per_nobody"),
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
     "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
     **PEPPER_ATTACKS,
     **HANDOVER_ATTACKS,
 }
+
+
+def _note_act(**changes: Any) -> None:
+    insert_copy("keyvault_breakglass", {"act_id": fresh_id(), **changes})
+
+
+def _review_act(operator: principals.Operator, **changes: Any) -> None:
+    row = read_row("keyvault_operator", username=operator.username)
+    review = {"reviewed_at": row["date_joined"], "reviewer_id": row["id"], "reviewer_person": operator.person}
+    update("keyvault_breakglass", {**review, **changes})
+
+
+@pytest.mark.parametrize("event", ["rotation.retirement_approved", "rotation.approved"])
+def test_triggers_act_about_a_rotation_names_who_asked_for_it(world: World, event: str) -> None:
+    """Of a retirement it is who asked for the date; every other act is about the rotation."""
+    with refused("an act about a rotation or a campaign names who asked for that"):
+        _note_act(subject=world.retirement.rotation_id, event=event, requester_person="per_nobody")
+    _note_act(subject=world.retirement.rotation_id, event=event, requester_person=world.tam.person)
+    with refused("an act about a rotation or a campaign names who asked for that"):
+        _note_act(subject=world.campaign.pk, requester_person="per_nobody")
+
+
+def test_triggers_act_of_an_earlier_release_is_given_its_requester_once(world: World) -> None:
+    """A migration fills it in; from then on nobody is put in the requester's place to review it."""
+    with refused("an act under break-glass stays as it was noted"):
+        update("keyvault_breakglass", {"requester_person": "per_nobody"})
+    with undone():
+        drop_triggers(connection)
+        update("keyvault_breakglass", {"requester_person": ""})
+        ensure_triggers(connection)
+        update("keyvault_breakglass", {"requester_person": world.tam.person})
+        with refused("an act under break-glass stays as it was noted"):
+            update("keyvault_breakglass", {"requester_person": ""})
 
 
 def test_credential_keeps_its_delivery(world: World) -> None:

@@ -66,12 +66,13 @@ def test_rotate_campaign_in_sandbox_runs_with_the_pace_and_plan_given(clock: Clo
 def test_rotate_campaign_in_production_waits_or_is_approved_by_whom_it_names(clock: Clock) -> None:
     """An approval on a command line stays in sight until it is reviewed."""
     issued(clock, 1, Environment.PRODUCTION)
-    tam(), approver()
+    asker, _ = tam(), approver()
     words = ("rotate_campaign", "--environment", "production", "--requested-by", "tam")
     assert run(*words)["state"] == "awaiting_approval"
     told = run(*words, "--approved-by", "approver")
     assert (told["state"], told["approvals"]) == ("running", ["approver"])
-    assert BreakGlass.objects.get().subject == told["campaign_id"]
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.requester_person) == (told["campaign_id"], asker.person)
 
 
 def test_rotate_campaign_with_a_refused_approval_is_cancelled(clock: Clock) -> None:

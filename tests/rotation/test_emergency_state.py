@@ -157,6 +157,7 @@ def test_bypass_begins_without_a_second_person_and_stays_in_sight(clock: Clock, 
     assert describe(rotation, clock())["is_bypass"] is True
     act = BreakGlass.objects.get(subject=rotation.rotation_id)
     assert (act.event, act.reviewed_at) == ("rotation.bypassed", None)
+    assert act.requester_person == rotation.requester_person
     notice = Notice.objects.get(kind=NoticeKind.ROTATION_BYPASSED)
     assert notice.is_alarm
     assert not notice.deliveries.exists()

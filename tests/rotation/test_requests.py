@@ -236,7 +236,9 @@ def test_replacement_shown_in_production_stays_in_sight_until_reviewed(clock: Cl
     before = BreakGlass.objects.filter(event="rotation.collected").count()
     place = rotation.credential.account
     collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
-    assert BreakGlass.objects.filter(event="rotation.collected", reviewed_at=None).count() == before + 1
+    shown = BreakGlass.objects.filter(event="rotation.collected", reviewed_at=None)
+    assert shown.count() == before + 1
+    assert {act.requester_person for act in shown.filter(subject=rotation.pk)} == {rotation.requester_person}
 
 
 def test_rotation_described_says_what_it_waits_for_and_who_uses_the_old_key(clock: Clock, verifier: UsageLog) -> None:

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from django.db import connection, transaction
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
-from keyvault.domain.journal import Committed, Dropped, Ended, Looked
+from keyvault.domain.journal import Committed, Dropped, Ended, Looked, Opened
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change, Key, Notice, Verifier
@@ -27,9 +28,10 @@ from keyvault.services import journal, journal_healing, keys, merchants, offboar
 from keyvault.services.customer_tokens import revoke_customer_token
 from keyvault.services.journal import ENDING, append_lines, read_journal
 from keyvault.services.journal_healing import JournalHealer
+from keyvault.services.journal_opening import open_journal
 from keyvault.services.revocation_replays import read_counter
 from keyvault.services.start import require_current
-from tests.factories import grant, issue, make_token, now
+from tests.factories import grant, have_peppers, issue, make_token, now, renew_journal
 
 from .conftest import Scene, make_scene
 from .test_customer_tokens import holder_of, token_of
@@ -42,6 +44,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def path(tmp_path: Path, settings: Any) -> Path:
     settings.JOURNAL = tmp_path / "own" / "revocations.journal"
+    settings.JOURNAL.parent.mkdir()
+    renew_journal(settings.JOURNAL)
     return Path(settings.JOURNAL)
 
 
@@ -51,7 +55,8 @@ def scene() -> Scene:
 
 
 def lines() -> list[Any]:
-    return [line for _, line in read_journal()]
+    """Behind the first one, which names the installation."""
+    return [line for _, line in read_journal() if not isinstance(line, Opened)]
 
 
 def ended() -> list[tuple[str, str, str, str]]:
@@ -130,7 +135,7 @@ def test_change_that_ends_nothing_does_not_touch_the_disk(scene: Scene, path: Pa
     key, _ = issue(scene.sandbox)
     keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
     merchants.suspend_merchant(grant(scene.admin, P.MERCHANTS_WRITE), scene.merchant)
-    assert not path.exists()
+    assert lines() == []
 
 
 def test_end_is_on_the_disk_before_its_transaction_commits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +168,13 @@ def test_customer_token_is_noted_with_its_expiry(scene: Scene) -> None:
     ]
 
 
-def test_journal_is_private(scene: Scene, path: Path) -> None:
+def test_journal_is_private(path: Path) -> None:
     """What ended is nobody's business on the host but ours."""
+    have_peppers()
+    shutil.rmtree(path.parent)
     previous = os.umask(0)
     try:
-        revoke(scene)
+        assert open_journal(now())
     finally:
         os.umask(previous)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -220,8 +227,7 @@ def test_torn_line_longer_than_a_block_is_taken_away(path: Path) -> None:
 
 def test_damaged_line_is_told_from_a_torn_one(path: Path) -> None:
     append_lines([Looked(1), Looked(2), Looked(3)])
-    text = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(text[0] + text[1].replace(b"2", b"9", 1) + text[2])
+    path.write_bytes(path.read_bytes().replace(b'"sequence":2', b'"sequence":9', 1))
     assert lines() == [Looked(1), None, Looked(3)]
 
 
@@ -232,7 +238,7 @@ def test_disk_that_takes_a_part_only_is_left_as_it_was(path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space"):
         append_lines([Looked(2)])
     monkeypatch.undo()
-    assert path.read_bytes().count(b"\n") == 1
+    assert lines() == [Looked(1)]
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -275,6 +281,7 @@ def test_healing_appends_what_the_journal_lacks_and_then_nothing(
     """What another host revoked comes into this one's journal too."""
     here = revoke(scene)
     path.rename(path.with_name("kept"))
+    renew_journal(path)
     there = revoke(scene, RevocationReason.KEY_COMPROMISE)
     token, _ = make_token()
     tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
@@ -325,8 +332,7 @@ def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
 def test_healing_repeats_an_end_whose_commit_nobody_noted(scene: Scene, path: Path) -> None:
     """Killed between the commit and its note: whoever asks again is told that it is revoked, so the journal has to."""
     key = revoke(scene)
-    text = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(text[0])
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     settle()
     assert JournalHealer().heal(now()) == 1
     *_, healed = lines()
@@ -355,12 +361,12 @@ def test_healing_sees_what_its_own_host_wrote_meanwhile(scene: Scene) -> None:
     assert len(ended()) == 2
 
 
-def test_healing_begins_again_with_a_journal_that_was_taken_away(scene: Scene, path: Path) -> None:
+def test_healing_begins_again_with_a_journal_that_was_made_anew(scene: Scene, path: Path) -> None:
     key = revoke(scene)
     settle()
     healer = JournalHealer()
     assert healer.heal(now()) == 0
-    path.unlink()
+    renew_journal(path)
     assert healer.heal(now()) == 1
     assert ended() == [("key", key.key_id, "deactivated", "superseded")]
 
@@ -368,7 +374,7 @@ def test_healing_begins_again_with_a_journal_that_was_taken_away(scene: Scene, p
 def test_healing_goes_so_far_at_a_time(scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyvault.services.journal_healing._AT_ONCE", 2)
     revoked = {revoke(scene).key_id for _ in range(3)}
-    path.unlink()
+    renew_journal(path)
     settle()
     healer, rounds = JournalHealer(), 0
     while healer.looked < read_counter():
@@ -382,7 +388,7 @@ def test_healing_that_cannot_write_is_an_alarm_and_goes_on_later(
     scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoke(scene)
-    path.unlink()
+    renew_journal(path)
     settle()
     healer = JournalHealer()
     with monkeypatch.context() as full:
@@ -418,7 +424,7 @@ def test_healing_marks_an_end_that_committed_without_its_note(scene: Scene, path
     """Killed between the commit and its note."""
     revoke(scene)
     end, mark = lines()
-    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     JournalHealer().heal(now() + timedelta(seconds=61))
     assert lines() == [end, mark]
 
@@ -426,7 +432,7 @@ def test_healing_marks_an_end_that_committed_without_its_note(scene: Scene, path
 def test_healing_drops_a_failed_report_of_a_key_that_is_merely_revoked(scene: Scene, path: Path) -> None:
     """That the key has ended otherwise does not make the failed commit one that happened."""
     key = revoke(scene)
-    path.unlink()
+    renew_journal(path)
     kept = Ended(1, now(), "key", key.key_id, "compromised", "key_compromise", "u", journal.boot_id())
     append_lines([kept])
     JournalHealer().heal(now() + timedelta(seconds=61))
@@ -460,7 +466,7 @@ def test_healing_drops_nothing_that_a_restored_database_has_not_drawn(scene: Sce
 def test_healing_waits_for_what_may_still_appear_below(scene: Scene, path: Path) -> None:
     """On PostgreSQL a change may become visible after a higher one: nothing is passed over for good."""
     revoke(scene)
-    path.unlink()
+    renew_journal(path)
     healer = JournalHealer()
     assert (healer.heal(now()), healer.looked) == (0, 0), "no verifier has confirmed anything"
     settle()

@@ -62,6 +62,7 @@ from keyvault.services import (
     inbox,
     issuance,
     journal,
+    journal_opening,
     keys,
     leases,
     limit_overrides,
@@ -91,6 +92,7 @@ from tests.factories import (
     make_merchant,
     make_token,
     now,
+    renew_journal,
     request_key,
 )
 
@@ -190,9 +192,15 @@ def _end_again(scene: Scene) -> Callable[[], object]:
 
 def _replay(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
-    settings.JOURNAL.unlink(missing_ok=True)
+    renew_journal(settings.JOURNAL)
     journal.append_lines([Ended(1, now(), "key", key.key_id, "deactivated", "superseded")])
     return lambda: revocation_replays.replay_revocations(grant(HOST, P.REVOCATIONS_REPLAY))
+
+
+def _accept_loss(scene: Scene) -> Callable[[], object]:
+    issue(scene.sandbox)
+    settings.JOURNAL.unlink()
+    return lambda: journal_opening.accept_loss(grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, "the disk is gone")
 
 
 def _create_order(scene: Scene) -> Callable[[], object]:
@@ -506,6 +514,7 @@ ACTS: dict[str, Act] = {
     "orders.create_order": Act(_create_order, ["order.created"], []),
     "customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
     "keys.end_again": Act(_end_again, ["key.revocation_replayed"], ["key"]),
+    "journal_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
     "revocation_replays.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
     "customer_tokens.revoke_customer_token": Act(
         _revoke_customer_token, ["customer_token.revoked"], ["customer_token"]

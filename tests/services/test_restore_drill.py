@@ -18,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
+from keyvault.management.service import find_free_port
 from tests.servers.postgres import find_postgres
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,3 +211,68 @@ def test_restore_drill_of_a_sqlite_file_brings_nothing_revoked_back(tmp_path: Pa
 def test_restore_drill_of_a_postgresql_dump_brings_nothing_revoked_back(tmp_path: Path, dumped: Database) -> None:
     """The same with `pg_dump` and `pg_restore`."""
     drill(tmp_path, dumped)
+
+
+ALARMED = """
+import json, django
+django.setup()
+from keyvault.models import Notice
+print(json.dumps(list(Notice.objects.filter(is_alarm=True, seen_at=None).values_list("kind", "payload"))))
+"""
+
+PROGRAMS = {
+    "server": ("-c", START),
+    "verifier": ("-m", "keyvault.project.verifier", "--port", "0", "--ready", "2"),
+    "worker": ("-m", "celery", "-A", "keyvault.project", "worker", "--pool", "threads", "--concurrency", "1"),
+    "beat": ("-m", "celery", "-A", "keyvault.project", "beat", "--pidfile", ""),
+    "run": ("manage.py", "run", "--port", str(find_free_port())),
+}
+
+
+def drill_without_journal(folder: Path, database: Database) -> None:
+    host = Host(folder, database)
+    journal = folder / "data" / "revocations.journal"
+    made = host.answer("-c", MAKE)
+    database.back_up()
+    host.answer("-c", END, json.dumps(made))
+    kept = journal.read_bytes()
+    database.restore()
+
+    for left, programs in ((None, PROGRAMS), (b"", {"server": PROGRAMS["server"]})):
+        journal.unlink(missing_ok=True) if left is None else journal.write_bytes(left)
+        for name, arguments in programs.items():
+            refused = host.start(*arguments)
+            assert refused.returncode != 0, f"the {name} starts, and {made['leaked']} is good again"
+            assert "manage.py replay_revocations --accept-loss" in refused.stderr, name
+            assert "Traceback" not in refused.stderr, name
+        replay = host.start("manage.py", "replay_revocations")
+        assert (replay.returncode, "--accept-loss" in replay.stderr) == (1, True)
+        assert host.answer("manage.py", "revoke_key", made["good"], "--by", "admin", "--reason", "superseded", "--json")
+        assert host.start("-c", START).returncode != 0, "a revocation makes no journal that passes for the lost one"
+        assert (journal.read_bytes() if journal.exists() else None) == left
+        database.restore()
+
+    journal.write_bytes(kept)
+    assert "is behind the revocation journal" in host.start("-c", START).stderr
+    assert host.answer("manage.py", "replay_revocations", "--json")["ok"]
+    assert host.start("-c", START).returncode == 0, "the journal came back from its own backup"
+
+    journal.unlink()
+    database.restore()
+    accept = ("manage.py", "replay_revocations", "--accept-loss", "--by", "admin", "--reason", "the disk is gone")
+    assert host.answer(*accept, "--json")["accepted"]
+    assert host.start("-c", START).returncode == 0, "somebody has answered for it"
+    assert [kind for kind, _ in host.answer("-c", ALARMED)] == ["journal.loss_accepted"]
+    assert host.answer("-c", LOOK)["audit"] == "None"
+
+
+def test_restore_drill_without_the_journal_starts_nothing(tmp_path: Path, copied: Database) -> None:
+    """A backup of before a revocation and no journal beside it: nothing starts until the journal is back, or until
+    somebody has accepted the loss by name. So no key that was revoked is good again unnoticed."""
+    drill_without_journal(tmp_path, copied)
+
+
+@pytest.mark.postgres
+def test_restore_drill_without_the_journal_on_postgresql_starts_nothing(tmp_path: Path, dumped: Database) -> None:
+    """The same with `pg_dump` and `pg_restore`."""
+    drill_without_journal(tmp_path, dumped)

@@ -12,33 +12,48 @@ from keyvault.access.principals import HOST
 from keyvault.management.answers import AnsweringCommand
 from keyvault.models.recording import Subject
 from keyvault.services.authorization import authorize
+from keyvault.services.journal_opening import accept_loss, is_lost
 from keyvault.services.revocation_replays import Replay, compare_journal, replay_revocations
-from keyvault.services.start import words_of_damage
+from keyvault.services.start import words_of_damage, words_of_loss
 
 
 class Command(AnsweringCommand):
     help = (
         "After a restored backup or a failed-over replica: revokes again whatever this host's journal says was "
-        "revoked, and moves the sequence of changes on. Start is refused until then. Repeatable."
+        "revoked, and moves the sequence of changes on. Start is refused until then. Repeatable. Where the journal is "
+        "lost for good, --accept-loss makes a new one: what was revoked since the backup has to be revoked by hand."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--dry-run", action="store_true", help="say what it would do, and change nothing")
+        parser.add_argument("--accept-loss", action="store_true", help="this host's journal is lost: make a new one")
+        parser.add_argument("--by", metavar="NAME", help="with --accept-loss: the operator who answers for it")
+        parser.add_argument("--reason", metavar="WHY", help="with --accept-loss: how it was lost, for the audit log")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        is_accepting: bool = options["accept_loss"]
+        if is_accepting != bool(options["by"]) or is_accepting != bool(options["reason"]):
+            raise CommandError("--accept-loss takes --by NAME and --reason WHY; nothing else does", returncode=2)
+        if is_accepting and options["dry_run"]:
+            raise CommandError("--accept-loss: not with --dry-run", returncode=2)
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
         try:
+            if is_accepting:
+                accept_loss(grant, self.operator(options["by"]), options["reason"])
+            if is_lost():
+                raise CommandError(words_of_loss())
             if options["dry_run"]:
                 found = compare_journal()
                 replay = Replay(found, [], list(found.lost), found.counter)
             else:
                 replay = replay_revocations(grant)
         except OSError as error:
-            raise CommandError(f"the journal {settings.JOURNAL} cannot be read: {error.strerror}") from error
+            raise CommandError(f"the revocation journal {settings.JOURNAL} cannot be used: {error.strerror}") from error
         found = replay.found
         self.is_mended = not (replay.left or found.damaged or replay.counter < found.highest)
         return {
             "ok": self.is_mended,
+            "accepted": is_accepting,
             "journal": str(settings.JOURNAL),
             "lines": found.lines,
             "replayed": _named(replay.replayed),
@@ -51,7 +66,8 @@ class Command(AnsweringCommand):
         }
 
     def words(self, answer: Mapping[str, Any]) -> str:
-        lines = [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
+        lines = ["the loss is accepted, in the audit log and the inbox; a new journal is made"] * answer["accepted"]
+        lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
         lines += [f"STILL LIVES: {each['kind']} {each['id']}" for each in answer["left"]]
         if answer["unknown"]:

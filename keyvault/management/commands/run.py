@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
@@ -33,6 +34,7 @@ from keyvault.management.supervisor import StopRequestedError, stopping_on_signa
 from keyvault.models import Operator, ServiceToken
 from keyvault.services.authorization import authorize
 from keyvault.services.operators import reset_password
+from keyvault.services.start import require_ready
 from keyvault.services.tokens import create_service_token, revoke_service_token
 
 DEMO_NAME = "make run"
@@ -64,6 +66,10 @@ class Command(BaseCommand):
         refuse_taken_port(port)
         self._tell("Setting up: database, keystore, demo data …")
         call("setup")
+        try:
+            require_ready()
+        except ImproperlyConfigured as error:
+            raise CommandError(f"nothing is started: {error}") from None
         seeded = call("seed_demo")
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
         curl = _demo_curl(port)

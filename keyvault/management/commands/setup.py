@@ -9,7 +9,9 @@ from django.db.migrations.executor import MigrationExecutor
 
 from keyvault.management.answers import AnsweringCommand
 from keyvault.models.triggers import missing_triggers
+from keyvault.services.journal_opening import open_journal
 from keyvault.services.peppers import ensure_peppers
+from keyvault.services.start import words_of_loss
 
 
 class Command(AnsweringCommand):
@@ -19,6 +21,8 @@ class Command(AnsweringCommand):
         if self._is_behind():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
+        if not open_journal(self.now):
+            self.stderr.write(f"Nothing will start: {words_of_loss()}")
         return {"database": connection.vendor, "ready": True}
 
     def _is_behind(self) -> bool:
