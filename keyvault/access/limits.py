@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode, KeyvaultError
 
 LARGEST_COUNT = 1_000_000
 LONGEST_SECONDS = 86_400
@@ -68,6 +69,9 @@ DEFAULT_LIMITS = {Environment.SANDBOX: Limit(25, 1), Environment.PRODUCTION: Lim
 FAILED_PROOF_LIMIT = Limit(100, 60)
 """Of an end client's address."""
 
+REPEAT_LIMIT = Limit(10, 60)
+"""Of a key's holder who revokes it again, though it was revoked already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -117,6 +121,17 @@ class Spend:
         if self.allowed:
             return min(self.standings, key=lambda standing: standing.remaining)
         return max(self.standings, key=lambda standing: standing.wait_us)
+
+
+class RateLimitedError(KeyvaultError):
+    """A limit that is not the judgement's is used up; `spend` says until when."""
+
+    code = ErrorCode.RATE_LIMITED
+
+    def __init__(self, spend: Spend) -> None:
+        binding = spend.binding
+        super().__init__(f"The {binding.policy} limit of {binding.limit.count} in {binding.limit.seconds} s is used up.")
+        self.spend = spend
 
 
 def spend(

@@ -17,7 +17,9 @@ class NoticeKind(StrEnum):
     USED_IN_QUARANTINE = "rotation.used_in_quarantine"
     ROTATION_STALLED = "rotation.stalled"
     ROTATION_BYPASSED = "rotation.bypassed"
+    ROTATION_BLOCKED = "rotation.blocked"
     ROTATION_ENDED = "rotation.ended"
+    SCHEDULE_STALLED = "schedule.stalled"
     CAMPAIGN_HALTED = "campaign.halted"
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
@@ -34,6 +36,8 @@ ALARMS = frozenset(
         NoticeKind.USED_IN_QUARANTINE,
         NoticeKind.ROTATION_STALLED,
         NoticeKind.ROTATION_BYPASSED,
+        NoticeKind.ROTATION_BLOCKED,
+        NoticeKind.SCHEDULE_STALLED,
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
@@ -46,7 +50,8 @@ ALARMS = frozenset(
 """What somebody has to look at."""
 
 INTERNAL = frozenset(
-    {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
+    {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
+    | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
     | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED, NoticeKind.JOURNAL_FAILED}
 )
 """What is told to operators alone."""
