@@ -30,12 +30,13 @@ from keyvault.services.material import ForeignWriterError
 from keyvault.services.usage import note_lost, utc_now
 from rotation.events import RotationState
 from rotation.models import Rotation
+from rotation.policy import UnreadablePlanError
 from rotation.services import acceptance
 from rotation.services.effects import Effects
 from rotation.services.facts import gather_facts
 from rotation.services.reports import get_rotation, subject_of
-from rotation.services.transitions import lift_quarantine, make_transition, tell_what_is_due
-from rotation.states import CLOSED, Move, Wait, next_step
+from rotation.services.transitions import lift_quarantine, make_transition, stall, tell_blocked, tell_what_is_due
+from rotation.states import CLOSED, TRANSITIONS, Move, Wait, next_step
 
 S = RotationState
 
@@ -247,8 +248,8 @@ def _is_soon_accepted(rotation: Rotation) -> bool:
 
 
 def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
-    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), or a
-    step that keeps failing stalls the rotation by name, for a person to look at."""
+    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), an
+    unreadable plan, or a step that keeps failing stalls the rotation by name, for a person to look at."""
     why = error.internal or error.detail
     _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
     reason = _for_a_person(error)
@@ -256,11 +257,13 @@ def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], da
         reason = f"a step kept failing: {error.detail}"
     if reason is not None:
         try:
-            _stall(rotation_id, lease, clock(), reason)
+            if _stall(rotation_id, lease, clock(), reason):
+                return
         except KeyvaultError as second:
             why = second.internal or second.detail
-        else:
-            return
+        except Exception as second:
+            _log.exception("rotation cannot be stalled", extra={"rotation_id": rotation_id})
+            why = type(second).__name__
     leases.postpone(lease, clock(), why)
 
 
@@ -268,12 +271,16 @@ def _for_a_person(error: KeyvaultError) -> str | None:
     """What no second try mends."""
     if isinstance(error, BackendDeniedError):
         return f"the secret backend refuses us: {error.detail}"
-    return error.detail if isinstance(error, ForeignWriterError) else None
+    return error.detail if isinstance(error, ForeignWriterError | UnreadablePlanError) else None
 
 
-def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> None:
-    """Raises StateConflictError in a state that cannot stall."""
+def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> bool:
+    """Whether it stalled. In a state that cannot, it stays as it is, and operators are told once."""
     rotation = get_rotation(rotation_id)
     grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
-    make_transition(grant, rotation, gather_facts(rotation, now), Move(S.STALLED, why[:300]), lease)
+    if S.STALLED not in TRANSITIONS[rotation.current_state]:
+        tell_blocked(grant, rotation, why, lease)
+        return False
+    stall(grant, rotation, why, lease)
     leases.release(lease)
+    return True
