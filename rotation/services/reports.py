@@ -10,7 +10,7 @@ from keyvault.services.usage_reports import list_users
 from rotation.events import RotationState
 from rotation.models import Rotation
 from rotation.services.facts import gather_facts
-from rotation.states import CLOSED, Wait, next_step
+from rotation.states import CLOSED, Move, next_step
 
 S = RotationState
 
@@ -67,7 +67,7 @@ def _waiting_for(rotation: Rotation, now: datetime) -> str | None:
     if rotation.readable_plan is None:
         return "a release that can read its plan"
     step = next_step(gather_facts(rotation, now), now)
-    return step.waiting_for if isinstance(step, Wait) else "its next turn"
+    return "its next turn" if isinstance(step, Move) else step.waiting_for
 
 
 def get_rotation(rotation_id: str) -> Rotation:

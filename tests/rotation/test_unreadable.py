@@ -62,6 +62,12 @@ def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock
         clock.tick(80)
     assert get_rotation(broken.rotation_id).state == "awaiting_approval"
     assert alarms(broken) == ["rotation.blocked"]
+    client = browser(scene.approver())
+    page = text_of(client.get(address("rotation_rotation_change", broken.pk)))
+    assert "It waits for a release that can read its plan." in page
+    approve = address("rotation_rotation_approve", broken.pk)
+    assert approve not in page
+    assert client.get(approve).status_code == 409
 
 
 def test_fault_while_stalling_ends_neither_the_sweep_nor_the_lease(
