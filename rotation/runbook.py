@@ -186,8 +186,10 @@ STALLS = (
         (
             "Read the reason: it names the field, the value or the zone.",
             "Run the newest release on every worker, or install the zone (package tzdata), then resume the rotation.",
-            "Where that cannot be, abort it before delivery and ask for another one. After delivery it goes back only "
-            "with a release that reads its plan.",
+            (
+                "Where that cannot be, abort it before delivery and ask for another one. After delivery it goes back "
+                "only with a release that reads its plan."
+            ),
         ),
         (R.RESUME, R.ABORT),
     ),

@@ -130,7 +130,9 @@ class RateLimitedError(KeyvaultError):
 
     def __init__(self, spend: Spend) -> None:
         binding = spend.binding
-        super().__init__(f"The {binding.policy} limit of {binding.limit.count} in {binding.limit.seconds} s is used up.")
+        super().__init__(
+            f"The {binding.policy} limit of {binding.limit.count} in {binding.limit.seconds} s is used up."
+        )
         self.spend = spend
 
 

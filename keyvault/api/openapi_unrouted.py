@@ -104,7 +104,11 @@ def _document(endpoint: Endpoint, server: Server) -> Documenter:
         takes=server.takes,
         plane=(*PUBLIC_CODES, Code.NOT_FOUND, Code.DEPENDENCY_UNAVAILABLE),
         # A body where none is asked for is looked at all the same, to be refused.
-        codes=[*_verdict_codes(endpoint), *server.codes, *([Code.PAYLOAD_TOO_LARGE] if endpoint.method == "POST" else [])],
+        codes=[
+            *_verdict_codes(endpoint),
+            *server.codes,
+            *([Code.PAYLOAD_TOO_LARGE] if endpoint.method == "POST" else []),
+        ],
         auth=_auth(endpoint),
         parameters=[*_environment_parameter(), *server.parameters, *_cors(endpoint, server.status)],
         idempotency_key=NEEDED if endpoint.idempotent_by_key else None,

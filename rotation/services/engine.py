@@ -261,7 +261,7 @@ def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], da
                 return
         except KeyvaultError as second:
             why = second.internal or second.detail
-        except Exception as second:
+        except Exception as second:  # noqa: BLE001  a fault here must not keep the lease, nor end the sweep
             _log.exception("rotation cannot be stalled", extra={"rotation_id": rotation_id})
             why = type(second).__name__
     leases.postpone(lease, clock(), why)

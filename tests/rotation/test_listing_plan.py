@@ -1,4 +1,4 @@
-"""What a sweep of the engine reads to list its turns: index entries of open rotations, and single rows by their keys."""
+"""What a sweep of the engine reads to list its turns: open rotations by an index, and single rows by their keys."""
 
 import pytest
 

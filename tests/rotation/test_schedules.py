@@ -16,8 +16,8 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, AuditEntry, Credential, Key, Notice, WorkLease
 from keyvault.services.authorization import authorize
 from keyvault.services.keys import revoke_key
