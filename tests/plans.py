@@ -13,8 +13,8 @@ ROWS = 5_000
 def copy_row(model: type[Model], **changed: str) -> None:
     """Copy one row of the model ROWS times; `changed`: SQL for the columns in which the copies differ, of `n`."""
     fields = [field for field in model._meta.local_concrete_fields if not isinstance(field, AutoField)]
-    names = ", ".join(field.column for field in fields)
-    values = ", ".join(changed.get(field.name, field.column) for field in fields)
+    names = ", ".join(str(field.column) for field in fields)
+    values = ", ".join(changed.get(field.name, str(field.column)) for field in fields)
     table = model._meta.db_table
     with connection.cursor() as cursor:
         cursor.execute(
