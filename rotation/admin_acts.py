@@ -144,6 +144,11 @@ def _waits_for_approval(rotation: Rotation) -> bool:
     return is_undecided(rotation) and datetime.now(UTC) < rotation.approval_expires_at
 
 
+def _may_be_approved(rotation: Rotation) -> bool:
+    """Nobody approves what cannot be shown."""
+    return _waits_for_approval(rotation) and rotation.readable_plan is not None
+
+
 def _may_be_resumed(rotation: Rotation) -> bool:
     """A deadline that has passed is extended instead."""
     is_late = rotation.deadline_at is not None and datetime.now(UTC) >= rotation.deadline_at
@@ -249,7 +254,7 @@ ACTS = (
         _approve,
         _what_approving_does,
         form=ApprovePlanForm,
-        fits=_waits_for_approval,
+        fits=_may_be_approved,
         tone=Tone.GOOD,
     ),
     Act(
@@ -341,7 +346,7 @@ ACTS = (
         _bypass,
         lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
         form=BypassForm,
-        fits=_waits_for_approval,
+        fits=_may_be_approved,
         warn=_warn_of_the_bypass,
         tone=Tone.DANGER,
     ),

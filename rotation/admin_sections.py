@@ -20,7 +20,7 @@ from keyvault.services.webhook_deliveries import find_telling
 from rotation.admin_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
 from rotation.events import RotationState
 from rotation.models import Rotation
-from rotation.policy import DeliveryChannel, Plan, Proof
+from rotation.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
 from rotation.runbook import IN_WORDS, Entry, Remedy
 from rotation.services.interventions import stage_of
 from rotation.services.reports import subject_of
@@ -46,7 +46,9 @@ _WAY = (
 
 def plan_facts(row: Rotation) -> Facts:
     """Field by field as the digest covers it."""
-    plan, credential = row.approved_plan, row.credential
+    plan, credential = row.readable_plan, row.credential
+    if plan is None:
+        return Facts("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
     without_effect = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
     rows: list[tuple[str, Any]] = [
         ("Account", credential.account),
@@ -107,9 +109,10 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
     if row.current_state in CLOSED:
         yield "Why", row.why or NOTHING
     elif row.deadline_at is not None:
-        plan = row.approved_plan
-        is_extended = plan.deadline is not None and row.deadline_at != plan.deadline
-        was = format_html(" · extended, the plan says {}", f"{plan.deadline:%Y-%m-%d %H:%M}") if is_extended else ""
+        plan = row.readable_plan
+        planned = None if plan is None else plan.deadline
+        is_extended = planned is not None and row.deadline_at != planned
+        was = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
         yield "Deadline", format_html("{}{}", moment(row.deadline_at), was)
     if row.retire_at is not None:
         yield "The old key is retired at", moment(row.retire_at)
@@ -148,7 +151,8 @@ def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
     """What stands in the way of the worker, and of the merchant's endpoint."""
     if row.current_state in CLOSED:
         return
-    if DeliveryChannel.WEBHOOK in row.approved_plan.channels and row.delivered_at is not None:
+    plan = row.readable_plan
+    if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
         told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
         missing = f"not yet: {told.reason or 'on its way'}"
         yield "Told: the merchant's webhook endpoint took the news", moment(told.delivered_at, missing=missing)

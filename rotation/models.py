@@ -8,14 +8,22 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import RequestInvalidError
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 from keyvault.models.tokens import ServiceToken
 from rotation.events import RotationState
-from rotation.policy import Plan
+from rotation.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
 from rotation.states import CLOSED
+
+
+def explain_unreadable(error: Exception) -> str:
+    """Why stored JSON is not what this release writes, in one line."""
+    if isinstance(error, RequestInvalidError):
+        return "; ".join(f"{fault.pointer} wants {fault.detail}" for fault in error.faults) or error.detail
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 class BlackoutCalendar(RecordedModel):
@@ -227,7 +235,14 @@ class Rotation(RecordedModel):
                 | Q(waived_at__isnull=False),
             ),
         ]
-        indexes = [models.Index(fields=["state"], name="rotation_by_state")]
+        indexes = [
+            models.Index(fields=["state"], name="rotation_by_state"),
+            models.Index(
+                fields=["rotation_id"],
+                name="rotation_open",
+                condition=~Q(state__in=sorted(state.value for state in CLOSED)),
+            ),
+        ]
 
     def __str__(self) -> str:
         return self.rotation_id
@@ -241,7 +256,20 @@ class Rotation(RecordedModel):
 
     @property
     def approved_plan(self) -> Plan:
-        return Plan.from_json(self.plan)
+        """Raises UnreadablePlanError."""
+        try:
+            return Plan.from_json(self.plan)
+        except Exception as error:
+            # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+            raise UnreadablePlanError(f"{PLAN_UNREADABLE}: {explain_unreadable(error)}.") from error
+
+    @property
+    def readable_plan(self) -> Plan | None:
+        """The plan, or None where this release cannot read it: for what shows rotations."""
+        try:
+            return self.approved_plan
+        except UnreadablePlanError:
+            return None
 
 
 class RotationApproval(RecordedModel):

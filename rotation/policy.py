@@ -8,7 +8,7 @@ from typing import Any
 
 from keyvault.domain.canonical import JsonValue, canonical_digest
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault
+from keyvault.domain.errors import Fault, StateConflictError
 from keyvault.domain.keys import KeyKind
 from rotation.windows import Window
 
@@ -41,6 +41,13 @@ class DeliveryChannel(StrEnum):
 
     SECRET_BACKEND = "secret_backend"  # noqa: S105  a name
     WEBHOOK = "webhook"
+
+
+PLAN_UNREADABLE = "The plan cannot be read by this release"
+
+
+class UnreadablePlanError(StateConflictError):
+    """A stored plan has a field or a value that this release does not know, or lacks one."""
 
 
 @dataclass(frozen=True, slots=True)

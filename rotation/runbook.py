@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rotation.events import Event
+from rotation.policy import PLAN_UNREADABLE
 from rotation.states import WHY
 
 
@@ -176,6 +177,21 @@ STALLS = (
             "Resume the rotation. Ending it takes the same clearing first.",
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
+    ),
+    Entry(
+        "This release cannot read the plan",
+        (PLAN_UNREADABLE,),
+        "The plan has a field or a value of a newer release, or names a time zone that the worker's host does not "
+        "know. Both keys verify. Other rotations go on.",
+        (
+            "Read the reason: it names the field, the value or the zone.",
+            "Run the newest release on every worker, or install the zone (package tzdata), then resume the rotation.",
+            (
+                "Where that cannot be, abort it before delivery and ask for another one. After delivery it goes back "
+                "only with a release that reads its plan."
+            ),
+        ),
+        (R.RESUME, R.ABORT),
     ),
     Entry(
         "Its window does not open any more",

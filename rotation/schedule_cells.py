@@ -1,6 +1,7 @@
 """How schedules look on the console's pages, and the calendar of what they come to: a table for each month."""
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,7 @@ from keyvault.admin.cells import NOTHING, Facts, Table, badge, link, moment, sho
 from rotation.admin_forms import WEEKDAYS
 from rotation.models import RotationSchedule
 from rotation.services.calendar import ScheduledDate
-from rotation.services.schedules import wish_of
+from rotation.services.schedules import find_unreadable, find_wish
 from rotation.windows import clock_text
 
 AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
@@ -71,7 +72,9 @@ def _state_link(date: ScheduledDate) -> SafeString:
 
 
 def state_of(row: RotationSchedule) -> str:
-    return "enabled" if row.is_enabled else "disabled"
+    if not row.is_enabled:
+        return "disabled"
+    return "stalled" if find_unreadable(row, datetime.now(UTC)) else "enabled"
 
 
 def scope_words(row: RotationSchedule) -> str:
@@ -81,7 +84,10 @@ def scope_words(row: RotationSchedule) -> str:
 
 
 def window_words(row: RotationSchedule) -> str:
-    window = wish_of(row).window
+    wished = find_wish(row)
+    if wished is None:
+        return "cannot be read"
+    window = wished.window
     if window is None or not window.weekdays:
         return "at any time"
     days = ", ".join(WEEKDAYS[day][:3] for day in window.weekdays)

@@ -16,7 +16,7 @@ from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
 from rotation.policy import Proof
 from rotation.services.planning import Wish
-from rotation.services.schedules import ScheduleWish, Scope, wish_of
+from rotation.services.schedules import ScheduleWish, Scope, find_wish, readable_wish
 from rotation.windows import Window, clock_text
 
 _WHOLE_DAY = 24 * 60
@@ -111,7 +111,7 @@ class ScheduleForm(TermsForm):
 class EditForm(SeenForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
-        saved = wish_of(row)
+        saved = find_wish(row) or readable_wish(row)
         window, wish = saved.window, saved.wish
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
         same = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")

@@ -44,10 +44,12 @@ from rotation.services.calendar import list_next
 from rotation.services.schedules import (
     disable_schedule,
     enable_schedule,
+    find_unreadable,
+    find_wish,
     place_of,
+    readable_wish,
     save_schedule,
     scope_of,
-    wish_of,
 )
 
 
@@ -57,7 +59,8 @@ def _save(grant: Grant, cleaned: Cleaned) -> Done:
 
 
 def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
-    save_schedule(grant, scope_of(row), terms_from(cleaned, wish_of(row).wish), known=row)
+    saved = find_wish(row) or readable_wish(row)
+    save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
     return Done("Saved. What it asks for from now on is asked in your name.")
 
 
@@ -180,7 +183,7 @@ class RotationScheduleAdmin(NounAdmin):
         return place_of(row)
 
     def summary(self, row: RotationSchedule) -> Facts:
-        wish = wish_of(row).wish
+        wish = (find_wish(row) or readable_wish(row)).wish
         rows: list[tuple[str, Any]] = [
             ("For", scope_words(row)),
             ("Environment", badge(row.environment)),
@@ -195,7 +198,8 @@ class RotationScheduleAdmin(NounAdmin):
             ("The replacements expire in days", wish.expires_in_days or "they do not expire"),
             ("In the name of", self.asked_by(row)),
         ]
-        return Facts("Schedule", rows)
+        fault = find_unreadable(row, datetime.now(UTC))
+        return Facts("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
         notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]

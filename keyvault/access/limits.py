@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode, KeyvaultError
 
 LARGEST_COUNT = 1_000_000
 LONGEST_SECONDS = 86_400
@@ -74,6 +75,9 @@ SIGN_IN_FAILURES = 10
 SIGN_IN_LOCK_SECONDS = 1800
 """Duration of that lock, in seconds; failures that lie further back than that are forgotten."""
 
+REPEAT_LIMIT = Limit(10, 60)
+"""Of a key's holder who revokes it again, though it was revoked already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -123,6 +127,19 @@ class Spend:
         if self.allowed:
             return min(self.standings, key=lambda standing: standing.remaining)
         return max(self.standings, key=lambda standing: standing.wait_us)
+
+
+class RateLimitedError(KeyvaultError):
+    """A limit that is not the judgement's is used up; `spend` says until when."""
+
+    code = ErrorCode.RATE_LIMITED
+
+    def __init__(self, spend: Spend) -> None:
+        binding = spend.binding
+        super().__init__(
+            f"The {binding.policy} limit of {binding.limit.count} in {binding.limit.seconds} s is used up."
+        )
+        self.spend = spend
 
 
 def spend(

@@ -42,6 +42,10 @@ _PAGES = {
 """Where what a subject names is shown; rotation's own pages by name only, since it is not known here."""
 
 
+_NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
+"""What the subject of such a notice is the number of."""
+
+
 class AllSeenForm(ActForm):
     until = forms.DateTimeField(widget=forms.HiddenInput)
 
@@ -190,6 +194,8 @@ def _subject(notice: Notice) -> SafeString:
         name = "keyvault_key_change"
     elif notice.kind.startswith("webhook."):
         name = "keyvault_webhookendpoint_change"
+    elif notice.kind.startswith("schedule."):
+        name = "rotation_rotationschedule_change"
     else:
         name = _PAGES.get(text[:4], "")
     try:
@@ -199,8 +205,9 @@ def _subject(notice: Notice) -> SafeString:
 
 
 def _about(notice: Notice) -> str:
-    """Ids speak for themselves, but for an endpoint's number."""
-    return f"webhook endpoint {notice.subject}" if notice.kind.startswith("webhook.") else str(notice.subject)
+    """Ids speak for themselves, but for the numbers of endpoints and schedules."""
+    what = _NUMBERED.get(notice.kind.partition(".")[0])
+    return str(notice.subject) if what is None else f"{what} {notice.subject}"
 
 
 def _plain(value: object) -> str:

@@ -13,6 +13,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from keyvault.access.decision import Denial
+from keyvault.access.limits import RateLimitedError
 from keyvault.api.middleware import request_id_of
 from keyvault.domain.errors import (
     DependencyUnavailableError,
@@ -23,6 +24,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
 )
 from keyvault.domain.redaction import redact
+from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import CONTENT_TYPE, Problem, problem
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,9 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
                 retry_after_seconds=denial.retry_after_seconds,
             )
             return replace(found, headers={**found.headers, **headers})
+        case RateLimitedError(spend=spend):
+            found = problem(error.code, error.detail, request_id, retry_after_seconds=spend.retry_after_seconds)
+            return replace(found, headers={**found.headers, **limit_headers(spend)})
         case KeyvaultError():
             _note(error, request_id)
             return problem(

@@ -34,7 +34,7 @@ from keyvault.api.idempotency import answer_once
 from keyvault.api.middleware import raw_url, request_id_of
 from keyvault.api.parsers import StrictJSONParser
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.errors import ErrorCode, Fault, RequestInvalidError
 from keyvault.models import Account
 from keyvault.services.authorization import authorize
 from keyvault.services.idempotency import Effect
@@ -74,7 +74,8 @@ class Server:
     `serves_denied` says which denied requests, after proof, are answered all the same: whoever ends a leaked key may
     say so twice.
 
-    The rest is for the OpenAPI page: the status of success, the shapes of bodies, and what path variables look like.
+    The rest is for the OpenAPI page: the status of success, the shapes of bodies, what path variables look like, and
+    the codes of refusals that are not the judgement's.
     """
 
     answers: Callable[[Call], Response] | None = None
@@ -84,6 +85,7 @@ class Server:
     takes: type[Serializer[Any]] | None = None
     gives: type[Serializer[Any]] | None = None
     parameters: Sequence[OpenApiParameter] = ()
+    codes: Sequence[ErrorCode] = ()
 
 
 Servers = Mapping[str, Server]

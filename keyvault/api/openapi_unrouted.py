@@ -106,6 +106,7 @@ def _document(endpoint: Endpoint, server: Server) -> Documenter:
         # A body where none is asked for is looked at all the same, to be refused.
         codes=[
             *_verdict_codes(endpoint),
+            *server.codes,
             *([Code.PAYLOAD_TOO_LARGE, Code.REQUEST_TIMEOUT] if endpoint.method == "POST" else []),
         ],
         auth=_auth(endpoint),

@@ -149,6 +149,12 @@ SERVERS: Servers = {
         answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
     ),
     "customers.me": Server(answers=_show_customer, gives=CustomerBody),
-    "credentials.revoke_self": Server(answers=_revoke_self, serves_denied=_may_still_end, status=202, gives=OwnEndBody),
+    "credentials.revoke_self": Server(
+        answers=_revoke_self,
+        serves_denied=_may_still_end,
+        status=202,
+        gives=OwnEndBody,
+        codes=[ErrorCode.RATE_LIMITED],
+    ),
 }
 """What keyvault serves, by the endpoint's name."""

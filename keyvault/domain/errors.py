@@ -11,6 +11,7 @@ cannot be carried out or for broken machinery. Statuses and bodies are HTTP and 
     ├── IdempotencyError            the same Idempotency-Key again: unusable, at work, or with another body
     ├── DependencyUnavailableError  a server that we need did not answer; try again
     │   └── VerifierStaleError      this process does not know yet what the key was hashed with; try again
+    ├── RateLimitedError            too often; see `access.limits`
     └── IntegrityError              stored data contradicts itself; stop rather than run wrong
 """
 

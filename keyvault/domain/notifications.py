@@ -17,7 +17,9 @@ class NoticeKind(StrEnum):
     USED_IN_QUARANTINE = "rotation.used_in_quarantine"
     ROTATION_STALLED = "rotation.stalled"
     ROTATION_BYPASSED = "rotation.bypassed"
+    ROTATION_BLOCKED = "rotation.blocked"
     ROTATION_ENDED = "rotation.ended"
+    SCHEDULE_STALLED = "schedule.stalled"
     CAMPAIGN_HALTED = "campaign.halted"
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
@@ -37,6 +39,8 @@ ALARMS = frozenset(
         NoticeKind.USED_IN_QUARANTINE,
         NoticeKind.ROTATION_STALLED,
         NoticeKind.ROTATION_BYPASSED,
+        NoticeKind.ROTATION_BLOCKED,
+        NoticeKind.SCHEDULE_STALLED,
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
@@ -55,7 +59,8 @@ WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCK
 """What concerns the installation and no account of a merchant."""
 
 INTERNAL = frozenset(
-    {NoticeKind.ROTATION_BYPASSED, NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
+    {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
+    | {NoticeKind.CAMPAIGN_HALTED, NoticeKind.WEBHOOK_FAILED}
     | {NoticeKind.BACKEND_STRANGER, NoticeKind.BACKEND_DENIED}
     | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT

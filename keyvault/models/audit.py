@@ -75,6 +75,9 @@ class Change(models.Model):
     subject_id = models.CharField(max_length=160)
     at = models.DateTimeField()
 
+    class Meta:
+        indexes = [models.Index(fields=["subject_kind", "subject_id", "sequence"], name="change_by_subject")]
+
     def __str__(self) -> str:
         return f"{self.sequence}: {self.subject_kind} {self.subject_id}"
 

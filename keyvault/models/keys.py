@@ -151,7 +151,7 @@ class Key(RecordedModel):
                 name="key_material_due",
                 condition=Q(material__in=["destroy_due", "delete_due", "restore_due"]),
             ),
-            models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state="active")),
+            models.Index(fields=["expires_at"], name="key_expiring", condition=Q(state__in=["active", "suspended"])),
         ]
 
     def __str__(self) -> str:

@@ -44,6 +44,9 @@ from keyvault.services.operators import operator_row
 from keyvault.services.peppers import freshen_peppers
 from keyvault.services.recording import recorded
 
+_AT_ONCE = 100
+"""Length of every list of work."""
+
 
 def approvals_needed(environment: Environment) -> int:
     """The host's policy, never below the environment's own."""
@@ -292,29 +295,36 @@ def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
 
 
 def list_approved() -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:100])
+    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_AT_ONCE])
 
 
 def list_overdue(now: datetime) -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:100])
+    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_AT_ONCE])
 
 
 def list_uncollected(now: datetime) -> list[IssuanceRequest]:
     """Whose keys are to be burned, see `is_uncollected`: those that nobody uses, and those that are dead anyway."""
     unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
-    return list(_uncollected(now).filter(unused).order_by("issued_at")[:100])
+    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_AT_ONCE])
 
 
-def list_used_uncollected(now: datetime) -> list[IssuanceRequest]:
-    """Whose keys would be burned, but are in use: somebody has them, rightly or not."""
+def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
+    """Whose keys would be burned, but are in use: somebody has them, rightly or not.
+
+    At most _AT_ONCE, the earliest issued first. `after`: `issued_at` and id of the last one that is not wanted again.
+    """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
-    return list(used.order_by("issued_at")[:100])
+    if after is not None:
+        issued_at, request_id = after
+        later = Q(issued_at__gt=issued_at) | Q(request_id__gt=request_id)
+        used = used.filter(later, issued_at__gte=issued_at)
+    return list(used.order_by("issued_at", "request_id")[:_AT_ONCE])
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
     """Withdrawn requests for which a key stands staged."""
     withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
-    return list(withdrawn.distinct()[:100])
+    return list(withdrawn.distinct()[:_AT_ONCE])
 
 
 def get_request(request_id: str) -> IssuanceRequest | None:

@@ -24,6 +24,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason, state_after
 from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
 from keyvault.services.feed import tell_host
+from keyvault.services.limits import spend_repeat
 from keyvault.services.notifications import announce
 from keyvault.services.peppers import load_peppers
 from keyvault.services.recording import Record, recorded
@@ -164,14 +165,16 @@ def report_compromise(grant: Grant, key: Key, *, why: str = "") -> Record:
 def revoke_own_key(grant: Grant, key: Key) -> int:
     """Whoever presented the key ends it, as compromised: the sequence of its end, the same however often asked.
 
-    A repeat writes nothing: no limit holds it back, so that the audit log could be filled with it.
-    Raises PermissionMissingError on any other key than the presented one.
+    A repeat writes nothing, so that nobody fills the audit log with it, and is counted before anything is read for it.
+    Raises RateLimitedError when it comes too often, PermissionMissingError on any other key than the presented one.
     """
     if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
         raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
     ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
     is_repeat = key.state in ended
-    if not is_repeat:
+    if is_repeat:
+        spend_repeat(key.key_id)
+    else:
         with _as_it_is(grant, key):
             is_repeat = key.state in ended
             if not is_repeat:
@@ -275,9 +278,10 @@ def expire_key(grant: Grant, key: Key) -> None:
 
 
 def list_expired(now: datetime) -> list[Key]:
-    """Of the environments that this process serves."""
+    """Of the environments that this process serves, the longest expired first."""
     living = _keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)
-    return list(living.filter(credential__account__environment__in=settings.ENVIRONMENTS)[:100])
+    served = living.filter(credential__account__environment__in=settings.ENVIRONMENTS)
+    return list(served.order_by("expires_at")[:100])
 
 
 def get_key(key_id: str) -> Key | None:

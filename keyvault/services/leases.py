@@ -104,6 +104,23 @@ def _jitter() -> float:
     return 1 + secrets.randbelow(250) / 1000
 
 
+def put_off(subject: str, now: datetime, error: str) -> None:
+    """Note a failure of work that needs no lease, and wait longer with each one in a row. See `list_failed`."""
+    lease = claim(subject, now, now_or_never=True)
+    if lease is not None:
+        postpone(lease, now, error)
+
+
+def list_failed(prefix: str) -> dict[str, WorkLease]:
+    """The work whose subject begins so and whose last try failed, by subject."""
+    return {row.subject: row for row in WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix)}
+
+
+def forget(subject: str) -> None:
+    """Nothing is left to remember of that work."""
+    WorkLease.objects.filter(subject=subject).delete()
+
+
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
     """Which of these nobody is at work on and whose time has come, in the order given."""
     wanted = list(subjects)

@@ -14,7 +14,7 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 
 from django.conf import settings
 
-from keyvault.access.limits import FAILED_PROOF_LIMIT, Bucket, Limit, Spend, fallback
+from keyvault.access.limits import FAILED_PROOF_LIMIT, REPEAT_LIMIT, Bucket, Limit, RateLimitedError, Spend, fallback
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyKind
 from keyvault.services.limit_stores import LimitStore, LimitStoreLostError, LocalStore, PipelinedStore, RedisStore
@@ -214,6 +214,14 @@ def account_buckets(
         return (account,)
     place = f"{prefix}:endpoint:{endpoint_name}:{endpoint_setting}:{endpoint_limit}"
     return (account, Bucket("endpoint", place, endpoint_limit))
+
+
+def spend_repeat(key_id: str) -> None:
+    """Count one repeated revocation by the holder of that key, who has proved it. Raises RateLimitedError."""
+    bucket = Bucket("repeat", f"kv:limit:{{repeat:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
+    spend = limiter().spend([bucket], 1)
+    if not spend.allowed:
+        raise RateLimitedError(spend)
 
 
 @cache

@@ -4,8 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from typing import TypeVar
 
 from django.conf import settings
@@ -54,6 +54,9 @@ _UPKEEP_SECONDS = 20.0
 
 _STRANGER_AGAIN = timedelta(hours=1)
 """The reconciler tells of it; a person sees to it."""
+
+_USED_AGAIN = timedelta(days=1)
+"""The sweep comes by every few seconds, a person does not."""
 
 _Row = TypeVar("_Row", Key, Credential, ProviderConnection)
 
@@ -107,8 +110,32 @@ def burn_due() -> None:
     for request in issuance.list_uncollected(now):
         with _one_by_one():
             collection.burn_uncollected(_grant(request.account, now), request)
-    for request in issuance.list_used_uncollected(now):
-        _warn_of_used(request.request_id, request.key_id or "")
+    _used_uncollected.report(now)
+
+
+@dataclass(slots=True)
+class UsedUncollected:
+    """Reports keys that nobody collected and somebody uses: each once a day in each process, however many there are.
+
+    `after`: the last one reported. `again_at`: when to begin with the first one again; None: now.
+    """
+
+    after: tuple[datetime, str] | None = None
+    again_at: datetime | None = None
+
+    def report(self, now: datetime) -> None:
+        """Log the next ones, as many as one listing has."""
+        if self.again_at is None or now >= self.again_at:
+            self.after, self.again_at = None, now + _USED_AGAIN
+        for request in issuance.list_used_uncollected(now, self.after):
+            _log.warning(
+                "an uncollected key was used", extra={"request_id": request.request_id, "key_id": request.key_id}
+            )
+            if request.issued_at is not None:
+                self.after = request.issued_at, request.request_id
+
+
+_used_uncollected = UsedUncollected()
 
 
 def suspect_due() -> None:
@@ -295,12 +322,6 @@ def _leave(row: Credential, lease: Lease, now: datetime) -> datetime | None:
     """When to look again, where something stands there that is not ours to erase."""
     is_forgotten = offboarding.forget_path(_grant(row.account, now), row)
     return None if is_forgotten else now + _STRANGER_AGAIN
-
-
-@lru_cache(maxsize=1000)
-def _warn_of_used(request_id: str, key_id: str) -> None:
-    """Once in the life of a process: the sweep comes by every few seconds, a person does not."""
-    _log.warning("an uncollected key was used", extra={"request_id": request_id, "key_id": key_id})
 
 
 def _burn_withdrawn(now: datetime) -> None:

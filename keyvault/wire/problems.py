@@ -184,7 +184,8 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.RATE_LIMITED: ProblemType(
         429,
         "Rate limited",
-        "The account's or the endpoint's limit is used up; RateLimit-Policy and RateLimit say which.",
+        "The account's or the endpoint's limit is used up, or a key that was revoked already is revoked by its holder "
+        "again and again; RateLimit-Policy and RateLimit say which.",
         "Wait as long as Retry-After says, then go on slower. A payment attempt is retried with its own "
         "Idempotency-Key and body.",
     ),

@@ -5,21 +5,23 @@ effect (`effects`), or a transition (`transitions`), until there is something to
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from itertools import zip_longest
 
 from django.conf import settings
-from django.db.models import Exists, OuterRef, Q, QuerySet, Value
-from django.db.models.functions import Concat
+from django.db.models import Case, OuterRef, Q, QuerySet, Subquery, Value, When
+from django.db.models.functions import Coalesce, Concat
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import KeyState
-from keyvault.models import UseBucket, WorkLease
+from keyvault.models import Key, UseBucket, WorkLease
 from keyvault.models.usage import Outcome
 from keyvault.services import leases
 from keyvault.services.authorization import authorize
@@ -28,12 +30,13 @@ from keyvault.services.material import ForeignWriterError
 from keyvault.services.usage import note_lost, utc_now
 from rotation.events import RotationState
 from rotation.models import Rotation
+from rotation.policy import UnreadablePlanError
 from rotation.services import acceptance
 from rotation.services.effects import Effects
 from rotation.services.facts import gather_facts
 from rotation.services.reports import get_rotation, subject_of
-from rotation.services.transitions import lift_quarantine, make_transition, tell_what_is_due
-from rotation.states import CLOSED, Move, Wait, next_step
+from rotation.services.transitions import lift_quarantine, make_transition, stall, tell_blocked, tell_what_is_due
+from rotation.states import CLOSED, TRANSITIONS, Move, Wait, next_step
 
 S = RotationState
 
@@ -48,9 +51,13 @@ _PATIENCE = 20
 """It is looked at again after this part of the time that it has waited."""
 
 SWEEP_SECONDS = 2.0
-"""So long one sweep begins turns; what is left over is the next one's."""
+"""Time in which one sweep begins turns, in seconds; what is left over is the next one's."""
 
-_MOST_AT_ONCE = 500
+_AT_LEAST = 2
+"""Turns of every sweep: one of each list."""
+
+_MOST_AT_ONCE = 200
+"""Length of each list: more turns than a sweep has time for."""
 
 ACCEPTED_WITHIN_SECONDS = 8.0
 """Longer than a verifier's staleness bound is by default, and shorter than the lease. Whoever has to be waited for any
@@ -60,6 +67,7 @@ _LOOK_SECONDS = 0.05
 pause = time.sleep
 
 _JUST_NOW = timedelta(seconds=10)
+_MINUTE = timedelta(minutes=1)
 
 MOST_ATTEMPTS = 12
 """Failures of one step in a row, but for an unavailable backend, before the rotation stalls by name."""
@@ -68,46 +76,93 @@ _MOST_STEPS = 20
 
 
 def advance_all_due(clock: Callable[[], datetime] = utc_now) -> int:
-    """Turns of rotations whose time has come, for a short while; how many."""
+    """Take turns of rotations whose time has come, for SWEEP_SECONDS; return how many.
+
+    The listing does not count towards that time, and the first two turns are taken whatever they last: one of each
+    list of `list_due`. A fault of one turn ends no other.
+    """
+    due = list_due(clock())
     began = time.monotonic()
     turns = 0
-    for rotation_id in list_due(clock()):
-        if time.monotonic() - began > SWEEP_SECONDS:
+    for rotation_id in due:
+        if turns >= _AT_LEAST and time.monotonic() - began > SWEEP_SECONDS:
             break
-        advance_rotation(rotation_id, clock)
         turns += 1
+        try:
+            advance_rotation(rotation_id, clock)
+        except Exception:  # noqa: BLE001  one rotation's fault is not the next one's; its lease ends by itself
+            _log.exception("a rotation's turn failed unforeseen", extra={"rotation_id": rotation_id})
     return turns
 
 
 def list_due(now: datetime) -> list[str]:
-    """The open rotations of what this process serves that nobody is at work on and whose time has come.
+    """List the open rotations of what this process serves that nobody works on and whose time has come.
 
-    Among them those to which something has happened, whenever they were to be looked at. In no order, so that several
-    workers do not reach for the same one.
+    Two lists, by turns: those to which something happened, whenever they were to be looked at, and those that are due.
+    Both begin at a random id and go round, so that workers do not reach for the same rotation, and rotations that
+    never move hide no other. An index has the open ones in that order.
     """
     lease = WorkLease.objects.filter(subject=Concat(Value(subject_of("")), OuterRef("pk")))
-    held, later = Exists(lease.filter(until__gt=now)), Exists(lease.filter(due_at__gt=now))
-    failed = Exists(lease.filter(~Q(last_error=""), due_at__gt=now))
-    still_open = _served().exclude(state__in=CLOSED)
-    urgent = still_open.filter(~held, ~failed).filter(_happened(now))
-    due = still_open.filter(~held, ~later)
-    first, others = (rows.order_by("?").values_list("pk", flat=True)[:_MOST_AT_ONCE] for rows in (urgent, due))
+    held = Q(until__gt=now)
+    later, failed = held | Q(due_at__gt=now), held | Q(~Q(last_error=""), due_at__gt=now)
+    rows = _served().exclude(state__in=CLOSED)
+    urgent = rows.alias(
+        predecessor_is=_state_of("predecessor"), replacement_is=_state_of("replacement"), tried=_tried(now)
+    )
+    start = _draw_start()
+    # CASE, so that a lease is read only of those to which something happened.
+    happened = Case(When(_HAPPENED, then=_is_free(lease, failed)), default=Value(False))
+    first = _list_round(urgent.filter(happened), start)
+    others = _list_round(rows.filter(_is_free(lease, later)), start)
     # By turns: however much happens to some, the others are not forgotten.
     return list(dict.fromkeys(pk for pair in zip_longest(first, others) for pk in pair if pk is not None))
 
 
-def _happened(now: datetime) -> Q:
-    """A key that is not as the state wants it, or a try of a quarantined one: the merchant may wait for the answer."""
-    active, suspended = KeyState.ACTIVE, KeyState.SUSPENDED
-    tries = UseBucket.objects.filter(key=OuterRef("predecessor"), outcome=Outcome.REFUSED, last_at__gte=now - _JUST_NOW)
-    return (
-        Q(state__in=[S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK]) & ~Q(predecessor__state=active)
-        | Q(state__in=[S.STAGED, S.PUBLISHING, *_PROVING, S.QUARANTINE]) & ~Q(replacement__state=active)
-        | Q(state=S.QUARANTINE) & ~Q(predecessor__state=suspended)
-        | Q(state=S.QUARANTINE, reinstated_at=None, waived_at=None) & Exists(tries)
-        | Q(state=S.ROLLING_BACK, quarantined_at__isnull=True) & ~Q(replacement__state=active)
-        | Q(state=S.ROLLING_BACK, quarantined_at__isnull=False) & ~Q(replacement__state=suspended)
+def _draw_start() -> str:
+    """Draw an id like those of rotations: about as many of them are below it as above."""
+    return mint_id("rot", secrets.token_bytes)
+
+
+def _list_round(rows: QuerySet[Rotation], start: str) -> list[str]:
+    """List ids from `start` on, and then from the first one on to `start`."""
+    ids = rows.order_by("pk").values_list("pk", flat=True)
+    found = list(ids.filter(pk__gte=start)[:_MOST_AT_ONCE])
+    room = _MOST_AT_ONCE - len(found)
+    return [*found, *ids.filter(pk__lt=start)[:room]] if room else found
+
+
+# Each of these reads one row by its key. As a join or EXISTS, PostgreSQL would read all keys or all leases instead.
+
+
+def _is_free(lease: QuerySet[WorkLease], unless: Q) -> Coalesce:
+    """Whether the rotation has no lease that meets the condition."""
+    free = Case(When(unless, then=Value(False)), default=Value(True))
+    return Coalesce(Subquery(lease.values(free=free)), Value(True))
+
+
+def _state_of(key: str) -> Coalesce:
+    """The state of the rotation's key; empty where there is none."""
+    return Coalesce(Subquery(Key.objects.filter(pk=OuterRef(key)).values("state")), Value(""))
+
+
+def _tried(now: datetime) -> Subquery:
+    """A try of the predecessor a moment ago; None: there was none."""
+    since = now - _JUST_NOW
+    tries = UseBucket.objects.filter(
+        key=OuterRef("predecessor"), outcome=Outcome.REFUSED, minute__gte=since - _MINUTE, last_at__gte=since
     )
+    return Subquery(tries.order_by("minute").values("pk")[:1])
+
+
+_HAPPENED = (
+    Q(state__in=[S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK]) & ~Q(predecessor_is=KeyState.ACTIVE)
+    | Q(state__in=[S.STAGED, S.PUBLISHING, *_PROVING, S.QUARANTINE]) & ~Q(replacement_is=KeyState.ACTIVE)
+    | Q(state=S.QUARANTINE) & ~Q(predecessor_is=KeyState.SUSPENDED)
+    | Q(state=S.QUARANTINE, reinstated_at=None, waived_at=None, tried__isnull=False)
+    | Q(state=S.ROLLING_BACK, quarantined_at__isnull=True) & ~Q(replacement_is=KeyState.ACTIVE)
+    | Q(state=S.ROLLING_BACK, quarantined_at__isnull=False) & ~Q(replacement_is=KeyState.SUSPENDED)
+)
+"""A key that is not as the state wants it, or a try of a quarantined one: the merchant may wait for the answer."""
 
 
 def _served() -> QuerySet[Rotation]:
@@ -193,8 +248,8 @@ def _is_soon_accepted(rotation: Rotation) -> bool:
 
 
 def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
-    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), or a
-    step that keeps failing stalls the rotation by name, for a person to look at."""
+    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), an
+    unreadable plan, or a step that keeps failing stalls the rotation by name, for a person to look at."""
     why = error.internal or error.detail
     _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
     reason = _for_a_person(error)
@@ -202,11 +257,13 @@ def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], da
         reason = f"a step kept failing: {error.detail}"
     if reason is not None:
         try:
-            _stall(rotation_id, lease, clock(), reason)
+            if _stall(rotation_id, lease, clock(), reason):
+                return
         except KeyvaultError as second:
             why = second.internal or second.detail
-        else:
-            return
+        except Exception as second:  # noqa: BLE001  a fault here must not keep the lease, nor end the sweep
+            _log.exception("rotation cannot be stalled", extra={"rotation_id": rotation_id})
+            why = type(second).__name__
     leases.postpone(lease, clock(), why)
 
 
@@ -214,12 +271,16 @@ def _for_a_person(error: KeyvaultError) -> str | None:
     """What no second try mends."""
     if isinstance(error, BackendDeniedError):
         return f"the secret backend refuses us: {error.detail}"
-    return error.detail if isinstance(error, ForeignWriterError) else None
+    return error.detail if isinstance(error, ForeignWriterError | UnreadablePlanError) else None
 
 
-def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> None:
-    """Raises StateConflictError in a state that cannot stall."""
+def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> bool:
+    """Whether it stalled. In a state that cannot, it stays as it is, and operators are told once."""
     rotation = get_rotation(rotation_id)
     grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
-    make_transition(grant, rotation, gather_facts(rotation, now), Move(S.STALLED, why[:300]), lease)
+    if S.STALLED not in TRANSITIONS[rotation.current_state]:
+        tell_blocked(grant, rotation, why, lease)
+        return False
+    stall(grant, rotation, why, lease)
     leases.release(lease)
+    return True

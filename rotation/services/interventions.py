@@ -223,7 +223,9 @@ def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
 
 
 def may_be_confirmed(rotation: Rotation) -> bool:
-    plan = rotation.approved_plan
+    plan = rotation.readable_plan
+    if plan is None:
+        return False
     # A credential that was dormant when it was planned is so no more once its old key is seen in use.
     is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
     by_word = plan.proof is Proof.CONFIRMATION or is_dormant

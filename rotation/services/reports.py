@@ -10,18 +10,18 @@ from keyvault.services.usage_reports import list_users
 from rotation.events import RotationState
 from rotation.models import Rotation
 from rotation.services.facts import gather_facts
-from rotation.states import CLOSED, next_step
+from rotation.states import CLOSED, Move, next_step
 
 S = RotationState
 
 
 def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     """What the API, the console and the command line show; never material."""
-    step = next_step(gather_facts(rotation, now), now)
+    plan = rotation.readable_plan
     return {
         "rotation_id": rotation.rotation_id,
         "state": rotation.state,
-        "waiting_for": None if rotation.current_state in CLOSED else getattr(step, "waiting_for", "its next turn"),
+        "waiting_for": _waiting_for(rotation, now),
         "why": rotation.why,
         "stalled_from": rotation.stalled_from,
         "credential_id": rotation.credential_id,
@@ -29,7 +29,7 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
         "environment": rotation.credential.account.environment,
         "predecessor_key_id": rotation.predecessor_id,
         "replacement_key_id": rotation.replacement_id,
-        "plan": rotation.approved_plan.as_shown(),
+        "plan": rotation.plan if plan is None else plan.as_shown(),
         "plan_digest": rotation.plan_digest,
         "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
         "approvals_needed": rotation.approvals_needed,
@@ -59,6 +59,15 @@ def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
         ],
         "predecessor_users": list_users(rotation.predecessor_id),
     }
+
+
+def _waiting_for(rotation: Rotation, now: datetime) -> str | None:
+    if rotation.current_state in CLOSED:
+        return None
+    if rotation.readable_plan is None:
+        return "a release that can read its plan"
+    step = next_step(gather_facts(rotation, now), now)
+    return "its next turn" if isinstance(step, Move) else step.waiting_for
 
 
 def get_rotation(rotation_id: str) -> Rotation:

@@ -1,26 +1,39 @@
 """What the schedules have to say of each credential now, and the beginning of what falls due."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import Count, Max, Q
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.models import Account, Credential, Key, MerchantStatus
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Credential, Key, MerchantStatus, WorkLease
+from keyvault.services import leases
 from keyvault.services.authorization import authorize
+from keyvault.services.notifications import announce
+from keyvault.services.recording import recorded
 from rotation.cryptoperiods import NextDate, Terms, next_date
 from rotation.events import RotationState
 from rotation.models import Rotation, RotationSchedule
 from rotation.services.planning import Wish
 from rotation.services.requests import begin_rotation
-from rotation.services.schedules import list_enabled, terms_of, wish_of
+from rotation.services.schedules import (
+    UnreadableScheduleError,
+    list_enabled,
+    place_of,
+    read_schedule,
+    readable_wish,
+    scope_of,
+)
 from rotation.states import CLOSED
 
 S = RotationState
@@ -40,20 +53,27 @@ _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A schedule as it is kept now: read once, used for all its credentials."""
+    """A schedule as it is kept now: read once, used for all its credentials.
+
+    `fault`: why it cannot be read. It then counts for its credentials all the same, and begins nothing.
+    """
 
     schedule: RotationSchedule
     terms: Terms
     wish: Wish
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRotation:
-    """Of a credential that is being rotated already, whoever asked for it."""
+    """Of a credential that is being rotated already, whoever asked for it.
+
+    `not_before`: None where its plan cannot be read.
+    """
 
     rotation_id: str
     state: RotationState
-    not_before: datetime
+    not_before: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +109,20 @@ def list_candidates(
 ) -> Iterator[Candidate]:
     """Every private credential that a schedule counts for, the narrowest enabled one. Reads only, in a few queries.
 
-    `asked_before`: those left out that are certainly asked for later than that.
+    `asked_before`: those left out that are certainly asked for later than that, or never.
     """
-    orders = [_order(schedule, now) for schedule in list_enabled(environments)]
-    if not orders:
+    yield from _list_ordered(_read_orders(now, environments), merchant, asked_before)
+
+
+def _read_orders(now: datetime, environments: Iterable[str]) -> list[Order]:
+    return [_order(schedule, now) for schedule in list_enabled(environments)]
+
+
+def _list_ordered(
+    orders: Sequence[Order], merchant: str | None = None, asked_before: datetime | None = None
+) -> Iterator[Candidate]:
+    readable = [order for order in orders if not order.fault]
+    if not (orders if asked_before is None else readable):
         return
     by_credential = {o.schedule.credential_id: o for o in orders if o.schedule.credential_id is not None}
     by_account = {o.schedule.account_id: o for o in orders if o.schedule.account_id is not None}
@@ -116,13 +146,13 @@ def list_candidates(
     if merchant is not None:
         rows = rows.filter(account__merchant_id=merchant)
     if asked_before is not None:
-        soonest = min(_soonest(order.terms) for order in orders)
+        soonest = min(_soonest(order.terms) for order in readable)
         rows = rows.filter(newest_at__lte=asked_before - soonest)
     found = [
         (row, by_credential.get(row.pk) or by_account.get(row.account_id) or by_environment[row.account.environment])
         for row in rows
     ]
-    yield from _with_rotations(found)
+    yield from _with_rotations([(row, order) for row, order in found if asked_before is None or not order.fault])
 
 
 def _soonest(terms: Terms) -> timedelta:
@@ -137,7 +167,7 @@ def _with_rotations(found: list[tuple[Any, Order]]) -> Iterator[Candidate]:
     if not found:
         return
     open_now = {
-        credential_id: OpenRotation(rotation_id, S(state), datetime.fromisoformat(not_before))
+        credential_id: OpenRotation(rotation_id, S(state), _read_time(not_before))
         for credential_id, rotation_id, state, not_before in Rotation.objects.exclude(state__in=CLOSED).values_list(
             "credential_id", "rotation_id", "state", "plan__not_before"
         )
@@ -153,10 +183,10 @@ def _with_rotations(found: list[tuple[Any, Order]]) -> Iterator[Candidate]:
         .values_list("credential_id", "key_id")
     )
     for credential, order in found:
-        hindrance = _hindrance(credential.account, credential.active_keys)
+        hindrance = order.fault or _hindrance(credential.account, credential.active_keys)
         key_id = active.get(credential.pk)
         newest_at = credential.newest_at
-        date = None if newest_at is None else next_date(order.terms, credential.pk, newest_at)
+        date = None if newest_at is None or order.fault else next_date(order.terms, credential.pk, newest_at)
         ended_at = ended.get(key_id)
         yield Candidate(
             credential,
@@ -167,6 +197,13 @@ def _with_rotations(found: list[tuple[Any, Order]]) -> Iterator[Candidate]:
             hindrance,
             None if ended_at is None else ended_at + ASK_AGAIN,
         )
+
+
+def _read_time(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
 
 
 def _hindrance(account: Account, active_keys: int) -> str:
@@ -182,29 +219,87 @@ def _hindrance(account: Account, active_keys: int) -> str:
 def begin_due(now: datetime) -> list[str]:
     """Begins what has fallen due in the environments that are served here; the ids of the rotations.
 
-    May run twice at once: a credential has one open rotation. What cannot be begun is logged, seen in the calendar,
-    and tried again by the next tick; it keeps nothing else from its turn.
+    May run twice at once: a credential has one open rotation. What cannot be begun is logged once, seen in the
+    calendar, and tried again later, after those that were never refused and those that wait longer. A schedule that
+    cannot be read begins nothing, and raises an alarm once.
     """
+    orders, failed = _read_orders(now, settings.ENVIRONMENTS), leases.list_failed(_subject(""))
+    for order in orders:
+        _note_readable(order, failed, now)
     due = [
-        (candidate.credential.pk in _refused, candidate.ask_at, candidate)
-        for candidate in list_candidates(now, settings.ENVIRONMENTS, asked_before=now)
+        (failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate)
+        for candidate in _list_ordered(orders, asked_before=now)
         if candidate.ask_at is not None and candidate.ask_at <= now
     ]
-    due.sort(key=lambda item: item[:2])
+    due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
+    due.sort(key=lambda item: (item[0] is not None, (item[0] and item[0].due_at) or item[1]))
     begun: list[str] = []
-    refused: dict[str, str] = {}
-    for _, _, candidate in due[:MOST_TRIED]:
+    for before, _, candidate in due[:MOST_TRIED]:
         if len(begun) == MOST_BEGUN:
             break
         try:
             rotation = begin(candidate, now)
         except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the others have their turn
-            refused[candidate.credential.pk] = _tell(candidate, error)
+            _put_off(candidate, error, before, now)
         else:
             begun += [rotation.rotation_id] if rotation is not None else []
-    _refused.clear()
-    _refused.update(refused)
+            if before is not None:
+                leases.forget(before.subject)
     return begun
+
+
+def _subject(identity: object) -> str:
+    """What a schedule (by its number) or a credential that cannot be begun is noted under."""
+    return f"schedule:{identity}"
+
+
+def _may_be_tried(failure: WorkLease, now: datetime) -> bool:
+    return failure.due_at is None or failure.due_at <= now
+
+
+def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
+    """Note in the database what cannot be begun, for every worker and after a restart; tell the log what is new."""
+    credential_id, why = candidate.credential.pk, say(error)[:300]
+    if before is None or before.last_error != why:
+        _log.warning(
+            "scheduled rotation cannot be begun",
+            exc_info=not isinstance(error, KeyvaultError),
+            extra={"credential_id": credential_id, "schedule": str(candidate.order.schedule), "why": why},
+        )
+    leases.put_off(_subject(credential_id), now, why)
+
+
+def _note_readable(order: Order, failed: Mapping[str, WorkLease], now: datetime) -> None:
+    """Raise an alarm when a schedule can no longer be read, or for another reason; forget it when it can be again."""
+    subject = _subject(order.schedule.pk)
+    before = failed.get(subject)
+    try:
+        if not order.fault and before is not None:
+            leases.forget(subject)
+        elif order.fault and (before is None or before.last_error != order.fault[:300]):
+            _raise_alarm(order, now)
+    except Exception:  # noqa: BLE001  one schedule's fault is not the next one's
+        _log.exception("an unreadable schedule cannot be told of", extra={"schedule": str(order.schedule)})
+
+
+def _raise_alarm(order: Order, now: datetime) -> None:
+    """The alarm stands with the schedule's account; of an environment's schedule, with any there."""
+    schedule, why = order.schedule, order.fault[:300]
+    accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
+    account = place_of(schedule) or accounts.order_by("pk").first()
+    if account is None:
+        return
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
+    payload: dict[str, JsonValue] = {"schedule_id": schedule.pk, "scope": str(scope_of(schedule)), "why": why}
+    with transaction.atomic():
+        # Of two workers one has the lease; the other finds it not due once this has committed.
+        lease = leases.claim(_subject(schedule.pk), now)
+        if lease is None:
+            return
+        with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
+            announce(grant, NoticeKind.SCHEDULE_STALLED, account, str(schedule.pk), **payload)
+        leases.postpone(lease, now, why)
+    _log.error("schedule stalled", extra={"schedule": str(schedule), "why": why})
 
 
 def begin(candidate: Candidate, now: datetime) -> Rotation | None:
@@ -241,25 +336,14 @@ def say(error: Exception) -> str:
     return error.detail if isinstance(error, KeyvaultError) else type(error).__name__
 
 
-_refused: dict[str, str] = {}
-"""What the last tick of this process could not begin, and why: told once, and tried after the others."""
-
-
-def _tell(candidate: Candidate, error: Exception) -> str:
-    why = say(error)
-    if _refused.get(candidate.credential.pk) != why:
-        _log.warning(
-            "scheduled rotation cannot be begun",
-            exc_info=not isinstance(error, KeyvaultError),
-            extra={"credential_id": candidate.credential.pk, "schedule": str(candidate.order.schedule), "why": why},
-        )
-    return why
-
-
 def _has_open(credential: Credential) -> bool:
     return Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED).exists()
 
 
 def _order(schedule: RotationSchedule, now: datetime) -> Order:
-    wished = wish_of(schedule)
-    return Order(schedule, terms_of(wished, now), wished.wish)
+    try:
+        return Order(schedule, *read_schedule(schedule, now))
+    except UnreadableScheduleError as error:
+        wished = readable_wish(schedule)
+        terms = Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days)
+        return Order(schedule, terms, wished.wish, error.detail)

@@ -22,12 +22,13 @@ from keyvault.services.four_eyes import locked
 from keyvault.services.operators import operator_row
 from keyvault.services.recording import recorded
 from rotation.cryptoperiods import Terms, find_term_faults
-from rotation.models import BlackoutCalendar, RotationSchedule
+from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
 from rotation.policy import DEFAULTS, DeliveryChannel, Plan, Proof, find_faults
 from rotation.services.planning import Wish
 from rotation.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
+_UNREADABLE = "The schedule cannot be read by this release"
 _SET_HERE = ("not_before", "deadline", "window", "retire_at")
 """Of a wish: what a schedule decides by itself, each time anew."""
 
@@ -163,16 +164,52 @@ def place_of(schedule: RotationSchedule) -> Account | None:
     return schedule.account if schedule.credential is None else schedule.credential.account
 
 
+class UnreadableScheduleError(StateConflictError):
+    """A stored schedule, or its calendar, has a field or a value that this release does not know, or lacks one."""
+
+
 def wish_of(schedule: RotationSchedule) -> ScheduleWish:
-    """What was saved."""
-    return ScheduleWish(
-        schedule.cryptoperiod_days,
-        schedule.jitter_days,
-        schedule.lead_days,
-        None if schedule.window is None else Window.from_json(schedule.window),
-        schedule.calendar,
-        Wish.from_json(schedule.wish),
-    )
+    """What was saved. Raises UnreadableScheduleError."""
+    try:
+        window = None if schedule.window is None else Window.from_json(schedule.window)
+        wish = Wish.from_json(schedule.wish)
+    except Exception as error:
+        # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+        raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
+    return replace(readable_wish(schedule), window=window, wish=wish)
+
+
+def readable_wish(schedule: RotationSchedule) -> ScheduleWish:
+    """What can be read of any schedule: neither its window nor what it asks for."""
+    days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
+    return ScheduleWish(*days, calendar=schedule.calendar)
+
+
+def find_wish(schedule: RotationSchedule) -> ScheduleWish | None:
+    """What was saved, or None where this release cannot read it: for what shows schedules."""
+    try:
+        return wish_of(schedule)
+    except UnreadableScheduleError:
+        return None
+
+
+def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Wish]:
+    """What the schedule says now. Raises UnreadableScheduleError."""
+    wished = wish_of(schedule)
+    try:
+        return terms_of(wished, now), wished.wish
+    except RequestInvalidError as error:
+        why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
+        raise UnreadableScheduleError(why) from error
+
+
+def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
+    """Why this release cannot read the schedule; empty where it can."""
+    try:
+        read_schedule(schedule, now)
+    except UnreadableScheduleError as error:
+        return error.detail
+    return ""
 
 
 def terms_of(wished: ScheduleWish, now: datetime) -> Terms:
@@ -208,7 +245,10 @@ def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
 def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     broken = []
     for schedule in schedules:
-        faults = list(_wish_faults(Environment(schedule.environment), wish_of(schedule), now))
+        wished = find_wish(schedule)
+        if wished is None:
+            continue  # It is kept by nobody already, and was told of.
+        faults = list(_wish_faults(Environment(schedule.environment), wished, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
     if broken:

@@ -1,7 +1,9 @@
 """A rotation's transitions: each one transaction with its audit entry, its evidence, its keys and its notices."""
 
 import logging
+from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -36,6 +38,30 @@ Changes = dict[str, object]
 
 def make_transition(grant: Grant, rotation: Rotation, facts: Facts, step: Move, lease: Lease) -> None:
     """Raises StateConflictError when there is no such way, when the lease is lost, or when somebody was faster."""
+    _transit(grant, rotation, step, lease, partial(_enter, grant, rotation, facts, step))
+
+
+def stall(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+    """Stop by name with both keys good. Needs no facts: that they cannot be gathered may be the reason.
+
+    Raises what `make_transition` raises.
+    """
+    _transit(grant, rotation, Move(S.STALLED, why[:300]), lease, partial(_stop, grant, rotation, S.STALLED))
+
+
+def tell_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+    """Raise one alarm for each state in which a rotation cannot go on and from which it has no way to stall."""
+    kind, subject, account = NoticeKind.ROTATION_BLOCKED, rotation.rotation_id, rotation.credential.account
+    told = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
+    if rotation.state == S.STALLED or rotation.current_state in CLOSED or told.exists():
+        return
+    payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
+    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
+        leases.hold(lease)
+        announce(grant, kind, account, subject, **payload)
+
+
+def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
     was = rotation.current_state
     if step.to not in TRANSITIONS[was]:
         raise StateConflictError("That is no way forward.", internal=f"{rotation.rotation_id}: {was} to {step.to}")
@@ -52,7 +78,7 @@ def make_transition(grant: Grant, rotation: Rotation, facts: Facts, step: Move, 
         happened=happened,
     ):
         leases.hold(lease)
-        changes = _enter(grant, rotation, facts, step)
+        changes = enter()
         if step.to in CLOSED:
             changes["closed_at"] = grant.at
         rotation.compare_and_swap(**{"state": step.to, "entered_at": grant.at, "why": step.why, **changes})
@@ -81,12 +107,16 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
         case S.ROLLED_BACK:
             return _end_replacement(grant, rotation, facts)
         case S.CANCELLED | S.STALLED | S.COMPLETED:
-            # With both keys good: a quarantine that cannot go on is undone, and silence is waited for anew.
-            changes = _lift(grant, rotation)
-            if step.to is S.STALLED:
-                changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
-            return changes
+            return _stop(grant, rotation, step.to)
     return {}
+
+
+def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
+    """With both keys good: a quarantine that cannot go on is undone, and silence is waited for anew."""
+    changes = _lift(grant, rotation)
+    if to is S.STALLED:
+        changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
+    return changes
 
 
 def _publish(grant: Grant, rotation: Rotation) -> Changes:

@@ -1,16 +1,21 @@
 """Whoever holds a leaked private key may end it: at once, whatever became of it, as often as they like."""
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.decision import Grant
+from keyvault.access.limits import REPEAT_LIMIT
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER
 from keyvault.access.roles import Role
-from keyvault.domain.errors import PermissionMissingError
+from keyvault.domain.errors import DependencyUnavailableError, PermissionMissingError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change, Key
-from keyvault.services import keys
+from keyvault.services import keys, limits
+from keyvault.services.limit_stores import LocalStore, RedisStore
+from keyvault.services.limits import Limiter
 from keyvault.services.material import destroy_string
 from keyvault.services.merchants import suspend_account, suspend_merchant
 from tests.domain.minting import mint
@@ -43,7 +48,7 @@ def test_revoke_self_ends_the_presented_key_and_no_other(ask: Ask) -> None:
 
 
 def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> None:
-    """No limit holds it back, so that a repeat must not be a way to fill the audit log."""
+    """A repeat must not be a way to fill the audit log."""
     key, text = issue(account())
     first = ask("POST", URL, key=text)
     row = Key.objects.get(pk=key.pk)
@@ -53,6 +58,55 @@ def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> N
         assert (again.status_code, again.body) == (202, first.body)
     assert (AuditEntry.objects.count(), Change.objects.count()) == written
     assert Key.objects.get(pk=key.pk).version == row.version
+
+
+def test_revoke_self_repeated_too_often_is_refused_until_its_time_has_come(ask: Ask) -> None:
+    """Guarantee: one dead key is no way to keep the database busy, and keeps no other key from ending."""
+    key, text = issue(account())
+    first = ask("POST", URL, key=text)
+    for _ in range(REPEAT_LIMIT.count):
+        assert ask("POST", URL, key=text).body == first.body
+    with CaptureQueriesContext(connection) as made:
+        refused = ask("POST", URL, key=text)
+    expect(refused, 429, "rate_limited")
+    assert "keyvault_change" not in " ".join(query["sql"] for query in made.captured_queries)
+    assert 1 <= int(refused.headers["Retry-After"]) <= REPEAT_LIMIT.seconds
+    assert refused.headers["RateLimit-Policy"] == f'"repeat";q={REPEAT_LIMIT.count};w={REPEAT_LIMIT.seconds}'
+    assert refused.headers["RateLimit"].startswith('"repeat";r=0;t=')
+    assert Key.objects.get(pk=key.pk).state == "compromised"
+    # Counted by the key that was proved, wherever it comes from: another one of the account has its own.
+    _, other = issue(account())
+    assert [ask("POST", URL, key=other).status_code for _ in range(2)] == [202, 202]
+
+
+def test_revoke_self_is_counted_across_processes(ask: Ask, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: with a shared store a repeat is counted once for all processes of the service."""
+    _, text = issue(account())
+    assert ask("POST", URL, key=text).status_code == 202
+    found = []
+    for _ in range(REPEAT_LIMIT.count + 1):
+        # Each time another process, which has nothing in memory.
+        process = Limiter(RedisStore(redis_url), LocalStore(), 100)
+        monkeypatch.setattr(limits, "limiter", lambda process=process: process)
+        found.append(ask("POST", URL, key=text).status_code)
+    assert found == [202] * REPEAT_LIMIT.count + [429]
+
+
+def test_revoke_self_the_first_time_is_not_counted_though_the_bucket_is_empty(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: nothing that is counted, and no lost store, keeps a leaked key alive."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise DependencyUnavailableError("the limits are away")
+
+    monkeypatch.setattr(Limiter, "spend", refuse)
+    key, text = issue(account())
+    assert ask("POST", URL, key=text).status_code == 202
+    superseded, another = issue(account())
+    keys.revoke_key(by_admin(P.KEYS_REVOKE), superseded, RevocationReason.SUPERSEDED)
+    assert ask("POST", URL, key=another).status_code == 202
+    assert {Key.objects.get(pk=each.pk).state for each in (key, superseded)} == {"compromised"}
 
 
 def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:

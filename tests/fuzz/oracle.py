@@ -118,7 +118,8 @@ def _integration(sent: Sent, environment: str, path: str, known: Mapping[str, Kn
         return missed if rule is None else _is(401, "credential_missing")
     denied = _judge_key(keys[0], environment, known)
     if denied == (401, "key_revoked") and rule is not None and rule.name == "credentials.revoke_self":
-        return _is(*denied) | _is(202, "")  # repeatable: the key that it ended may ask again
+        # Repeatable: the key that it ended may ask again, a few times a minute.
+        return _is(*denied) | _is(202, "") | _is(429, "rate_limited")
     if denied is not None:
         return _is(*denied)
     if rule is None:

@@ -1,5 +1,9 @@
 """A rotation taken to where a test begins, by the real engine and a clock that stands still."""
 
+from typing import Any
+
+from django.db.models import QuerySet
+
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key
@@ -10,9 +14,18 @@ from rotation.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.engine import advance_rotation
 from rotation.services.reports import get_rotation
+from tests.services.rows import lift_triggers
 
 from . import scene
 from .scene import Clock
+
+
+def damage(rotation: Rotation, changes: dict[str, Any]) -> Rotation:
+    """Write the plan as another release would, which no service of this one does."""
+    lift_triggers()
+    rows: QuerySet[Rotation] = QuerySet(Rotation)
+    rows.filter(pk=rotation.pk).update(plan={**rotation.plan, **changes})
+    return get_rotation(rotation.rotation_id)
 
 
 def advance(rotation: Rotation, clock: Clock, seconds: float = 0) -> Rotation:

@@ -34,7 +34,7 @@ from tests.factories import now, the_operator
 
 from . import scene
 from .scene import Clock
-from .steps import advance, begun, overlapping, quarantined, wait
+from .steps import advance, begun, damage, overlapping, quarantined, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -115,6 +115,10 @@ def news_not_taken(clock: Clock, verifier: UsageLog) -> Rotation:
     return wait(rotation, clock, verifier, 3)
 
 
+def plan_of_a_newer_release(clock: Clock, verifier: UsageLog) -> Rotation:
+    return advance(damage(begun(clock), {"skip_weekends": True}), clock)
+
+
 CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The deadline has passed": (late, {Remedy.EXTEND, Remedy.ROLL_BACK}),
     "Nobody takes the news of the replacement": (
@@ -127,6 +131,7 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "A step kept failing": (step_failing, {Remedy.RESUME, Remedy.ABORT}),
     "The secret backend refuses us": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
     "The secret backend holds something that is not ours": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
+    "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
     "Its window does not open any more": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
 }
 """For each entry of the runbook: how it comes to that, and what the page then offers."""

@@ -26,7 +26,7 @@ from rotation.windows import Window
 
 from . import scene
 from .scene import Clock
-from .test_schedules import NIGHTS, calendar, save
+from .test_schedules import NIGHTS, calendar, damage, save
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -110,6 +110,17 @@ def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
     assert found["missed"].begins_at == clock()
     assert list(found)[-1] == "missed"
     assert found["expires"].begins_at is None
+
+
+def test_calendar_of_an_unreadable_schedule_says_so_beside_the_others(clock: Clock) -> None:
+    scene.issue(scene.account(), clock(), label="ours")
+    scene.issue(scene.account("globex"), clock(), label="theirs")
+    save(SANDBOX, clock())
+    damage(save(scene.account(), clock()), window={"time_zone": "Mars/Olympus"})
+    found = dates(clock())
+    assert found["theirs"].state is DateState.PLANNED
+    assert found["ours"].state is DateState.NOT_SCHEDULABLE
+    assert found["ours"].why.startswith("The schedule cannot be read by this release: /time_zone")
 
 
 def test_calendar_of_open_and_awaited_rotations_leads_to_them(clock: Clock) -> None:

@@ -16,7 +16,7 @@ from rotation.windows import Window
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import issue
 
-from .test_schedules import calendar, save
+from .test_schedules import UNREADABLE, calendar, damage, save
 
 pytestmark = pytest.mark.database
 
@@ -147,6 +147,32 @@ def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(d
     assert (row.cryptoperiod_days, row.author_person, row.account) == (60, desk.admin.person, desk.sandbox)
     assert wish_of(row).wish.quiet_seconds == 7_200
     assert client.post(where, stale).status_code == 409
+
+
+@pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
+def test_schedule_that_this_release_cannot_read_is_shown_as_stalled_and_can_be_edited(
+    desk: Desk, changes: dict[str, Any]
+) -> None:
+    """Guarantee: one such row takes no page away, least of all the one that repairs it."""
+    row = save(desk.sandbox, now())
+    damage(row, **changes)
+    begin_due(now())
+    client = browser(desk.tam)
+    where = address("rotation_rotationschedule_edit", row.pk)
+    shown = address("rotation_rotationschedule_change", row.pk)
+    listed = text_of(client.get(address(LIST)))
+    assert shown in listed
+    assert "stalled" in listed
+    assert "The schedule cannot be read by this release" in text_of(client.get(shown))
+    assert shown in text_of(client.get(address("keyvault_notice_changelist")))
+    refused = client.post(address("rotation_rotationschedule_disable", row.pk))
+    assert refused.status_code == 302
+    enable = address("rotation_rotationschedule_enable", row.pk)
+    assert client.post(enable, {"version": hidden(client.get(enable), "version")}).status_code == 409
+    fields = {**TERMS, **NIGHTS, "version": hidden(client.get(where), "version")}
+    assert client.post(where, fields).status_code == 302
+    row.refresh_from_db()
+    assert wish_of(row).window == Window("Europe/Berlin", (0, 4), 1_320, 240)
 
 
 def test_schedule_disabled_and_enabled(desk: Desk) -> None:

@@ -1,6 +1,7 @@
 """Whose turn it is: what something happened to at once, what merely waits the rarer the longer it waits."""
 
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,13 +85,65 @@ def test_turn_that_somebody_is_at_is_nobody_elses(clock: Clock, verifier: UsageL
 def test_sweep_takes_every_turn_that_is_due_and_stops_when_its_time_is_over(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotations = [begun(clock) for _ in range(3)]
+    rotations = [begun(clock) for _ in range(5)]
     with monkeypatch.context() as hurry:
         hurry.setattr(engine, "SWEEP_SECONDS", -1.0)
-        assert advance_all_due(clock) == 0
+        assert advance_all_due(clock) == 2
     assert advance_all_due(clock) == 3
     assert all(get_rotation(each.rotation_id).state == "awaiting_proof" for each in rotations)
     assert advance_all_due(clock) == 0
+
+
+def test_sweep_without_time_left_takes_one_turn_of_each_list(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: however long one turn lasts, neither what something happened to nor what merely waits stands still."""
+    urgent = [overlapping(clock, verifier) for _ in range(2)]
+    for each in urgent:
+        assert each.replacement is not None
+        advance(each, clock)
+        revoke(each.replacement, clock)
+    waiting = {begun(clock).rotation_id for _ in range(3)}
+    assert set(list_due(clock())) == waiting | {each.rotation_id for each in urgent}
+    taken: list[str] = []
+    monkeypatch.setattr(engine, "advance_rotation", lambda rotation_id, clock: taken.append(rotation_id))
+    monkeypatch.setattr(engine, "SWEEP_SECONDS", -1.0)
+    assert advance_all_due(clock) == 2
+    assert len(set(taken) & waiting) == len(set(taken) - waiting) == 1
+
+
+def test_sweep_does_not_count_the_time_of_its_listing(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a database that takes longer to list what is due than a sweep lasts still has its rotations moved."""
+    for _ in range(3):
+        begun(clock)
+    seconds = [0.0]
+
+    def list_slowly(now: datetime) -> list[str]:
+        seconds[0] += 60
+        return list_due(now)
+
+    monkeypatch.setattr(engine, "list_due", list_slowly)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    assert advance_all_due(clock) == 3
+
+
+def test_listing_begins_anywhere_so_that_rotations_that_never_move_hide_no_other(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: more stuck rotations than one listing holds starve nobody behind them."""
+    known = sorted(begun(clock).rotation_id for _ in range(5))
+    monkeypatch.setattr(engine, "_MOST_AT_ONCE", 2)
+    listed = []
+    for start in known:
+        monkeypatch.setattr(engine, "_draw_start", lambda start=start: start)
+        listed.append(list_due(clock()))
+    assert listed == [[each, known[(place + 1) % 5]] for place, each in enumerate(known)]
+    monkeypatch.undo()
+    starts = {engine._draw_start() for _ in range(20)}
+    assert len(starts) == 20
+    assert all(len(start) == len(known[0]) for start in starts)
 
 
 def test_fault_that_nobody_foresaw_stops_no_other_rotation_and_stalls_its_own_by_name(

@@ -408,6 +408,34 @@ def test_collection_uncollected_key_that_is_in_use_goes_on_and_is_told_of(
         collect(asker.service, fresh(request))
 
 
+def test_collection_of_more_used_keys_than_one_sweep_holds_tells_of_each(
+    scene: Scene, asker: Asker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: keys in use that nobody has seen to hide no other from whoever reads the log."""
+    monkeypatch.setattr(issuance, "_AT_ONCE", 2)
+    monkeypatch.setattr(upkeep, "_used_uncollected", upkeep.UsedUncollected())
+    requests = [asked_and_issued(asker.service, scene.sandbox, at=now() - COLLECT_WITHIN) for _ in range(5)]
+    for request in requests:
+        assert request.key is not None
+        use(request.key)
+
+    def sweep() -> list[str]:
+        caplog.clear()
+        upkeep.burn_due()
+        return [each.__dict__["request_id"] for each in caplog.records if "uncollected" in each.getMessage()]
+
+    told = [sweep() for _ in range(4)]
+    assert [len(each) for each in told] == [2, 2, 1, 0]
+    assert {request_id for each in told for request_id in each} == {request.pk for request in requests}
+    late = asked_and_issued(asker.service, scene.sandbox, at=now() - COLLECT_WITHIN)
+    assert late.key is not None
+    use(late.key)
+    assert sweep() == [late.pk]
+    # Nobody has seen to them for a day: all are told of again.
+    upkeep._used_uncollected.again_at = now()
+    assert len(sweep()) == 2
+
+
 def test_collection_used_key_that_was_revoked_since_closes_its_request(
     scene: Scene, asker: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
