@@ -84,9 +84,9 @@ BEAT = ["-m", "celery", "-A", "keyvault.project", "beat", "--pidfile", ""]
 PROGRAMS = {"server": SERVER, "worker": WORKER, "verifier": VERIFIER, "beat": BEAT}
 
 
-def execute(folder: Path, statement: str) -> None:
+def execute(folder: Path, statement: str, *values: str) -> None:
     with closing(sqlite3.connect(folder / "keyvault.sqlite3")) as database, database:
-        database.execute(statement)
+        database.execute(statement, values)
 
 
 def last_migration(app: str) -> str:
@@ -97,7 +97,7 @@ def last_migration(app: str) -> str:
 def test_start_on_a_schema_that_is_behind_is_refused_in_one_line_that_says_what_to_run(folder: Path, who: str) -> None:
     """A half-finished deployment serves nobody: no process runs on columns and rules that are not there yet."""
     name = last_migration("rotation")
-    execute(folder, f"DELETE FROM django_migrations WHERE app = 'rotation' AND name = '{name}'")
+    execute(folder, "DELETE FROM django_migrations WHERE app = 'rotation' AND name = ?", name)
     assert (
         f"the {who} does not start: the database is behind this release: it lacks 1 migration, such as "
         f"rotation.{name}; run: manage.py setup"
