@@ -21,7 +21,7 @@ from keyvault.admin.noun import NounAdmin
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
-from rotation.admin_acts import ACTS, ASK, may_be_collected
+from rotation.admin_acts import ACTS, ASK, has_old_key, may_be_collected
 from rotation.admin_sections import (
     evidence_table,
     find_failure,
@@ -37,7 +37,7 @@ from rotation.admin_sections import (
 from rotation.events import RotationState
 from rotation.models import Rotation
 from rotation.policy import Proof
-from rotation.runbook import find_stall, find_wait
+from rotation.runbook import Case, find_stall, find_wait, fitted
 from rotation.services.interventions import may_collect
 from rotation.services.reports import describe, subject_of
 from rotation.services.requests import is_undecided
@@ -167,7 +167,9 @@ class RotationAdmin(NounAdmin):
         is_failing = find_failure(row) is not None
         entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
         if entry is not None:
-            yield runbook_facts(row, entry, [act.name for act in self.acts if self._offers(request, act, row)])
+            case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
+            offered = [act.name for act in self.acts if self._offers(request, act, row)]
+            yield runbook_facts(row, fitted(entry, case), offered)
 
     def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
         if row.state == S.STALLED:

@@ -20,6 +20,7 @@ from keyvault.admin.handovers import (
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind
+from keyvault.services.material import is_in_backend
 from keyvault.services.wrapping import find_open
 from rotation.admin_forms import ApprovePlanForm, BypassForm, ConfirmForm, ExtendForm, RetireForm, RotateForm, wish_of
 from rotation.events import OUTCOMES, Event, RotationState
@@ -34,6 +35,7 @@ from rotation.services.interventions import (
     extend_rotation,
     may_be_aborted,
     may_be_confirmed,
+    predecessor_ended_at,
     resume_rotation,
     rolls_back,
     stage_of,
@@ -80,14 +82,14 @@ def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
     abort_rotation(grant, rotation, cleaned["why"])
     if rotation.state == S.ROLLING_BACK:
         return Done("The secret backend holds the replacement already, so that it rolls back; the old key stays.")
-    return Done("Aborted. The old key stays as it is.")
+    return Done(f"Aborted. {_what_stays(rotation)}")
 
 
 def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
     if not rolls_back(rotation):
         raise StateConflictError("Nobody has the replacement yet: abort it instead.")
     abort_rotation(grant, rotation, cleaned["why"])
-    return Done("It rolls back: the old key is written to the secret backend again, and both verify meanwhile.")
+    return Done(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
 
 
 def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
@@ -162,10 +164,12 @@ def _may_be_extended(rotation: Rotation) -> bool:
 
 
 def _may_be_rolled_back(rotation: Rotation) -> bool:
-    predecessor = rotation.predecessor
-    is_expired = predecessor.expires_at is not None and datetime.now(UTC) >= predecessor.expires_at
-    is_good = predecessor.state not in DEAD_STATES and not is_expired
-    return may_be_aborted(rotation) and rolls_back(rotation) and is_good
+    return may_be_aborted(rotation) and rolls_back(rotation) and has_old_key(rotation)
+
+
+def has_old_key(rotation: Rotation) -> bool:
+    """Whether there is one to go back to: neither revoked, compromised nor expired."""
+    return predecessor_ended_at(rotation, datetime.now(UTC)) is None
 
 
 def _may_be_retired(rotation: Rotation) -> bool:
@@ -204,10 +208,24 @@ def _what_approving_does(rotation: Rotation) -> str:
 
 def _what_rolling_back_does(rotation: Rotation) -> str:
     return (
-        "The merchant may use the replacement already, so it is not taken from them at once. The old key is written to "
-        "the secret backend again and both verify; the replacement is retired by the same rules of silence and "
-        "quarantine, and revoked at the end."
+        "The merchant may use the replacement already, so it is not taken from them at once. Both keys verify; the "
+        "replacement is retired by the same rules of silence and quarantine, and revoked at the end. "
+        f"{_where_the_old_key_is(rotation)}"
     )
+
+
+def _where_the_old_key_is(rotation: Rotation) -> str:
+    if rotation.credential.kind == KeyKind.PUBLIC:
+        return "The old key stands on its own page."
+    if is_in_backend(rotation.predecessor):
+        return "The old key is written to the secret backend again."
+    return "No copy of the old key is kept here: the merchant goes back to the one that they have."
+
+
+def _what_stays(rotation: Rotation) -> str:
+    if has_old_key(rotation):
+        return "The old key stays as it is."
+    return "The credential stays without a key that is good."
 
 
 def _warn_of_the_bypass(rotation: Rotation) -> str:
@@ -262,7 +280,7 @@ ACTS = (
         IN_WORDS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
         _reject,
-        lambda rotation: "Nothing is rotated; the key stays as it is. Whoever asked reads why.",
+        lambda rotation: f"No replacement is made. {_what_stays(rotation)} Whoever asked reads why.",
         form=WhyForm,
         fits=_waits_for_approval,
         tone=Tone.DANGER,
@@ -305,7 +323,9 @@ ACTS = (
         P.ROTATIONS_WRITE,
         _extend,
         lambda rotation: (
-            "Nothing is taken from anybody: both keys verify for longer. One that stalled at its deadline goes on."
+            "Nothing is taken from anybody. "
+            + ("Both keys verify for longer. " if has_old_key(rotation) else "")
+            + "A rotation that stalled at its deadline goes on."
         ),
         form=ExtendForm,
         fits=_may_be_extended,
@@ -355,7 +375,7 @@ ACTS = (
         IN_WORDS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
         _abort,
-        lambda rotation: "The old key stays as it is. A replacement that nobody was given is burned.",
+        lambda rotation: f"{_what_stays(rotation)} A replacement that nobody was given is burned.",
         form=SeenWhyForm,
         fits=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
         tone=Tone.DANGER,

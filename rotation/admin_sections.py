@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from django.urls import reverse
@@ -21,8 +22,8 @@ from rotation.admin_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
 from rotation.events import RotationState
 from rotation.models import Rotation
 from rotation.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
-from rotation.runbook import IN_WORDS, Entry, Remedy
-from rotation.services.interventions import stage_of
+from rotation.runbook import IN_WORDS, Advice, Remedy
+from rotation.services.interventions import predecessor_ended_at, stage_of
 from rotation.services.reports import subject_of
 from rotation.states import CLOSED
 from rotation.windows import Window, clock_text
@@ -40,6 +41,9 @@ _WAY = (
 )
 """The way forward, as the page's timeline shows it."""
 
+_RETIRING = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
+"""What there is to do about an old key that is still good."""
+
 
 # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -49,7 +53,9 @@ def plan_facts(row: Rotation) -> Facts:
     plan, credential = row.readable_plan, row.credential
     if plan is None:
         return Facts("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
-    without_effect = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
+    for_public = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
+    for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
+    without_effect = for_ended or for_public
     rows: list[tuple[str, Any]] = [
         ("Account", credential.account),
         ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), mono(credential))),
@@ -57,23 +63,35 @@ def plan_facts(row: Rotation) -> Facts:
         ("Key to be replaced", key_or_nothing(row.predecessor)),
         ("Reason", plan.reason or NOTHING),
         ("Not before", moment(plan.not_before)),
-        ("Window", "at any time" if plan.window is None else window_words(plan.window)),
-        ("Deadline", moment(plan.deadline)),
+        ("Window", "at any time" if plan.window is None else window_words(plan.window) + for_ended),
+        ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
         ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
-        ("Proof", PROOFS[plan.proof]),
-        ("Traffic that proves it", _traffic_words(plan)),
+        ("Proof", PROOFS[plan.proof] + for_ended),
+        ("Traffic that proves it", _traffic_words(plan) + for_ended),
         ("Nobody had used the old key when this was asked", _dormant_words(plan) + without_effect),
         ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
         ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
-        ("Quarantine", seconds(plan.quarantine_seconds)),
+        ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
         ("Used in quarantine, the old key is", REINSTATEMENT[plan.reinstatement] + without_effect),
-        ("Retired at", moment(plan.retire_at, missing="no date in the plan")),
+        ("Retired at", format_html("{}{}", moment(plan.retire_at, missing="no date in the plan"), for_ended)),
         ("The replacement expires in days", plan.expires_in_days or "it does not expire"),
-        ("The old key may expire meanwhile", "yes" if plan.predecessor_may_expire else "no"),
+        ("The old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
         ("Digest of all this (SHA-256)", mono(plan.digest())),
         ("Asked by", requester_name(row.requester, row.requested_via)),
     ]
     return Facts("The plan", rows)
+
+
+_WITHOUT_EFFECT = " · without effect: the old key has ended"
+
+
+def has_lost_old_key(row: Rotation) -> bool:
+    """Whether the old key ended otherwise than by this rotation's own steps, while it was open or before.
+
+    Delivered is done then: there is no deadline, and no proof, silence or quarantine to wait for.
+    """
+    ended_at = predecessor_ended_at(row, datetime.now(UTC))
+    return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
 
 
 def window_words(window: Window) -> str:
@@ -102,6 +120,7 @@ def standing(row: Rotation) -> Facts:
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
+    is_lost = has_lost_old_key(row)
     yield "Rotation id", mono(row)
     yield "Old key", key_or_nothing(row.predecessor)
     yield "Replacement", key_or_nothing(row.replacement)
@@ -113,18 +132,19 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
         planned = None if plan is None else plan.deadline
         is_extended = planned is not None and row.deadline_at != planned
         was = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
-        yield "Deadline", format_html("{}{}", moment(row.deadline_at), was)
-    if row.retire_at is not None:
+        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), was, _WITHOUT_EFFECT if is_lost else "")
+    if row.retire_at is not None and not is_lost:
         yield "The old key is retired at", moment(row.retire_at)
 
 
 def _four_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
-    silent = moment(row.silent_at, missing="not yet")
+    not_asked = "not asked for: the old key has ended" if has_lost_old_key(row) else "not yet"
+    silent = moment(row.silent_at, missing=not_asked)
     if row.silent_at is None and row.waived_at is not None:
         silent = format_html("not claimed: waived by the approved plan or date, {}", moment(row.waived_at))
     yield "Accepted: every verifier says yes to the replacement", moment(row.accepted_at, missing="not yet")
     yield "Delivered: the replacement is where the merchant reads it", moment(row.delivered_at, missing="not yet")
-    yield "Used: the replacement is proved", moment(row.used_at, missing="not yet")
+    yield "Used: the replacement is proved", moment(row.used_at, missing=not_asked)
     yield "Silent: the old key had no traffic for the quiet period", silent
 
 
@@ -192,7 +212,10 @@ def steps_of(row: Rotation) -> list[Step]:
 
 
 def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:
+    is_lost = stage is S.EMERGENCY or has_lost_old_key(row)
     for place in _WAY:
+        if is_lost and place in _RETIRING and place is not stage:
+            continue
         if place is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
             continue
         yield S.EMERGENCY if place is S.SCHEDULED and stage is S.EMERGENCY else place
@@ -243,20 +266,20 @@ def _time_of(row: Rotation, place: RotationState) -> Any:
 # --- what to do ---------------------------------------------------------------------------------------------
 
 
-def runbook_facts(row: Rotation, entry: Entry, offered: Iterable[str]) -> Facts:
-    """The runbook's entry with links to what it names: acts that are offered now, and pages."""
-    links = list(_remedies(row, entry, set(offered)))
-    steps = format_html_join("", "<li>{}</li>", ((step,) for step in entry.steps))
+def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Facts:
+    """The runbook's advice with links to what it names: acts that are offered now, and pages."""
+    links = list(_remedies(row, advice, set(offered)))
+    steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
     rows: list[tuple[str, Any]] = [
-        ("What happened", entry.happened),
+        ("What happened", advice.happened),
         ("What to do", format_html("<ol class='steps-to-take'>{}</ol>", steps)),
     ]
     if links:
         rows.append(("Where", format_html_join(" · ", "{}", ((each,) for each in links))))
-    return Facts(f"What to do: {entry.title[0].lower()}{entry.title[1:]}", rows)
+    return Facts(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 
-def _remedies(row: Rotation, entry: Entry, offered: set[str]) -> Iterator[SafeString]:
+def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[SafeString]:
     pages = {
         Remedy.PREDECESSOR: reverse("admin:keyvault_key_change", args=[row.predecessor_id]),
         Remedy.ACCOUNT: reverse("admin:keyvault_account_change", args=[row.credential.account_id]),
@@ -264,7 +287,7 @@ def _remedies(row: Rotation, entry: Entry, offered: set[str]) -> Iterator[SafeSt
     }
     if row.replacement_id is not None:
         pages[Remedy.REPLACEMENT] = reverse("admin:keyvault_key_change", args=[row.replacement_id])
-    for remedy in entry.remedies:
+    for remedy in advice.remedies:
         if remedy.value in offered:
             yield link(reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]), IN_WORDS[remedy])
         elif remedy in pages:

@@ -15,7 +15,9 @@ from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, Tone
 from keyvault.admin.credentials import CredentialAdmin
 from keyvault.admin.keys import WHAT_REPORTING_DOES, KeyAdmin, is_last, warn_of_last
 from keyvault.admin.receipts import receipt_url
+from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import DEAD_STATES, KeyState, may_become
+from keyvault.domain.redaction import redact
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys import usable_keys
 from rotation.services.emergency import (
@@ -53,8 +55,15 @@ class CompromiseForm(ActForm):
         return {"replace": not isinstance(row, Key) or is_last(row)}
 
 
+class LeakedKeysField(forms.CharField):
+    """Text that may hold whole keys. A form that is shown again has it redacted."""
+
+    def bound_data(self, data: Any, initial: Any) -> Any:
+        return redact(data or "")
+
+
 class LeakForm(CompromiseForm):
-    key_ids = forms.CharField(
+    key_ids = LeakedKeysField(
         label="Keys",
         max_length=MOST_KEYS * 120,
         strip=True,
@@ -87,14 +96,24 @@ def _report_leak(grant: Grant, cleaned: Cleaned) -> Done:
 
 
 def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Done:
+    """Raises RequestInvalidError when no key was ended."""
     responses = respond_to_leak(
         grant.principal, presented, reason=cleaned["reason"], replace=cleaned["replace"], now=grant.at
     )
     ended = [response for response in responses if not response.fault]
-    many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     missed = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
+    if not ended:
+        more = [f"and {len(missed) - _TOLD} more"] if len(missed) > _TOLD else []
+        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*missed[:_TOLD], *more)])
+    many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     not_ended = f"NOT revoked, {len(missed)}: {_some(missed)}." if missed else ""
-    return Done(" ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended)))))
+    told = " ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended))))
+    return Done(told, is_partial=bool(missed))
+
+
+_NOTHING_ENDED = (
+    "No key was revoked. Correct what is named below: a key id is the 16 characters after a key's third underscore."
+)
 
 
 def _words(responses: Sequence[Response]) -> str:

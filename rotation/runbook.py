@@ -6,10 +6,12 @@ them.
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
 from rotation.events import Event
 from rotation.policy import PLAN_UNREADABLE
 from rotation.states import WHY
@@ -56,62 +58,171 @@ IN_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """What the advice for a rotation depends on.
+
+    `has_old_key`: the predecessor is neither revoked, compromised nor expired.
+    """
+
+    delivery: Delivery
+    kind: KeyKind
+    has_old_key: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rotations that a sentence is true of; `name` is how the README calls them."""
+
+    name: str
+    includes: Callable[[Case], bool]
+
+
+def _delivered_by(*deliveries: Delivery) -> Callable[[Case], bool]:
+    return lambda case: case.kind is KeyKind.PRIVATE and case.delivery in deliveries
+
+
+PUBLIC = Group("Public key", lambda case: case.kind is KeyKind.PUBLIC)
+PRIVATE = Group("Private key", lambda case: case.kind is KeyKind.PRIVATE)
+BACKEND = Group("Secret backend", _delivered_by(Delivery.SECRET_BACKEND))
+SHOWN_ONCE = Group("Shown once", _delivered_by(Delivery.SHOW_ONCE))
+SEALED = Group("Sealed", _delivered_by(Delivery.SEALED))
+WRAPPED = Group("Wrapped", _delivered_by(Delivery.WRAPPED))
+COLLECTED = Group("Shown once or wrapped", _delivered_by(Delivery.SHOW_ONCE, Delivery.WRAPPED))
+OLD_KEY_GOOD = Group("Old key still good", lambda case: case.has_old_key)
+OLD_KEY_ENDED = Group("Old key ended", lambda case: not case.has_old_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A sentence for some rotations."""
+
+    group: Group
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """`says`: how the `why`, or what is waited for, begins. `steps`: in the order in which to try them.
 
-    `only_failing`: nothing is wrong with waiting for that, until a try fails.
+    `besides`: what is also true, of some rotations. `only_failing`: nothing is wrong with waiting for that, until a
+    try fails.
     """
 
     title: str
     says: tuple[str, ...]
     happened: str
-    steps: tuple[str, ...]
+    steps: tuple[str | Only, ...]
     remedies: tuple[Remedy, ...]
     only_failing: bool = False
+    besides: tuple[Only, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """An entry as it is true of one rotation."""
+
+    title: str
+    happened: str
+    steps: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+
+
+_WHERE_IT_IS = (
+    Only(BACKEND, "The replacement waits in the secret backend, at the credential's path."),
+    Only(SHOWN_ONCE, "The replacement is shown once, in the console, to whoever collects it for the merchant."),
+    Only(
+        SEALED,
+        "The replacement is sealed to the recipient's key: the rotation's handover in the API holds it, and so does "
+        "the message to the merchant's webhook endpoint.",
+    ),
+    Only(WRAPPED, "The replacement leaves inside a wrapping token, given to whoever collects it for the merchant."),
+    Only(PUBLIC, "The replacement has its own page, where it is shown as often as anybody needs it."),
+)
+
+_ONLY_THE_REPLACEMENT = "The old key has ended: only the replacement verifies."
+_TELL_THEM_YOURSELF = (
+    "Where there will be no endpoint, tell the merchant yourself where the replacement is: it verifies, and there is "
+    "no old key to go back to. The rotation stays open until an endpoint takes the message."
+)
+_SEE_THAT_IT_WAS_COLLECTED = (
+    'See below whether it was "Collected in the console". If not, have it collected and brought to the merchant: '
+    "nobody can use what nobody was given."
+)
+_END_IT = (
+    Only(OLD_KEY_GOOD, "Where it cannot be mended, end it."),
+    Only(
+        OLD_KEY_ENDED, "Where it cannot be mended, end it while nobody has the replacement, and reissue the credential."
+    ),
+)
 
 
 STALLS = (
     Entry(
         "The deadline has passed",
-        (WHY[Event.DEADLINE],),
-        "The merchant did not take the replacement up in time, or the old key did not fall silent. Nothing was taken "
-        "away: whatever verified before still does.",
+        ("the deadline has passed",),
+        "The deadline came before the rotation was done. Nothing was taken away for that.",
         (
-            "See below how far it came, and who still uses the old key: these are the places to switch.",
+            Only(
+                OLD_KEY_GOOD,
+                "See below how far it came, and who still uses the old key: these are the places to switch.",
+            ),
             "Agree on a date with the merchant and extend the deadline: it goes on where it stalled.",
-            (
+            Only(
+                OLD_KEY_GOOD,
                 "Where the merchant cannot switch, end it: before delivery nothing is left of it; after delivery it "
-                "rolls back, and the old key stays."
+                "rolls back, and the old key stays.",
             ),
         ),
         (R.EXTEND, R.ABORT, R.ROLL_BACK),
+        besides=(
+            Only(OLD_KEY_GOOD, "Whatever verified before still does."),
+            Only(
+                OLD_KEY_ENDED,
+                "The old key has ended since: the merchant has nothing but the replacement, and a new deadline lets it "
+                "come.",
+            ),
+        ),
     ),
     Entry(
         "Nobody takes the news of the replacement",
         ("the merchant's webhook endpoint does not take the news",),
         "The plan wants the merchant's endpoint to take the message before the replacement counts as delivered, and "
-        "it took none for about 75 hours, or was disabled. Both keys verify.",
+        "it took none for about 75 hours, or was disabled.",
         (
             "Open the webhook endpoint, from the account's page: its last answers say what is wrong.",
             "Have it mended, enable it, and resume the rotation: the message is sent anew.",
-            "Where there will be no endpoint, roll back, and ask again without the webhook.",
+            Only(OLD_KEY_GOOD, "Where there will be no endpoint, roll back, and ask again without the webhook."),
+            Only(OLD_KEY_ENDED, _TELL_THEM_YOURSELF),
         ),
         (R.ACCOUNT, R.RESUME, R.ROLL_BACK),
+        besides=(
+            Only(OLD_KEY_GOOD, "The old key is as it was."),
+            Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT),
+        ),
     ),
     Entry(
         "The replacement was suspended",
         (WHY[Event.REPLACEMENT_SUSPENDED],),
-        "Somebody suspended the new key by hand. Whoever has switched to it is refused; the old key verifies, unless "
-        "it was ended.",
+        "Somebody suspended the new key by hand. Whoever has switched to it is refused.",
         (
             "Find out who suspended it, and ask them why: the audit log tells, under the replacement's key id.",
             "If it is good, resume the key on its page, then resume the rotation.",
-            (
+            Only(
+                OLD_KEY_GOOD,
                 "If it is not, revoke it on its page or report it compromised: the rotation is then cancelled by "
-                "itself and the old key stays. If only the rotation is unwanted, end it."
+                "itself and the old key stays. If only the rotation is unwanted, end it.",
+            ),
+            Only(
+                OLD_KEY_ENDED,
+                "If it is not, revoke it on its page or report it compromised: the rotation is then cancelled by "
+                "itself. Reissue the credential after that, from its page.",
             ),
         ),
         (R.REPLACEMENT, R.RESUME, R.ABORT, R.ROLL_BACK),
+        besides=(
+            Only(OLD_KEY_GOOD, "The old key is as it was."),
+            Only(OLD_KEY_ENDED, "The old key has ended, too: nobody gets in with either."),
+        ),
     ),
     Entry(
         "The old key was suspended",
@@ -136,7 +247,11 @@ STALLS = (
         "Somebody resumed the key that the rotation had suspended. Both keys verify.",
         (
             "Find out who resumed it and for whom: somebody still needed it, and stands below among its users.",
-            "When they have switched, resume the rotation: it waits for silence anew, and then quarantines again.",
+            Only(
+                PRIVATE,
+                "When they have switched, resume the rotation: it waits for silence anew, and then quarantines again.",
+            ),
+            Only(PUBLIC, "When they have switched, resume the rotation: it quarantines again at once."),
             "Where they cannot switch, roll back.",
         ),
         (R.PREDECESSOR, R.RESUME, R.ROLL_BACK),
@@ -144,13 +259,13 @@ STALLS = (
     Entry(
         "A step kept failing",
         ("a step kept failing",),
-        "The same step failed a dozen times in a row, and not because the backend was away. Both keys stay as they "
-        "are.",
+        "The same step failed a dozen times in a row, and not because the backend was away. No key that verified was "
+        "taken away.",
         (
             "Read the error: it stands above, and with each try in the ledger below.",
             "Mend what it names, in the secret backend or in our access to it.",
             "Resume the rotation. A step that was done in part is found and finished, never done twice.",
-            "Where it cannot be mended, end it.",
+            *_END_IT,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
@@ -158,12 +273,13 @@ STALLS = (
         "The secret backend refuses us",
         ("the secret backend refuses us",),
         "The worker logged in anew and tried once more, and was refused again: a policy is too narrow, a role is gone, "
-        "or this host lacks a login. Both keys stay as they are, and every other rotation there will meet the same.",
+        "or this host lacks a login. No key that verified was taken away, and every other rotation there will meet the "
+        "same.",
         (
             "Run manage.py vault_doctor on the worker's host: it names the path or the login, and how to mend it.",
             "Mend it; manage.py vault_bootstrap writes policies and roles anew, and changes nothing that is right.",
             "Resume the rotation. A step that was done in part is found and finished, never done twice.",
-            "Where it cannot be mended, end it.",
+            *_END_IT,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
@@ -210,8 +326,8 @@ STALLS = (
 UNKNOWN = Entry(
     "It stalled",
     (),
-    "For the reason that stands above. Both keys stay as they are.",
-    ("Mend what the reason names, then resume it.", "Where that cannot be, end it."),
+    "For the reason that stands above. No key that verified was taken away.",
+    ("Mend what the reason names, then resume it.", *_END_IT),
     (R.RESUME, R.EXTEND, R.ABORT, R.ROLL_BACK),
 )
 """For a reason that no entry knows."""
@@ -244,52 +360,67 @@ WAITS = (
         "The secret backend does not take it",
         ("the secret backend to", "the replacement to be made"),
         "A step that needs the secret backend, or our peppers, is tried again and again. While the backend is away "
-        "nothing is used up: it goes on within a minute of its return, and both keys verify meanwhile.",
+        "nothing is used up: it goes on within a minute of its return.",
         (
             "See the last error below.",
             "Mend the backend, or our way to it. Nothing has to be resumed.",
         ),
         (),
         only_failing=True,
+        besides=(
+            Only(OLD_KEY_GOOD, "Whatever verified before still does."),
+            Only(OLD_KEY_ENDED, "The old key has ended: the merchant has no key until the replacement is delivered."),
+        ),
     ),
     Entry(
         "The merchant's webhook endpoint does not take the news",
         ("the merchant's webhook endpoint to take the news",),
-        "The replacement lies in the secret backend, but the plan counts it as delivered only once the merchant's "
-        "endpoint has taken the message. Messages are tried again for about 75 hours; 410 disables an endpoint.",
+        "The replacement is ready, but the plan counts it as delivered only once the merchant's endpoint has taken the "
+        "message. Messages are tried again for about 75 hours; 410 disables an endpoint.",
         (
             "Open the webhook endpoint, from the account's page: its last answers say what is wrong.",
             (
                 "Have the merchant mend it, then enable it again: what was given up in the last 7 days is sent anew, "
                 "and the rotation goes on by itself."
             ),
-            "Where it cannot be mended, roll back and ask again without the webhook.",
+            Only(OLD_KEY_GOOD, "Where it cannot be mended, roll back and ask again without the webhook."),
+            Only(OLD_KEY_ENDED, _TELL_THEM_YOURSELF),
         ),
         (R.ACCOUNT, R.ROLL_BACK),
+        besides=(*_WHERE_IT_IS, Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT)),
     ),
     Entry(
         "The merchant has not taken the replacement up",
         ("traffic on the replacement", "the merchant to acknowledge"),
-        "The replacement is where the merchant reads it, and is not proved in use. Nothing is taken away before it is.",
+        "The replacement is not proved in use. Nothing is taken away before it is.",
         (
-            (
-                "Tell the merchant: the replacement waits in the secret backend. They are reminded at 25, 50 and 75 "
-                "percent of the time to the deadline."
-            ),
+            Only(COLLECTED, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(SEALED, "Have the merchant open it with the private key that the recipient's key belongs to."),
+            "Tell the merchant to switch. They are reminded at 25, 50 and 75 percent of the time to the deadline.",
             "Both keys verify. Extend the deadline before it passes, if they need longer.",
             "Of a credential that nobody uses, an operator may confirm instead.",
         ),
         (R.COLLECT, R.CONFIRM, R.EXTEND, R.ROLL_BACK),
+        besides=_WHERE_IT_IS,
     ),
     Entry(
         "It waits for an operator's word",
         ("an operator to confirm",),
-        "No traffic can prove this one: a public key sits in shipped apps, and a dormant credential has no traffic.",
+        "No traffic can prove this one.",
         (
-            "Ask the merchant whether the replacement is in use, that is shipped in their pages and apps.",
+            Only(COLLECTED, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(
+                PUBLIC, "Ask the merchant whether the replacement is in use, that is shipped in their pages and apps."
+            ),
+            Only(PRIVATE, "Ask the merchant whether the replacement is what they will use."),
             "Confirm it for them, and say who told you and how.",
         ),
-        (R.CONFIRM, R.ROLL_BACK),
+        (R.COLLECT, R.CONFIRM, R.ROLL_BACK),
+        besides=(
+            Only(PUBLIC, "A public key sits in shipped apps."),
+            Only(PRIVATE, "Nobody uses the credential."),
+            *_WHERE_IT_IS,
+        ),
     ),
     Entry(
         "The replacement is in use, but not for long enough",
@@ -308,11 +439,13 @@ WAITS = (
                 "See below who still uses it: source, network, user agent, endpoint, last seen. These places have not "
                 "switched."
             ),
-            "Both keys verify until the quiet period is over. Extend the deadline if they need longer.",
-            (
+            Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
+            Only(
+                PRIVATE,
                 "During the quarantine, attempts of a known source reinstate the old key once, if the plan says so; "
-                "those of a stranger raise an alarm."
+                "those of a stranger raise an alarm.",
             ),
+            Only(PUBLIC, "Traffic never brings back a public key whose date has come: whoever uses it has to switch."),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
@@ -337,13 +470,13 @@ WAITS = (
         (),
     ),
     Entry(
-        "The old public key has no date",
+        "The old public key waits for its date",
         ("a date on which the old public key is retired", "the date on which the old public key is retired"),
         "Shipped apps hold a public key for months. It is retired on an approved date and on nothing else; until then "
         "both verify, and nobody is paged.",
         (
             "See below which shops and app versions still use it.",
-            "Set the date; where the environment wants it, a second person approves it.",
+            "Set the date, or another one; where the environment wants it, a second person approves it.",
         ),
         (R.RETIRE, R.ROLL_BACK),
     ),
@@ -363,6 +496,21 @@ def find_wait(waiting_for: str, *, is_failing: bool) -> Entry | None:
     """None: it waits for its time, or for its next turn. `is_failing`: the last try of its step failed."""
     entry = next(_matching(WAITS, waiting_for), None)
     return None if entry is not None and entry.only_failing and not is_failing else entry
+
+
+def fitted(entry: Entry, case: Case) -> Advice:
+    """What the entry says of such a rotation."""
+    besides = (each.text for each in entry.besides if each.group.includes(case))
+    steps = (_text_for(step, case) for step in entry.steps)
+    return Advice(
+        entry.title, " ".join((entry.happened, *besides)), tuple(step for step in steps if step), entry.remedies
+    )
+
+
+def _text_for(step: str | Only, case: Case) -> str:
+    if isinstance(step, str):
+        return step
+    return step.text if step.group.includes(case) else ""
 
 
 def _matching(entries: tuple[Entry, ...], said: str) -> Iterator[Entry]:
@@ -389,10 +537,18 @@ def _lines(entry: Entry) -> Iterator[str]:
     yield ""
     yield from textwrap.wrap(entry.happened, _WIDTH)
     yield ""
+    for each in entry.besides:
+        yield from textwrap.wrap(f"- {_named(each)}", _WIDTH, subsequent_indent="  ")
+    if entry.besides:
+        yield ""
     for place, step in enumerate(entry.steps, 1):
-        yield from textwrap.wrap(f"{place}. {step}", _WIDTH, subsequent_indent="   ")
+        yield from textwrap.wrap(f"{place}. {_named(step)}", _WIDTH, subsequent_indent="   ")
     yield ""
     if entry.remedies:
         words = ", ".join(IN_WORDS[remedy] for remedy in entry.remedies)
         yield from textwrap.wrap(f"In the console: {words}.", _WIDTH)
         yield ""
+
+
+def _named(text: str | Only) -> str:
+    return text if isinstance(text, str) else f"*{text.group.name}*: {text.text}"

@@ -190,7 +190,7 @@ WHY = {
     Event.PREDECESSOR_SUSPENDED: "the predecessor was suspended by an operator",
     Event.QUARANTINE_LIFTED: "the key in quarantine was resumed by an operator",
     Event.TRIED_BY_KNOWN_SOURCE: "the predecessor was still in use in quarantine, by a source that is known",
-    Event.DEADLINE: "the deadline has passed; both keys stay as they are",
+    Event.DEADLINE: "the deadline has passed; nothing was taken away",
 }
 
 

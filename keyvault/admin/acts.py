@@ -40,7 +40,7 @@ class Done:
     """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made.
 
     `url`: the page that shows it, where that is not the row's. `beside`: what goes with the secret; `then`: the acts
-    on the row that whoever has it does next.
+    on the row that whoever has it does next. `is_partial`: some of it was not done, so that the page warns.
     """
 
     message: str
@@ -49,6 +49,7 @@ class Done:
     url: str = ""
     beside: Facts | None = None
     then: tuple[str, ...] = ()
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,12 @@ def _endpoint_choices() -> list[tuple[str, str]]:
     return [("", "all together: the account's limit"), *((name, name) for name in names)]
 
 
+_DEFAULT_LABEL = "Back to the default"
+
+
 class LimitForm(ActForm):
+    """A limit is set by two numbers, and taken away by saying so: an empty form changes nothing."""
+
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchant = forms.CharField(
         required=False,
@@ -46,13 +51,24 @@ class LimitForm(ActForm):
         required=False,
         min_value=1,
         max_value=LONGEST_SECONDS,
-        help_text="As many requests in that time, and as many at once. Both empty: the default again.",
+        help_text="As many requests in that time, and as many at once.",
+    )
+    default = forms.BooleanField(
+        required=False,
+        label=_DEFAULT_LABEL,
+        help_text="Takes away the limit that is set for it. Leave both numbers empty.",
     )
 
     def clean(self) -> dict[str, Any]:
         cleaned: dict[str, Any] = super().clean() or self.cleaned_data
-        if (cleaned.get("requests") is None) != (cleaned.get("in_seconds") is None):
-            self.add_error("requests", "Both numbers, or neither.")
+        names = {"requests", "in_seconds"}
+        given = [name for name in names if cleaned.get(name) is not None]
+        if cleaned.get("default") and given:
+            self.add_error("default", "Either two numbers or the default, not both.")
+        elif not cleaned.get("default") and not names & set(self.errors) and len(given) < len(names):
+            self.add_error(
+                "requests", f'Nothing was changed. Give both numbers, or tick "{_DEFAULT_LABEL}" to take a limit away.'
+            )
         if not cleaned.get("merchant") and not cleaned.get("endpoint"):
             self.add_error("merchant", "A merchant, an endpoint, or both.")
         return cleaned

@@ -251,7 +251,8 @@ class NounAdmin(Guarded, _ModelAdmin):
                 beside=done.beside,
                 then=[self._link(row, act.name, act.label) for act in self.acts if row and act.name in done.then],
             )
-        messages.success(request, done.message)
+        tell = messages.warning if done.is_partial else messages.success
+        tell(request, done.message)
         return HttpResponseRedirect(done.url or url)
 
     # --- what the views share -----------------------------------------------------------------------------

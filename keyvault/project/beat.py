@@ -15,11 +15,19 @@ from django_celery_beat.models import (
 )
 from django_celery_beat.schedulers import DatabaseScheduler
 
+from keyvault.services.start import start_or_exit
+
 _log = logging.getLogger(__name__)
 
 
 class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package brings no types
     """The settings win: rows that are not theirs go, and theirs are put right whenever the rows are read."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Exit with one line where the process must not run: Celery makes the scheduler first, and prints what that
+        raises with a traceback."""
+        start_or_exit("beat", needs_peppers=False)
+        super().__init__(*args, **options)
 
     def setup_schedule(self) -> None:
         """Raises DatabaseError: beat ends, and whoever supervises it starts it again."""

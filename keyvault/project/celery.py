@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import beat_init, worker_init
+from celery.signals import worker_init
 
 from keyvault.project import spool
 
@@ -22,11 +22,3 @@ def _refuse_to_run_wrong(**_: Any) -> None:
     from keyvault.services.start import start_or_exit
 
     start_or_exit("worker")  # Celery swallows what a signal handler raises, but for this
-
-
-@beat_init.connect
-def _refuse_to_wake_wrong(**_: Any) -> None:
-    """A beat beside a database that went back says so itself. It judges nothing, so it needs no peppers."""
-    from keyvault.services.start import start_or_exit
-
-    start_or_exit("beat", needs_peppers=False)

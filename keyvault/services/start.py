@@ -2,13 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import InterfaceError, OperationalError, ProgrammingError, connection
+from django.db.migrations.loader import MigrationLoader
 
 from keyvault.backends.base import BackendError
 from keyvault.domain.errors import IntegrityError, KeyvaultError
@@ -36,15 +38,23 @@ def require_ready(*, needs_peppers: bool = True) -> None:
 
     A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
     answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody, nor does one without its journal. A process that judges nothing needs no peppers.
+    nobody, nor does one without its journal, nor one with the schema of another release. A process that judges nothing
+    needs no peppers.
 
     Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
     """
-    try:
+    with _database_in_words():
+        require_schema()
         if needs_peppers:
             _load_peppers()
         require_rules()
         require_current()
+
+
+@contextmanager
+def _database_in_words() -> Iterator[None]:
+    try:
+        yield
     except (OperationalError, ProgrammingError, InterfaceError) as error:
         why = str(error).partition("\n")[0]
         is_new = isinstance(error, ProgrammingError) or "no such table" in why
@@ -52,6 +62,33 @@ def require_ready(*, needs_peppers: bool = True) -> None:
         raise ImproperlyConfigured(f"the database cannot be used: {why}{hint}") from error
     finally:
         connection.close()
+
+
+def require_schema() -> None:
+    """Raises ImproperlyConfigured unless the database's migrations are those of this release. One query of Django's
+    own table of migrations, after one that looks for the table."""
+    loader = MigrationLoader(connection)
+    applied = set(loader.applied_migrations)
+    if not applied:
+        raise ImproperlyConfigured("the database is not set up; run: manage.py setup")
+    # With the squashed ones resolved, as `migrate` would apply them.
+    missing = sorted(set(loader.graph.nodes) - applied)
+    if missing:
+        many = "1 migration" if len(missing) == 1 else f"{len(missing)} migrations"
+        raise ImproperlyConfigured(
+            f"the database is behind this release: it lacks {many}, such as {'.'.join(missing[0])}; "
+            "run: manage.py setup"
+        )
+    # Whatever was squashed long ago is unknown too, but older than the newest one.
+    newest: dict[str, str] = {}
+    for app, name in loader.graph.nodes:
+        newest[app] = max(name, newest.get(app, ""))
+    unknown = sorted((app, name) for app, name in applied if app in newest and name > newest[app])
+    if unknown:
+        raise ImproperlyConfigured(
+            f"the database is ahead of this release: it has {'.'.join(unknown[0])}, which this release does not know; "
+            "start the release that the database was set up with, or a later one"
+        )
 
 
 def _load_peppers() -> None:

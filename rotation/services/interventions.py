@@ -11,7 +11,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import BreakGlass, Material
 from keyvault.services.authorization import operator_principal
@@ -81,6 +81,15 @@ def rolls_back(rotation: Rotation) -> bool:
     return OUTCOMES[Event.ABORTED].get(stage_of(rotation)) is S.ROLLING_BACK or rotation.delivered_at is not None
 
 
+def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
+    """When the old key was revoked, reported compromised, destroyed or expired; None: there is one to go back to."""
+    key = rotation.predecessor
+    ends = [at for at in (key.deactivated_at, key.compromised_at, key.destroyed_at) if at is not None]
+    if key.expires_at is not None and now >= key.expires_at:
+        ends.append(key.expires_at)
+    return min(ends, default=None)
+
+
 def may_be_aborted(rotation: Rotation) -> bool:
     return isinstance(OUTCOMES[Event.ABORTED].get(stage_of(rotation)), RotationState)
 
@@ -115,7 +124,7 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
 def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
     """The predecessor verifies again where we had suspended it; a dead one never, so that there is no way back."""
     predecessor, now = rotation.predecessor, grant.at
-    if predecessor.state in DEAD_STATES or (predecessor.expires_at is not None and now >= predecessor.expires_at):
+    if predecessor_ended_at(rotation, now) is not None:
         raise StateConflictError("There is no way back: the old key is not good any more.")
     with recorded(
         grant,

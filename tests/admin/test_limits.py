@@ -29,9 +29,25 @@ def test_limit_of_an_account_is_set_and_shown_on_its_page(desk: Desk) -> None:
     assert (entry.event, entry.actor, entry.chain_id) == ("limit.set", "operator:tam", "account:acme/sandbox")
 
 
-def test_limit_of_an_account_left_empty_is_the_default_again(desk: Desk) -> None:
+@pytest.mark.parametrize("whose", [{}, {"endpoint": "orders.create"}, {"merchant": "", "endpoint": "orders.create"}])
+def test_limit_form_left_empty_changes_nothing_and_keeps_the_form(desk: Desk, whose: dict[str, str]) -> None:
+    """A form sent by mistake never takes a limit away from an account."""
+    post_set(desk, **whose)
+    entries = AuditEntry.objects.count()
+    answer = post_set(desk, **whose, requests="", in_seconds="")
+    assert answer.status_code == 400
+    assert "Nothing was changed. Give both numbers, or tick" in text_of(answer)
+    assert 'name="requests"' in text_of(answer)
+    assert AuditEntry.objects.count() == entries
+    if whose.get("endpoint"):
+        assert LimitOverride.objects.get().limit_count == 7
+    else:
+        assert account_limit_in_force(account("acme")).limit == Limit(7, 60)
+
+
+def test_limit_is_the_default_again_only_when_that_is_ticked(desk: Desk) -> None:
     post_set(desk)
-    assert "the default again" in text_of(post_set(desk, requests="", in_seconds=""))
+    assert "the default again" in text_of(post_set(desk, requests="", in_seconds="", default="on"))
     assert account_limit_in_force(account("acme")).limit == Limit(25, 1)
 
 
@@ -52,7 +68,8 @@ def test_limit_of_an_endpoint_and_of_a_pair_are_set_and_cleared(desk: Desk) -> N
     [
         ({"merchant": "nobody"}, 404, "There is no merchant nobody"),
         ({"merchant": ""}, 400, "A merchant, an endpoint, or both."),
-        ({"in_seconds": ""}, 400, "Both numbers, or neither."),
+        ({"in_seconds": ""}, 400, "Give both numbers, or tick"),
+        ({"default": "on"}, 400, "Either two numbers or the default, not both."),
         ({"requests": "0"}, 400, "greater than or equal to 1"),
         ({"requests": "1000001"}, 400, "less than or equal to 1000000"),
         ({"endpoint": "no.such"}, 400, "Select a valid choice"),

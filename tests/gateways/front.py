@@ -93,9 +93,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Whatever answers at that address."""
+    """Whatever answers at that address. `folder`: where it writes its logs."""
 
     url: str
+    folder: Path = Path()
+
+    def read_logs(self) -> dict[str, str]:
+        """What it has logged, by the file's name."""
+        return {path.name: path.read_text() for path in self.folder.glob("*.log")}
 
     def send(
         self, *lines: str, method: str = "POST", path: str = "/", body: str = "", host: str = "shop.example"
@@ -109,20 +114,27 @@ class Gateway:
             connection.sendall(("\r\n".join([*head, "", ""]) + body).encode("latin-1"))
             with HTTPResponse(connection, method=method) as response:
                 response.begin()
-                return Answer(response.status, response.headers, response.read())
+                answer = Answer(response.status, response.headers, response.read())
+            connection.recv(1)  # It ends the connection once it has logged the request.
+            return answer
 
 
 @contextmanager
 def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
-    """The shipped sample, but for two addresses, the listen line and the path of the token's file."""
+    """The shipped sample, but for two addresses, the listen line and the paths of the token's file and the logs."""
+
+    folders: list[Path] = []
 
     def http(place: Place) -> str:
+        folders.append(Path(place.directory))
         line = f'proxy_set_header X-Service-Token "{token}";\n'
         text = SAMPLE.read_text()
         for shipped, ours in (
             ("server 127.0.0.1:8000;", f"server 127.0.0.1:{keyvault};"),
             ("server 127.0.0.1:9000;", f"server 127.0.0.1:{upstream};"),
             ("listen 8080;", f"listen 127.0.0.1:{place.port};"),
+            ("access_log /var/log/nginx/keyvault-gateway.log", f"access_log {place.directory}/gateway.log"),
+            ("error_log /var/log/nginx/keyvault-gateway-error.log", f"error_log {place.directory}/gateway-error.log"),
             ("include /etc/nginx/keyvault-service-token.conf;", f"include {place.write('token.conf', line)};"),
         ):
             assert text.count(shipped) == 1, shipped
@@ -130,4 +142,4 @@ def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gatew
         return text
 
     with nginx_server(http) as url:
-        yield Gateway(url)
+        yield Gateway(url, folders[0])

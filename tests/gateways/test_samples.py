@@ -71,6 +71,20 @@ def test_sample_of_traefik_asks_between_setting_and_stripping(traefik: Any) -> N
     assert traefik["keyvault-strip"]["headers"]["customRequestHeaders"] == dict.fromkeys(sorted(STRIPPED), "")
 
 
+def test_sample_of_envoy_writes_no_access_log_with_the_default_format(envoy: Any) -> None:
+    """Envoy's own format holds the path with its query string, in which clients put keys by mistake."""
+    assert "access_log" not in envoy
+    text = (DEPLOY / "envoy/envoy.yaml").read_text()
+    assert "REQ_WITHOUT_QUERY" in text
+    assert "%REQ(" not in text
+
+
+def test_sample_of_traefik_says_which_fields_no_access_log_may_have() -> None:
+    text = (DEPLOY / "traefik/keyvault.yaml").read_text()
+    assert "RequestPath: drop" in text
+    assert "RequestLine: drop" in text
+
+
 def test_samples_page_names_all_that_the_upstream_is_told() -> None:
     page = (DEPLOY / "README.md").read_text()
     assert [name for name in sorted(IDENTITY) if f"`{name}`" not in page] == []

@@ -1,8 +1,10 @@
 """A process that would run wrong does not start, and says why."""
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,10 @@ VERIFIER = ["-m", "keyvault.project.verifier", "--port", "1", "--ready", "1"]
 @pytest.mark.parametrize("words", [SERVER, WORKER, VERIFIER], ids=["server", "worker", "verifier"])
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({}, "no such table"), ({"KEYVAULT_DATABASE_URL": "postgresql://a:hunter2@127.0.0.1:1/x"}, "connection failed")],
+    [
+        ({}, "the database is not set up"),
+        ({"KEYVAULT_DATABASE_URL": "postgresql://a:hunter2@127.0.0.1:1/x"}, "connection failed"),
+    ],
     ids=["before setup", "without its database"],
 )
 def test_start_without_tables_is_refused_in_one_line_that_says_what_to_run(
@@ -73,6 +78,61 @@ def test_start_without_tables_is_refused_in_one_line_that_says_what_to_run(
     assert ("manage.py setup" in line) == (not settings)
     assert "Traceback" not in done.stderr
     assert "hunter2" not in done.stderr
+
+
+BEAT = ["-m", "celery", "-A", "keyvault.project", "beat", "--pidfile", ""]
+PROGRAMS = {"server": SERVER, "worker": WORKER, "verifier": VERIFIER, "beat": BEAT}
+
+
+def execute(folder: Path, statement: str, *values: str) -> None:
+    with closing(sqlite3.connect(folder / "keyvault.sqlite3")) as database, database:
+        database.execute(statement, values)
+
+
+def last_migration(app: str) -> str:
+    return max(path.stem for path in (ROOT / app / "migrations").glob("0*.py"))
+
+
+@pytest.mark.parametrize("who", PROGRAMS)
+def test_start_on_a_schema_that_is_behind_is_refused_in_one_line_that_says_what_to_run(folder: Path, who: str) -> None:
+    """A half-finished deployment serves nobody: no process runs on columns and rules that are not there yet."""
+    name = last_migration("rotation")
+    execute(folder, "DELETE FROM django_migrations WHERE app = 'rotation' AND name = ?", name)
+    assert (
+        f"the {who} does not start: the database is behind this release: it lacks 1 migration, such as "
+        f"rotation.{name}; run: manage.py setup"
+    ) in refusal(PROGRAMS[who], folder)
+
+
+@pytest.mark.parametrize("who", PROGRAMS)
+def test_start_on_a_schema_that_is_ahead_is_refused_in_one_line(folder: Path, who: str) -> None:
+    """An older release does not run beside the rules of a newer one, which it does not know."""
+    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '9999_x', '2026-11-21')")
+    assert (
+        f"the {who} does not start: the database is ahead of this release: it has keyvault.9999_x, which this release "
+        "does not know; start the release that the database was set up with, or a later one"
+    ) in refusal(PROGRAMS[who], folder)
+
+
+def refusal(words: list[str], folder: Path, **settings: str) -> str:
+    done = run(words, folder, **settings)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "does not start" in line]
+    return line
+
+
+def test_start_of_beat_without_its_database_is_refused_in_one_line(tmp_path: Path) -> None:
+    line = refusal(BEAT, tmp_path / "data", KEYVAULT_DATABASE_URL="postgresql://a:hunter2@127.0.0.1:1/x")
+    assert "the beat does not start: the database cannot be used: connection failed" in line
+    assert "hunter2" not in line
+
+
+def test_start_after_a_squash_takes_old_names_for_what_they_are(folder: Path) -> None:
+    """Rows of migrations that this release has put together are older than what it knows, not newer."""
+    execute(folder, "INSERT INTO django_migrations (app, name, applied) VALUES ('keyvault', '0001_old', '2026-11-21')")
+    done = run(SERVER, folder)
+    assert done.returncode == 0, done.stderr
 
 
 def test_start_after_setup_works(folder: Path) -> None:

@@ -15,6 +15,8 @@ from keyvault.admin.handovers import ARRIVED, NOT_OPENED
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import DeliveryState, Key, WebhookDelivery
 from keyvault.services.authorization import authorize
@@ -26,7 +28,7 @@ from rotation.admin_acts import ACTS
 from rotation.events import RotationState as S
 from rotation.models import Rotation
 from rotation.policy import DeliveryChannel
-from rotation.runbook import IN_WORDS, STALLS, Remedy
+from rotation.runbook import IN_WORDS, STALLS, Case, Remedy, fitted
 from rotation.services.engine import MOST_ATTEMPTS
 from rotation.windows import Window
 from tests.admin.desk import address, browser, text_of
@@ -161,7 +163,9 @@ def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock
     told = cure_of(text_of(client.get(page)))
     entry = next(entry for entry in STALLS if entry.title == title)
     assert entry.title.lower() in told.lower()
-    assert all(step in told for step in (entry.happened, *entry.steps))
+    case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
+    advice = fitted(entry, case)
+    assert all(step in told for step in (advice.happened, *advice.steps))
     links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
     assert set(links.values()) == {IN_WORDS[remedy] for remedy in expected}
     for url in links:
@@ -215,6 +219,26 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     text = text_of(client.get(page))
     assert "the secret backend does not take it" in cure_of(text)
     assert "The backend is sealed." in text
+
+
+@pytest.mark.parametrize(
+    ("delivery", "words"),
+    [
+        (Delivery.SECRET_BACKEND, "The replacement waits in the secret backend"),
+        (Delivery.SHOW_ONCE, "The replacement is shown once, in the console"),
+    ],
+)
+def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
+    delivery: Delivery, words: str, clock: Clock, verifier: UsageLog
+) -> None:
+    """Nobody sends a merchant to a secret backend that they do not read."""
+    key, _ = scene.issue(scene.account(), clock(), delivery=delivery)
+    rotation = advance(scene.rotate(key.credential, clock()), clock)
+    assert rotation.state == S.AWAITING_PROOF
+    told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
+    assert words in told
+    assert ("secret backend" in told) == (delivery is Delivery.SECRET_BACKEND)
+    assert ("Collected in the console" in told) == (delivery is Delivery.SHOW_ONCE)
 
 
 def test_runbook_names_acts_that_exist() -> None:

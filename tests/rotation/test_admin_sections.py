@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
+from keyvault.domain.keys import KeyState
+from keyvault.models import Key
 from rotation.admin_sections import steps_of
 from rotation.events import RotationState as S
 from rotation.models import Rotation
 
 AT = datetime(2026, 11, 21, 12, tzinfo=UTC)
+OLD_KEY = Key(key_id="A" * 16, state=KeyState.ACTIVE)
 MADE = {"replacement_id": "B" * 16}
 PUBLISHED = {**MADE, "accepted_at": AT}
 DELIVERED = {**PUBLISHED, "delivered_at": AT}
@@ -24,7 +27,7 @@ FORWARD = [state.value.replace("_", " ") for state in WAY]
 
 
 def told(state: S, **columns: Any) -> list[tuple[str, str]]:
-    row = Rotation(state=state, approvals_needed=1, created_at=AT, entered_at=AT, predecessor_id="A" * 16, **columns)
+    row = Rotation(state=state, approvals_needed=1, created_at=AT, entered_at=AT, predecessor=OLD_KEY, **columns)
     return [(step.label, step.place) for step in steps_of(row)]
 
 
@@ -87,4 +90,5 @@ def test_timeline_of_a_roll_back_shows_how_far_it_had_come() -> None:
 def test_timeline_of_an_emergency_begins_with_it() -> None:
     shown = told(S.EMERGENCY)
     assert shown[:3] == [("requested", "done"), ("emergency", "current"), ("staged", "ahead")]
+    assert [label for label, _ in shown] == ["requested", "emergency", "staged", "publishing", "completed"]
     assert told(S.STALLED, stalled_from=S.EMERGENCY)[1] == ("emergency: stalled", "stopped")

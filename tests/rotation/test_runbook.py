@@ -2,15 +2,30 @@
 
 import ast
 import inspect
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
 from keyvault.services.material import ForeignWriterError
 from rotation import states
 from rotation.events import OUTCOMES, Event, RotationState
-from rotation.runbook import IN_WORDS, STALLS, UNKNOWN, WAITS, Remedy, find_stall, find_wait, runbook_markdown
+from rotation.runbook import (
+    IN_WORDS,
+    STALLS,
+    UNKNOWN,
+    WAITS,
+    Case,
+    Entry,
+    Remedy,
+    find_stall,
+    find_wait,
+    fitted,
+    runbook_markdown,
+)
 from rotation.states import WHY, Move, Wait
 from rotation.windows import Blackout, Window
 
@@ -93,12 +108,84 @@ def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
     assert entry.title == "The secret backend does not take it"
 
 
+CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False])]
+
+
+def untrue_words(case: Case) -> Iterator[str]:
+    """What nobody may be told of such a rotation."""
+    if not case.has_old_key:
+        yield from ("both keys verify", "both keys stay", "old key stays", "the old key verifies", "roll back")
+        yield from ("rolls back",)
+    is_read_there = case.kind is KeyKind.PRIVATE and case.delivery is Delivery.SECRET_BACKEND
+    if not is_read_there:
+        yield from ("waits in the secret backend", "lies in the secret backend")
+    if case.kind is KeyKind.PUBLIC:
+        yield from ("shown once", "wrapping token", "sealed to", "waits for silence", "reinstate")
+    else:
+        yield from ("own page, where it is shown as often", "shipped in their pages and apps")
+        yield from {"shown once", "wrapping token", "sealed to"} - {_OWN_WORDS.get(case.delivery, "")}
+
+
+_OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.WRAPPED: "wrapping token", Delivery.SEALED: "sealed to"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("entry", [*STALLS, UNKNOWN, *WAITS], ids=lambda entry: entry.title)
+def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: Entry, case: Case) -> None:
+    """Advice for another delivery, or for a key that is still good, costs time that an emergency does not have."""
+    if not case.has_old_key and entry in _WITH_OLD_KEY:
+        return
+    advice = fitted(entry, case)
+    told = " ".join((advice.happened, *advice.steps)).lower()
+    assert advice.steps
+    assert [words for words in untrue_words(case) if words in told] == []
+
+
+_NEEDS_THE_OLD_KEY = {
+    "The quarantine was lifted by hand",
+    "Its window does not open any more",
+    "The merchant has not taken the replacement up",
+    "It waits for an operator's word",
+    "The replacement is in use, but not for long enough",
+    "A key is still in use, or its silence is not seen yet",
+    "The key that is to stay was not used last",
+    "No verifier reports",
+    "The old public key waits for its date",
+}
+"""A rotation whose old key has ended comes to none of them: it has no deadline, no window, and is done by delivery."""
+_WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_THE_OLD_KEY]
+
+
+@pytest.mark.parametrize(
+    ("delivery", "words"),
+    [
+        (Delivery.SECRET_BACKEND, "waits in the secret backend"),
+        (Delivery.SHOW_ONCE, "shown once"),
+        (Delivery.SEALED, "sealed to"),
+        (Delivery.WRAPPED, "wrapping token"),
+    ],
+)
+def test_runbook_of_a_replacement_that_is_not_taken_up_says_where_it_is(delivery: Delivery, words: str) -> None:
+    entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
+    assert entry is not None
+    advice = fitted(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
+    assert words in " ".join((advice.happened, *advice.steps))
+
+
+def test_runbook_of_a_public_key_that_waits_for_a_word_says_where_it_is() -> None:
+    entry = find_wait("an operator to confirm", is_failing=False)
+    assert entry is not None
+    told = fitted(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
+    assert "own page, where it is shown as often" in told.happened
+
+
 def test_runbook_entry_says_what_to_do() -> None:
     titles = [entry.title for entry in (*STALLS, *WAITS)]
     assert len(set(titles)) == len(titles)
     for entry in (*STALLS, UNKNOWN, *WAITS):
-        assert entry.steps
-        assert all(text.endswith(".") for text in (entry.happened, *entry.steps))
+        advice = fitted(entry, CASES[0])
+        assert advice.steps
+        assert all(text.endswith(".") for text in (advice.happened, *advice.steps))
 
 
 def test_runbook_of_every_stall_names_what_mends_it_and_what_ends_it() -> None:

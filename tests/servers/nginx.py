@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .throwaway import MissingServerError, Place, Plan, running
 
+# Logs as distributions set them for every server that says nothing else.
 # One process, which the guard can end with the run: workers would outlive a master that was killed.
 SETTINGS = """\
 daemon off;
@@ -17,7 +18,8 @@ pid {directory}/nginx.pid;
 error_log stderr;
 events {{ worker_connections 128; }}
 http {{
-    access_log off;
+    access_log {directory}/access.log;
+    error_log {directory}/error.log;
     client_body_temp_path {directory}/body;
     proxy_temp_path {directory}/proxy;
     fastcgi_temp_path {directory}/fastcgi;

@@ -34,17 +34,21 @@ class Command(AnsweringCommand):
             replace=options["replace"],
             now=self.now,
         )
-        ended = [response for response in responses if not response.fault]
-        self.not_revoked = len(responses) - len(ended)
+        self.revoked = len([response for response in responses if not response.fault])
+        self.not_revoked = len(responses) - self.revoked
         return {
-            "revoked": len(ended),
+            "revoked": self.revoked,
             "not_revoked": self.not_revoked,
             "keys": [_told(response) for response in responses],
         }
 
     def handle(self, *args: Any, **options: Any) -> None:
-        self.not_revoked = 0
+        self.revoked = self.not_revoked = 0
         super().handle(*args, **options)
+        if not self.revoked:
+            raise CommandError(
+                f"No key was revoked: none of the {self.not_revoked} is a key that this service knows and you may end"
+            )
         if self.not_revoked:
             raise CommandError(f"{self.not_revoked} of them were not revoked")
 
