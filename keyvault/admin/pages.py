@@ -44,10 +44,11 @@ def form_page(
     context: Mapping[str, Any],
     *,
     error: KeyvaultError | None = None,
+    status: int = 200,
 ) -> HttpResponse:
     """A form to be sent by POST; without one, why there is none."""
     said = {"form": form, "error": None if error is None else error.detail}
-    return page(site, request, "act", {**context, **said}, status=200 if error is None else status_of(error))
+    return page(site, request, "act", {**context, **said}, status=status if error is None else status_of(error))
 
 
 def secret_page(

@@ -5,8 +5,8 @@ addresses is then connected to, so that a name which says something else a momen
 The certificate is checked for the name all the same. No redirect is followed, no proxy of the environment is asked,
 and the answer's body is thrown away.
 
-`http.client` writes the request and reads the reply, over a connection that this module opens and bounds. urllib3 limits
-the time of each read but not of the whole exchange: a server that sends a byte now and then would hold the worker.
+`http.client` writes the request and reads the reply, over a connection that this module opens and bounds. urllib3
+limits the time of each read but not of the whole exchange: a server that sends a byte now and then would hold a worker.
 """
 
 import io
