@@ -29,7 +29,7 @@ def sign_checkpoints() -> None:
 def run_upkeep() -> None:
     """What ends keys comes first; no step's fault keeps another from its turn. Raises the first fault at the end."""
     faults = []
-    ends = (upkeep.expire_due, upkeep.burn_due, upkeep.suspect_due, upkeep.mend_journal)
+    ends = (upkeep.expire_due, upkeep.burn_due, upkeep.mend_journal)
     copies = (upkeep.destroy_due, upkeep.settle_due, upkeep.settle_connections_due, upkeep.leave_due)
     for step in (*ends, *copies, upkeep.renew_peppers, upkeep.forget_due):
         try:

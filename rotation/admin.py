@@ -16,7 +16,6 @@ from keyvault.admin.acts import Act
 from keyvault.admin.cells import Detail, Extras, Facts, Line, Link, Table, Waiting, badge, link, short_moment
 from keyvault.admin.enforcement import may, operator_of
 from keyvault.admin.four_eyes import approvals_table, requester_name
-from keyvault.admin.handovers import ARRIVED, NOT_OPENED
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState
@@ -44,9 +43,6 @@ from rotation.services.requests import is_undecided
 from rotation.states import CLOSED
 
 S = RotationState
-
-_COLLECTED = (Delivery.SHOW_ONCE, Delivery.WRAPPED)
-"""Deliveries that wait for whoever asked."""
 
 _UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
 
@@ -184,7 +180,7 @@ class RotationAdmin(NounAdmin):
             yield f"Closed: {row.why}."
         if is_undecided(row) and row.requester_person == operator_of(request).person:
             yield "You asked for this: it takes a second person to approve it."
-        is_waited_for = row.credential.delivery in _COLLECTED and may_be_collected(row)
+        is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
         if is_waited_for and row.requester_person == operator_of(request).person:
             yield "You asked for this, so it is you who may collect the replacement, once."
 
@@ -225,7 +221,7 @@ class RotationAdmin(NounAdmin):
             yield self.waits("Rotations asked for by you, not approved yet", own, where)
             yield self.waits("Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "act")
         if may(request, P.ISSUANCE_COLLECT):
-            mine = rows.filter(requester_person=me, requested_via=None, credential__delivery__in=_COLLECTED)
+            mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
             yield self.waits("Replacements for you to collect", ready, "", "act")
         held_up = _held_up(rows)
@@ -234,7 +230,7 @@ class RotationAdmin(NounAdmin):
         yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
 
     def _is_open(self, request: HttpRequest, act: Act, row: Any) -> bool:
-        is_for_me = act.name not in {"collect", ARRIVED, NOT_OPENED} or may_collect(row, operator_of(request).person)
+        is_for_me = act.name != "collect" or may_collect(row, operator_of(request).person)
         return is_for_me and super()._is_open(request, act, row)
 
     def line_of(self, row: Any) -> Line:

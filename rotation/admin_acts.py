@@ -1,32 +1,19 @@
 """What can be done to a rotation in the console, and the one thing that is asked for."""
 
 from datetime import UTC, datetime
-from typing import Any
-
-from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.acts import Act, ActForm, Ask, Cleaned, Done, SeenForm, SeenWhyForm, Tone, WhyForm
+from keyvault.admin.acts import Act, Ask, Cleaned, Done, SeenForm, SeenWhyForm, Tone, WhyForm
 from keyvault.admin.four_eyes import break_glass_warning
-from keyvault.admin.handovers import (
-    ARRIVED,
-    NOT_OPENED,
-    show_wrapped,
-    what_arriving_does,
-    what_suspecting_does,
-    what_wrapping_does,
-)
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind
 from keyvault.services.material import is_in_backend
-from keyvault.services.wrapping import find_open
 from rotation.admin_forms import ApprovePlanForm, BypassForm, ConfirmForm, ExtendForm, RetireForm, RotateForm, wish_of
 from rotation.events import OUTCOMES, Event, RotationState
 from rotation.models import Rotation
 from rotation.runbook import IN_WORDS, Remedy
-from rotation.services.handovers import confirm_replacement, hand_over_replacement, suspect_replacement
 from rotation.services.interventions import (
     abort_rotation,
     ask_retirement,
@@ -114,28 +101,7 @@ def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
     return Done("Asked. The date counts once a second person has approved it.")
 
 
-class HandoverForm(ActForm):
-    """Carries the replacement that was shown: meanwhile another may have been made in its place."""
-
-    key_id = forms.CharField(widget=forms.HiddenInput)
-
-    @classmethod
-    def initial_for(cls, row: Rotation) -> dict[str, Any]:
-        return {"key_id": row.replacement_id}
-
-
-def _arrived(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
-    confirm_replacement(grant, rotation, cleaned["key_id"])
-    return Done("Confirmed. The copy in the secret backend is destroyed; the replacement's use is proved as planned.")
-
-
-def _not_opened(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
-    return Done(suspect_replacement(grant, rotation, cleaned["key_id"]))
-
-
 def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
-    if rotation.credential.delivery == Delivery.WRAPPED:
-        return show_wrapped(hand_over_replacement(grant, rotation))
     return Done("The replacement", secret=collect_replacement(grant, rotation))
 
 
@@ -176,12 +142,6 @@ def _may_be_retired(rotation: Rotation) -> bool:
     stage = stage_of(rotation)
     is_before = stage not in CLOSED and stage not in {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
     return KeyKind(rotation.credential.kind) is KeyKind.PUBLIC and is_before
-
-
-def is_handed_over(rotation: Rotation) -> bool:
-    """Until whoever collected it has said what became of the token, even if somebody uses the key."""
-    is_wrapped = rotation.credential.delivery == Delivery.WRAPPED and rotation.replacement is not None
-    return is_wrapped and find_open(rotation.rotation_id) is not None
 
 
 def may_be_collected(rotation: Rotation) -> bool:
@@ -244,8 +204,6 @@ def _what_confirming_does(rotation: Rotation) -> str:
 
 
 def _what_collecting_does(rotation: Rotation) -> str:
-    if rotation.credential.delivery == Delivery.WRAPPED:
-        return what_wrapping_does()
     if rotation.credential.delivery == Delivery.SHOW_ONCE:
         return "The replacement is shown on the next page, this once, and its copy here is destroyed afterwards."
     return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
@@ -338,26 +296,6 @@ ACTS = (
         _what_collecting_does,
         fits=may_be_collected,
         warn=lambda rotation: break_glass_warning(rotation.credential.account),
-    ),
-    Act(
-        ARRIVED,
-        "It arrived",
-        P.ISSUANCE_COLLECT,
-        _arrived,
-        lambda rotation: what_arriving_does(),
-        form=HandoverForm,
-        fits=is_handed_over,
-        tone=Tone.GOOD,
-    ),
-    Act(
-        NOT_OPENED,
-        "It did not open",
-        P.ISSUANCE_COLLECT,
-        _not_opened,
-        lambda rotation: what_suspecting_does(),
-        form=HandoverForm,
-        fits=is_handed_over,
-        tone=Tone.DANGER,
     ),
     Act(
         "bypass",

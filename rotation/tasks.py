@@ -6,7 +6,6 @@ from celery import shared_task
 
 from rotation.services.campaign_work import tick
 from rotation.services.engine import advance_all_due
-from rotation.services.handovers import suspect_due
 from rotation.services.scheduled import begin_due
 
 
@@ -24,8 +23,3 @@ def begin_scheduled() -> None:
 @shared_task(name="rotation.tasks.advance_campaigns", expires=30)
 def advance_campaigns() -> None:
     tick(datetime.now(UTC))
-
-
-@shared_task(name="rotation.tasks.suspect_handovers", expires=30)
-def suspect_handovers() -> None:
-    suspect_due(datetime.now(UTC))

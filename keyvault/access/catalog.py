@@ -32,10 +32,6 @@ class LimiterLoss(StrEnum):
     REFUSE = "refuse"
 
 
-ON_DATA_LOSS = "refuse"
-"""No endpoint chooses this: a key that cannot be looked up is refused with `verifier_stale`."""
-
-
 class ContextPlace(StrEnum):
     PATH = "path"
     HEADER = "header"

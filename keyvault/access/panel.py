@@ -1,7 +1,7 @@
 """The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
 `manage.py catalog` all show this one."""
 
-from keyvault.access.catalog import ON_DATA_LOSS, Bearer, Endpoint, LimiterLoss
+from keyvault.access.catalog import Bearer, Endpoint, LimiterLoss
 from keyvault.access.limits import Limit
 
 _BEARER = {
@@ -13,7 +13,6 @@ _ON_LIMITER_LOSS = {
     LimiterLoss.LOCAL_SHARE: "each process lets a share of the limit pass",
     LimiterLoss.REFUSE: "refused: dependency_unavailable",
 }
-_ON_DATA_LOSS = {"refuse": "refused: verifier_stale"}
 
 
 def limit_words(limit: Limit | None) -> str:
@@ -37,7 +36,6 @@ def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
         ("Idempotency-Key", "required" if endpoint.idempotent_by_key else "not used"),
         ("Limit", _limit(endpoint)),
         ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "no limit to lose"),
-        ("Key data lost", _ON_DATA_LOSS[ON_DATA_LOSS]),
     ]
 
 

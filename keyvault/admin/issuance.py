@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.conf import settings
 from django.contrib import admin
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
@@ -30,20 +29,11 @@ from keyvault.admin.cells import (
 )
 from keyvault.admin.enforcement import may, operator_of
 from keyvault.admin.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
-from keyvault.admin.handovers import (
-    ARRIVED,
-    NOT_OPENED,
-    show_wrapped,
-    what_arriving_does,
-    what_suspecting_does,
-    what_wrapping_does,
-)
 from keyvault.admin.keys import key_link
 from keyvault.admin.noun import NounAdmin
 from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, may_become
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, IssuanceRequest
-from keyvault.services.handovers import confirm_handover, hand_over_wrapped, suspect_handover
 from keyvault.services.issuance import (
     approve_issuance,
     collect_key,
@@ -51,7 +41,6 @@ from keyvault.services.issuance import (
     request_issuance,
     withdraw_issuance,
 )
-from keyvault.services.wrapping import find_open
 
 S = IssuanceState
 
@@ -59,7 +48,6 @@ DELIVERIES = {
     Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
     Delivery.SHOW_ONCE: "show once: in this console, to whoever asks for it",
     Delivery.SEALED: "sealed: to the recipient's public key, for the service that asks for it",
-    Delivery.WRAPPED: "wrapped: a token of the Vault that opens once, for whoever asks for it",
 }
 KINDS = {
     KeyKind.PRIVATE: "private: for a trusted backend, in X-Api-Key",
@@ -72,9 +60,8 @@ def _account_words(account: Account) -> str:
 
 
 def _delivery_choices() -> list[tuple[str, str]]:
-    """Those that people collect, and that there are here."""
-    missing = {Delivery.SEALED} if settings.IS_VAULT else {Delivery.SEALED, Delivery.WRAPPED}
-    return [(way.value, words) for way, words in DELIVERIES.items() if way not in missing]
+    """Those that people may ask for: a sealed key goes to the service that asked over REST."""
+    return [(way.value, words) for way, words in DELIVERIES.items() if way is not Delivery.SEALED]
 
 
 class RequestForm(ActForm):
@@ -123,40 +110,11 @@ def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
     return Done("Withdrawn.")
 
 
-class HandoverForm(ActForm):
-    """Carries the key that was shown: meanwhile another may have been made in its place."""
-
-    key_id = forms.CharField(widget=forms.HiddenInput)
-
-    @classmethod
-    def initial_for(cls, row: IssuanceRequest) -> dict[str, Any]:
-        return {"key_id": row.key_id}
-
-
-def _arrived(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
-    confirm_handover(grant, request, cleaned["key_id"])
-    return Done("Confirmed. The copy in the secret backend is destroyed.")
-
-
-def _not_opened(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
-    return Done(suspect_handover(grant, request, cleaned["key_id"]))
-
-
-def _is_handed_over(request: IssuanceRequest) -> bool:
-    """Until whoever collected it has said what became of the token, even if somebody uses the key."""
-    is_wrapped = request.state in {S.ISSUED, S.COLLECTED} and request.delivery == Delivery.WRAPPED
-    return is_wrapped and request.requested_via is None and find_open(request.request_id) is not None
-
-
 def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
-    if request.delivery == Delivery.WRAPPED:
-        return show_wrapped(hand_over_wrapped(grant, request))
     return Done("The new key", secret=collect_key(grant, request))
 
 
 def _what_collecting_does(request: IssuanceRequest) -> str:
-    if request.delivery == Delivery.WRAPPED:
-        return what_wrapping_does()
     if request.delivery == Delivery.SHOW_ONCE and request.kind == KeyKind.PRIVATE:
         return (
             "The key is shown on the next page, this once, and its copy here is destroyed afterwards. "
@@ -221,28 +179,6 @@ class IssuanceRequestAdmin(NounAdmin):
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             tone=Tone.GOOD,
-        ),
-        Act(
-            ARRIVED,
-            "It arrived",
-            P.ISSUANCE_COLLECT,
-            _arrived,
-            lambda request: what_arriving_does(),
-            form=HandoverForm,
-            fits=_is_handed_over,
-            for_requester=True,
-            tone=Tone.GOOD,
-        ),
-        Act(
-            NOT_OPENED,
-            "It did not open",
-            P.ISSUANCE_COLLECT,
-            _not_opened,
-            lambda request: what_suspecting_does(),
-            form=HandoverForm,
-            fits=_is_handed_over,
-            for_requester=True,
-            tone=Tone.DANGER,
         ),
     )
 
@@ -320,9 +256,6 @@ class IssuanceRequestAdmin(NounAdmin):
             and row.kind == KeyKind.PRIVATE
         ):
             outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))
-        if row.delivery == Delivery.WRAPPED and (handover := find_open(row.request_id)) is not None:
-            outcome.append(("Wrapping token given, opens until", moment(handover.expires_at)))
-            outcome.append(("Its key in use, with nobody's word yet", moment(handover.used_at, missing="not seen")))
         if row.credential is not None:
             url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
             outcome.append(("Credential", link(url, row.credential)))
@@ -371,7 +304,7 @@ class IssuanceRequestAdmin(NounAdmin):
             yield self.waits("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
-            issued = mine.filter(state=S.ISSUED, delivery__in=[Delivery.SHOW_ONCE, Delivery.WRAPPED])
+            issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
             yield self.waits("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "act")
         approved = rows.filter(state=S.APPROVED)
         yield self.waits("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")

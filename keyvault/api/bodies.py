@@ -152,23 +152,13 @@ class SealedBody(serializers.Serializer[Any]):
     ciphertext = serializers.CharField()
 
 
-class WrappedBody(serializers.Serializer[Any]):
-    """A token of the secrets manager that opens once. Whoever opens it looks it up first: it was made at
-    `creation_path`, which is told to them by another way than the token, or it is not ours."""
-
-    token = serializers.CharField(allow_null=True)
-    creation_path = serializers.CharField()
-    expires_at = serializers.DateTimeField()
-
-
 class CollectedBody(serializers.Serializer[Any]):
-    """The key once: itself, sealed to the recipient's public key, or inside a wrapping token. Once a replay can no
-    longer show it, `key` (or the token) is null and `secret_available` false."""
+    """The key once: itself, or sealed to the recipient's public key. Once a replay can no longer show it, `key` is
+    null and `secret_available` false."""
 
     request_id = serializers.CharField()
     credential_id = serializers.CharField()
     key_id = serializers.CharField()
     key = serializers.CharField(required=False, allow_null=True)
     sealed = SealedBody(required=False)
-    wrapped = WrappedBody(required=False)
     secret_available = serializers.BooleanField(required=False)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
-from typing import Any
 
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -21,7 +20,6 @@ def answer_once(
     environment: Environment | None,
     now: datetime,
     prepare: Callable[[], Effect],
-    claims_first: bool = False,
 ) -> Response:
     """The effect's answer, or that of the request before which had this Idempotency-Key.
 
@@ -37,15 +35,10 @@ def answer_once(
         body=_fingerprint(request),
         now=now,
         prepare=prepare,
-        claims_first=claims_first,
     )
     answer, body = outcome.answer, deepcopy(outcome.answer.body)
     if answer.secret is not None:
-        *way, field = answer.secret_field.split(".")
-        place: Any = body
-        for name in way:
-            place = place[name]
-        place[field] = answer.secret.reveal()
+        body[answer.secret_field] = answer.secret.reveal()
     headers = {REPLAYED: "true"} if outcome.is_replay else None
     return Response(body, status=answer.status, headers=headers)
 

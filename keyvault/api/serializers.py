@@ -181,12 +181,6 @@ class CollectRequest(StrictSerializer):
     """Nothing: what is collected is in the address."""
 
 
-class HandoverRequest(StrictSerializer):
-    """Which key it is about: meanwhile another may have been made in its place."""
-
-    key_id = StrictText(pattern="[0-9A-Za-z]{16}")
-
-
 def credential_as_json(credential: Credential) -> dict[str, Any]:
     return {
         "credential_id": credential.credential_id,

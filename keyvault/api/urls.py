@@ -7,10 +7,8 @@ from keyvault.api.views.docs import DocsView, OpenAPIView
 from keyvault.api.views.health import HealthView, ReadinessView
 from keyvault.api.views.issuance import (
     CollectionView,
-    ConfirmationView,
     IssuanceRequestsView,
     IssuanceRequestView,
-    SuspicionView,
 )
 from keyvault.api.views.keys import CredentialsView, KeyView, RevokeView
 from keyvault.api.views.metrics import MetricsView
@@ -29,6 +27,4 @@ urlpatterns = [
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
     path("v1/issuance-requests/<request_id:request_id>", IssuanceRequestView.as_view()),
     path("v1/issuance-requests/<request_id:request_id>/collect", CollectionView.as_view()),
-    path("v1/issuance-requests/<request_id:request_id>/confirm", ConfirmationView.as_view()),
-    path("v1/issuance-requests/<request_id:request_id>/suspect", SuspicionView.as_view()),
 ]

@@ -7,7 +7,6 @@ back, and decide by the `labels` who won.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
@@ -48,20 +47,6 @@ class StoredVersion:
 
     version: int
     state: VersionState
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """A secret read into a response that one person may open once (response wrapping).
-
-    `creation_path` goes to the receiver by another way than the token: who looks the token up before opening it finds
-    that path and no other. `accessor` names the token and opens nothing.
-    """
-
-    token: Plaintext
-    accessor: str
-    creation_path: str
-    expires_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +131,3 @@ class SecretBackend(Protocol):
 
     def health(self) -> Health:
         """Never raises."""
-
-
-class WrappingBackend(Protocol):
-    """What a backend can do besides that hands a secret over inside a wrapping token."""
-
-    def wrap(self, mount: Mount, path: str, version: int, *, seconds: int) -> Wrapped:
-        """Reads a version into a response that is opened once, within that time. Raises BackendMissingError."""
-
-    def is_unopened(self, mount: Mount, accessor: str) -> bool:
-        """Whether the wrapping token is still there: neither opened nor expired nor revoked."""
-
-    def revoke_wrapping(self, mount: Mount, accessor: str) -> bool:
-        """Nobody opens it any more. Whether it was unopened until then: False where it was opened, expired or revoked
-        before."""

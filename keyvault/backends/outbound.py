@@ -4,6 +4,9 @@ The name is resolved once, every address that it has must be one that we may con
 addresses is then connected to, so that a name which says something else a moment later (DNS rebinding) gains nothing.
 The certificate is checked for the name all the same. No redirect is followed, no proxy of the environment is asked,
 and the answer's body is thrown away.
+
+`http.client` writes the request and reads the reply, over a connection that this module opens and bounds. urllib3
+limits the time of each read but not of the whole exchange: a server that sends a byte now and then would hold a worker.
 """
 
 import io
@@ -15,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, cast
 
 from keyvault.domain.errors import DependencyUnavailableError
@@ -141,6 +144,8 @@ def _connected(addresses: Sequence[Address], deadline: Deadline) -> socket.socke
         try:
             connection.settimeout(connecting.left())
             connection.connect(address)
+            # Headers and body are two writes: the second must not wait for an acknowledgement of the first.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             connection.close()
             fault = error
@@ -152,25 +157,22 @@ def _connected(addresses: Sequence[Address], deadline: Deadline) -> socket.socke
 def _asked(
     connection: socket.socket, destination: Destination, headers: Mapping[str, str], body: bytes, deadline: Deadline
 ) -> Reply:
+    bounded = _Bounded(connection, deadline)
+    client = HTTPConnection(destination.host, destination.port)
+    client.sock = cast(socket.socket, bounded)
     told = {
         "Host": destination.authority,
         "User-Agent": _USER_AGENT,
         "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
         "Connection": "close",
         **headers,
     }
-    lines = [f"POST {destination.target} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items()), "", ""]
-    left = memoryview("\r\n".join(lines).encode("ascii") + body)
-    while left:
-        connection.settimeout(deadline.left())
-        left = left[connection.send(left) :]
-    source = _Bounded(connection, deadline)
-    response = HTTPResponse(cast(socket.socket, source), method="POST")
+    client.request("POST", destination.target, body, told)
+    response = HTTPResponse(client.sock, method="POST")
     response.begin()
     reply = Reply(response.status, response.headers.get("Retry-After"))
     with suppress(OSError, HTTPException):
-        source.deadline = Deadline(deadline.left(_DRAIN_SECONDS))
+        bounded.deadline = Deadline(deadline.left(_DRAIN_SECONDS))
         while response.read1():
             pass
     response.close()
@@ -178,11 +180,17 @@ def _asked(
 
 
 class _Bounded(io.RawIOBase):
-    """What `HTTPResponse` reads from: each read within what is left of the time and of the bytes."""
+    """A connection as `http.client` uses it: each act within what is left of the time and of the answer's bytes."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self.deadline = deadline
         self._connection, self._left = connection, MOST_BYTES
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            self._connection.settimeout(self.deadline.left())
+            left = left[self._connection.send(left) :]
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)

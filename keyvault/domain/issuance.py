@@ -1,7 +1,6 @@
 """Asking for a credential under four eyes: states, the policy of an environment, who may approve.
 
 pending → approved → issued → collected        side: rejected · expired · withdrawn · burned (never collected)
-                   ← handed over inside a wrapping token that somebody else may have opened: issued anew
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ TRANSITIONS: dict[IssuanceState, frozenset[IssuanceState]] = {
         }
     ),
     IssuanceState.APPROVED: frozenset({IssuanceState.ISSUED, IssuanceState.WITHDRAWN}),
-    IssuanceState.ISSUED: frozenset({IssuanceState.COLLECTED, IssuanceState.BURNED, IssuanceState.APPROVED}),
+    IssuanceState.ISSUED: frozenset({IssuanceState.COLLECTED, IssuanceState.BURNED}),
     IssuanceState.COLLECTED: frozenset(),
     IssuanceState.REJECTED: frozenset(),
     IssuanceState.EXPIRED: frozenset(),
@@ -53,24 +52,16 @@ REQUEST_LIFETIME = timedelta(days=7)
 COLLECT_WITHIN = timedelta(hours=72)
 """A private key that was to be shown once, or sealed, is burned if it was neither collected nor used by then."""
 
-MOST_SUSPICIONS = 3
-"""So often a key whose wrapping token somebody else may have opened is made anew under the same approval."""
-
 
 class Delivery(StrEnum):
-    """How the new key reaches the merchant.
-
-    Sealed: encrypted to the recipient's public key, which is approved too. Wrapped: a token of the secrets manager that
-    opens once, and shortly, to the key.
-    """
+    """How the new key reaches the merchant. Sealed: encrypted to the recipient's public key, which is approved too."""
 
     SECRET_BACKEND = "secret_backend"  # noqa: S105  the name of a way
     SHOW_ONCE = "show_once"
     SEALED = "sealed"
-    WRAPPED = "wrapped"
 
 
-HANDED_OVER = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED, Delivery.WRAPPED})
+HANDED_OVER = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
 """Ways that end with the collection: our copy goes then, and the key itself if nobody comes in time."""
 
 

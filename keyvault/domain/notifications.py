@@ -24,7 +24,6 @@ class NoticeKind(StrEnum):
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
-    HANDOVER_SUSPECTED = "handover.suspected"
     BACKEND_STRANGER = "backend.stranger"
     BACKEND_DENIED = "backend.denied"
     JOURNAL_FAILED = "journal.failed"
@@ -44,7 +43,6 @@ ALARMS = frozenset(
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
         NoticeKind.WEBHOOK_FAILED,
-        NoticeKind.HANDOVER_SUSPECTED,
         NoticeKind.BACKEND_STRANGER,
         NoticeKind.BACKEND_DENIED,
         NoticeKind.JOURNAL_FAILED,

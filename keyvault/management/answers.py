@@ -14,7 +14,6 @@ from django.db import OperationalError, ProgrammingError
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Operator
-from keyvault.backends.base import Wrapped
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.redaction import redact
 from keyvault.models import Account
@@ -58,14 +57,6 @@ class AnsweringCommand(BaseCommand):
         """On standard error: it is kept nowhere."""
         self.stderr.write("Made without --reveal: nobody can read this token, now or later.")
 
-    def tell_of_wrapping(self, what: str) -> None:
-        """On standard error: what comes after a token. `what` names the request or the rotation."""
-        self.stderr.write(
-            "Once the receiver has the key: manage.py collect_key "
-            f"{what} --by OPERATOR --arrived KEY_ID; if the token does not open: --not-opened KEY_ID. "
-            "A key that nobody confirms or uses is ended a few minutes after its token; so it is by collecting again."
-        )
-
     def operator(self, username: str) -> Operator:
         return find_operator(username, host_user=getpass.getuser())
 
@@ -77,15 +68,6 @@ class AnsweringCommand(BaseCommand):
         requester_person: str | None = None,
     ) -> Any:
         return authorize(operator, permission, account, now=self.now, requester_person=requester_person)
-
-
-def wrapped_as_json(wrapped: Wrapped) -> dict[str, Any]:
-    """For `--reveal`: the token itself, and what its receiver compares before opening it."""
-    return {
-        "token": wrapped.token.reveal(),
-        "creation_path": wrapped.creation_path,
-        "expires_at": wrapped.expires_at,
-    }
 
 
 def _plain(value: Any) -> str:

@@ -161,13 +161,13 @@ class Supervisor:
             if child.program.name == name
         )
 
-    def log_tail(self, name: str, lines: int = 15) -> str:
+    def log_tail(self, name: str) -> str:
         """The end of a program's log, redacted once more on its way to a terminal."""
         path = self.logs / f"{name}.log"
         with suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
             text = file.read().decode(errors="replace")
-            return redact("\n".join(text.splitlines()[-lines:]))
+            return redact("\n".join(text.splitlines()[-15:]))
         return ""
 
     def tend(self) -> None:

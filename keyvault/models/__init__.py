@@ -3,7 +3,6 @@
 from keyvault.models.audit import AuditChain, AuditCheckpoint, AuditEntry, BreakGlass, Change
 from keyvault.models.catalog import CatalogEndpoint, LimitOverride
 from keyvault.models.customers import CustomerToken
-from keyvault.models.handovers import WrappedHandover
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.models.issuance import IssuanceApproval, IssuanceRequest
 from keyvault.models.keys import Credential, Key, Material
@@ -53,5 +52,4 @@ __all__ = [
     "WebhookDelivery",
     "WebhookEndpoint",
     "WorkLease",
-    "WrappedHandover",
 ]

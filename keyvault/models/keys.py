@@ -16,10 +16,6 @@ from keyvault.models.recording import RecordedModel, Subject
 models.BinaryField.register_lookup(Length)
 
 
-HANDOVER = "handover"
-"""First segment of the backend's paths that no merchant reads by itself."""
-
-
 class OriginHeader(models.TextChoices):
     """What a private key that comes with an Origin header leads to."""
 
@@ -62,13 +58,8 @@ class Credential(RecordedModel):
 
     @property
     def backend_path(self) -> str:
-        """Internal ids only: whoever may list paths learns no names (D15).
-
-        What is handed over wrapped lies where the merchant's own policy does not reach: otherwise it could be read
-        without opening the token, and nobody would notice.
-        """
-        place = f"{self.account_id}/{self.credential_id}"
-        return f"{HANDOVER}/{place}" if self.delivery == Delivery.WRAPPED else place
+        """Internal ids only: whoever may list paths learns no names (D15)."""
+        return f"{self.account_id}/{self.credential_id}"
 
 
 class Material(models.TextChoices):

@@ -37,7 +37,6 @@ _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "keyvault_limitoverride": (("id",), ("account_id", "endpoint")),
     "keyvault_notice": (("notice_id",),),
     "keyvault_webhookendpoint": (("id",), ("account_id", "url")),
-    "keyvault_wrappedhandover": (("id",), ("accessor",)),
     "keyvault_providerconnection": (("id",),),
     "keyvault_pepperversion": (("id",), ("pepper_set", "number")),
     "rotation_rotation": (("rotation_id",),),
@@ -190,24 +189,6 @@ def _conditions() -> Iterator[Refusal]:
         "NEW.removed_at IS NULL AND EXISTS (SELECT 1 FROM keyvault_providerconnection c WHERE c.removed_at IS NULL "
         "AND c.account_id = NEW.account_id AND c.provider = NEW.provider)",
         "an account has one connection to a provider",
-    )
-    yield Refusal(
-        "wrappedhandover_stays",
-        "keyvault_wrappedhandover",
-        "UPDATE",
-        "NEW.id <> OLD.id OR NEW.subject <> OLD.subject OR NEW.key_id <> OLD.key_id OR NEW.accessor <> OLD.accessor "
-        "OR NEW.creation_path <> OLD.creation_path OR NEW.expires_at <> OLD.expires_at "
-        "OR OLD.confirmed_at IS NOT NULL OR OLD.revoked_at IS NOT NULL OR OLD.suspected_at IS NOT NULL",
-        "a wrapping token stays as it was given, and ends once",
-    )
-    # Unique among the open ones: REPLACE would delete the one to make room.
-    yield Refusal(
-        "wrappedhandover_one_open",
-        "keyvault_wrappedhandover",
-        "INSERT",
-        "EXISTS (SELECT 1 FROM keyvault_wrappedhandover h WHERE h.subject = NEW.subject "
-        "AND h.confirmed_at IS NULL AND h.revoked_at IS NULL AND h.suspected_at IS NULL)",
-        "one wrapping token is out at a time",
     )
     yield Refusal(
         "merchant_stays_gone",

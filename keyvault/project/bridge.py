@@ -13,8 +13,8 @@ path with its escapes undone, no body where its length was not announced. ASGI h
 
 The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
 sign-ins compute password hashes for anybody: the other planes keep their threads. So do probes. The bridge answers
-503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
-disconnects.
+503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its
+client disconnects.
 
 What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
 an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before

@@ -242,7 +242,6 @@ CELERY_BEAT_SCHEDULE = {
     "advance-due-rotations": {"task": "rotation.tasks.advance_due", "schedule": 1.0},
     "advance-campaigns": {"task": "rotation.tasks.advance_campaigns", "schedule": 5.0},
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
-    "suspect-handovers": {"task": "rotation.tasks.suspect_handovers", "schedule": 5.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
     # It asks whether the night has come.

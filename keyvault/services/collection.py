@@ -48,7 +48,6 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
         raise NotFoundError(internal=f"{grant.principal.actor} did not ask for {request.request_id}")
     environment = Environment(request.account.environment)
     require_served(environment)
-    require_unwrapped(request)
     key = require_collectable(request, grant.at)
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
@@ -60,12 +59,6 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
     except BackendMissingError as error:
         raise StateConflictError("The key is gone: it was ended before anybody collected it.") from error
     return Handover(key, None, seal_to(request.recipient_public_key, text)) if is_sealed else Handover(key, text, None)
-
-
-def require_unwrapped(request: IssuanceRequest) -> None:
-    """Raises StateConflictError for a key that leaves here inside a wrapping token only."""
-    if request.delivery == Delivery.WRAPPED:
-        raise StateConflictError("The key is handed over inside a wrapping token, and never as itself.")
 
 
 def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
@@ -90,7 +83,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
         raise TypeError("only what was issued is collected")
     with recorded(
         grant,
-        frozenset({P.ISSUANCE_COLLECT, P.ISSUANCE_EXECUTE}),  # The worker, of one that was used without a word.
+        P.ISSUANCE_COLLECT,
         "issuance.collected",
         account=request.account,
         request_id=request.request_id,

@@ -37,8 +37,7 @@ SEALED_FOR = timedelta(minutes=15)
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What is answered. A show-once secret is not in `body`, where None stands in its field: it is `secret`,
-    and `secret_of` names the key or customer token whose first use shreds it. `secret_field`: its name, or the way to
-    it through objects, with dots."""
+    and `secret_of` names the key or customer token whose first use shreds it. `secret_field`: its name."""
 
     status: int
     body: dict[str, JsonValue]
@@ -69,26 +68,24 @@ def run_once(
     body: bytes,
     now: datetime,
     prepare: Callable[[], Effect],
-    claims_first: bool = False,
 ) -> Outcome:
     """The effect's answer, or that of the request before with this key of this holder at this endpoint.
 
     `environment` is whose peppers seal a secret in the answer; None for an endpoint whose answers hold none.
     `prepare` validates the body; it, and the effect, may raise what they like, and nothing is stored then.
-    `claims_first`: `prepare` leaves something behind by itself, so that no second attempt comes as far.
     Raises IdempotencyError while the first attempt is at work, or when it had another body.
     """
     place = _Place(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
     found = _find(place)
     if (outcome := _answered(place, found, now)) is not None:
         return outcome
-    effect = None if claims_first else prepare()
+    effect = prepare()
     claimed = _claim(place, found, now)
     if claimed is None:
         # Somebody was faster, a moment ago: either at work or, already, done.
         return _answered(place, _find(place), now) or _refuse_for_now()
     try:
-        return Outcome(_act(claimed, place, effect or prepare(), now), is_replay=False, is_secret_available=True)
+        return Outcome(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
     except BaseException:
         with suppress(
             DatabaseError, InterfaceError

@@ -33,7 +33,7 @@ from keyvault.domain.recipients import find_recipient_fault
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.authorization import authorize
 from keyvault.services.break_glass import note_break_glass
-from keyvault.services.collection import record_collection, require_collectable, require_unwrapped
+from keyvault.services.collection import record_collection, require_collectable
 from keyvault.services.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.keys import activate_key, burn_key, note_stored, stage_key
 from keyvault.services.leases import Lease, hold
@@ -259,7 +259,6 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
     if request.requested_via is not None:
         raise StateConflictError("A service asked for the key, and collects it over REST.")
     require_served(Environment(request.account.environment))
-    require_unwrapped(request)
     text = read_string(require_collectable(request, grant.at))
     with record_collection(grant, request):
         if request.account.environment == Environment.PRODUCTION:
@@ -431,11 +430,7 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
         and plan.delivery is Delivery.SHOW_ONCE
         and plan.environment is Environment.PRODUCTION
     ):
-        yield Fault("/delivery", "in production a service is given a key sealed, wrapped, or in the secret backend")
-    if plan.delivery is Delivery.WRAPPED and not settings.IS_VAULT:
-        yield Fault("/delivery", "only a Vault hands a key over wrapped; this service has a keystore of its own")
-    elif plan.delivery is Delivery.WRAPPED and plan.kind is KeyKind.PUBLIC:
-        yield Fault("/delivery", "a public key is no secret, and is not wrapped")
+        yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
 
 
 def _about(request: IssuanceRequest) -> dict[str, JsonValue]:

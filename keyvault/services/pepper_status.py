@@ -101,9 +101,9 @@ def _find_owner_fault(pepper_set: PepperSet, number: int) -> str:
     return ""
 
 
-def describe_version(row: PepperVersion, now: datetime, dormant_days: int = DORMANT_DAYS) -> PepperState:
+def describe_version(row: PepperVersion, now: datetime) -> PepperState:
     """One of a set that this process serves."""
-    return _describe(row, _find_stored(PepperSet(row.pepper_set)), now, dormant_days)
+    return _describe(row, _find_stored(PepperSet(row.pepper_set)), now, DORMANT_DAYS)
 
 
 def list_dormant_keys(pepper_set: PepperSet, number: int, now: datetime, dormant_days: int) -> Iterator[DormantKey]:

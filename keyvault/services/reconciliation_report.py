@@ -13,7 +13,6 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, Key, Notice, ProviderConnection
-from keyvault.models.keys import HANDOVER
 from keyvault.services import connections
 from keyvault.services.authorization import authorize
 from keyvault.services.material import announce_missing, tell_of_refusal
@@ -118,7 +117,7 @@ class Telling:
         self._announce(row.account, connections.connection_id(row), row.backend_path, row.backend_version, why)
 
     def _find_account(self, path: str) -> Account | None:
-        first = path.removeprefix(f"{HANDOVER}/").partition("/")[0]
+        first = path.partition("/")[0]
         if not (first.isascii() and first.isdigit() and len(first) <= 18):
             return None
         rows = Account.objects.select_related("merchant").filter(environment=self.environment)

@@ -1,19 +1,17 @@
 """The secret backend that this process was configured with."""
 
 from functools import cache
-from typing import cast
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from keyvault.backends.base import Mount, SecretBackend, WrappingBackend
+from keyvault.backends.base import Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
 from keyvault.backends.vault.client import Server
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
 from keyvault.backends.vault.logins import AppRoleLogin, KubernetesLogin, Login, TokenFileLogin
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import StateConflictError
 
 MOUNT = {Environment.SANDBOX: Mount.SANDBOX, Environment.PRODUCTION: Mount.PRODUCTION}
 
@@ -24,13 +22,6 @@ def secret_backend() -> SecretBackend:
     if settings.IS_VAULT:
         return vault_backend()
     return LocalKeystore(settings.DATA_DIR, settings.MASTER_KEY)
-
-
-def wrapping_backend() -> WrappingBackend:
-    """Raises StateConflictError where the backend has no response wrapping."""
-    if not settings.IS_VAULT:
-        raise StateConflictError("Only a Vault hands a key over wrapped; this service has a keystore of its own.")
-    return cast("WrappingBackend", secret_backend())
 
 
 @cache

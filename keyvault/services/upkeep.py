@@ -21,7 +21,6 @@ from keyvault.services import (
     collection,
     connections,
     follower,
-    handovers,
     idempotency,
     issuance,
     journal_healing,
@@ -35,7 +34,6 @@ from keyvault.services import (
     usage,
     webhook_deliveries,
     webhook_endpoints,
-    wrapping,
 )
 from keyvault.services.authorization import authorize
 from keyvault.services.leases import Lease
@@ -136,14 +134,6 @@ class UsedUncollected:
 
 
 _used_uncollected = UsedUncollected()
-
-
-def suspect_due() -> None:
-    """Sees to the wrapping tokens that have ended: their keys were used, or nobody who should has them."""
-    now = datetime.now(UTC)
-    for handover in wrapping.list_to_settle("req_", now):
-        with _one_by_one():
-            handovers.settle_handover(handover, now)
 
 
 def forget_due() -> None:

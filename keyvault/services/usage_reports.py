@@ -120,9 +120,9 @@ def describe_use(key: Key) -> Usage:
     )
 
 
-def list_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: int = 50) -> list[JsonValue]:
+def list_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES) -> list[JsonValue]:
     """`find_users`, as it is answered and cited."""
-    return [user.as_json() for user in find_users(key_id, outcomes=outcomes, limit=limit)]
+    return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
 
 
 def find_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: int = 50) -> list[User]:
@@ -202,13 +202,13 @@ def find_last(key_id: str, outcomes: Iterable[Outcome] = SIGNS_OF_LIFE) -> datet
     return max(found, default=None)
 
 
-def list_attempts(key_id: str, since: datetime, *, limit: int = 50) -> list[Attempt]:
+def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
     """Tries of a suspended key, by source; the latest first. Our own probes are none."""
     rows = (
         _tries(key_id, since)
         .values("source")
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
-        .order_by("-last", "source")[:limit]
+        .order_by("-last", "source")[:50]
     )
     return [Attempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
 

@@ -24,11 +24,18 @@ from keyvault.models import Credential, IssuanceRequest, Key
 from keyvault.services import leases
 from keyvault.services.keys import activate_key, burn_key, get_key, note_stored, stage_key
 from keyvault.services.leases import Lease
-from keyvault.services.material import destroy_string, forget_string, is_in_backend, recover_string
+from keyvault.services.material import (
+    destroy_string,
+    find_stored,
+    forget_string,
+    is_in_backend,
+    newest_version,
+    recover_string,
+    store_string,
+)
 from keyvault.services.notifications import announce
 from keyvault.services.peppers import freshen_peppers
 from keyvault.services.recording import recorded
-from rotation.deployers import DEPLOYERS, SecretBackend
 from rotation.events import RotationState
 from rotation.models import EvidenceKind, LedgerEntry, LedgerState, Rotation
 from rotation.services.facts import note_evidence
@@ -52,7 +59,6 @@ class Effects:
     def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
         self.lease = lease
         self.clock = clock
-        self.backend = SecretBackend()
         self._held: _Held | None = None
 
     def act(self, grant: Grant, rotation: Rotation) -> None:
@@ -79,7 +85,7 @@ class Effects:
         newest = self._newest_version(rotation)
         if newest and rotation.replacement is not None:
             # The one before may have arrived there late, after it was given up.
-            stored = self.backend.find_newest(rotation.credential)
+            stored = find_stored(rotation.credential)
             if stored is not None:
                 self._note_found(grant, rotation, stored)
         freshen_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
@@ -97,7 +103,7 @@ class Effects:
     def _newest_version(self, rotation: Rotation) -> int | None:
         """None: the backend is down, and the replacement can be sealed to its recipient without it."""
         try:
-            return self.backend.newest_version(rotation.credential)
+            return newest_version(rotation.credential)
         except DependencyUnavailableError:
             if find_recipient(rotation.credential) is None:
                 raise
@@ -142,21 +148,23 @@ class Effects:
     def _deploy(self, rotation: Rotation, key: Key, held: _Held | None) -> int | None:
         """The backend's version that holds the key; None: its string is lost, and nobody was ever given it."""
         if held is not None:
-            return self.backend.deploy(key, held.text, purpose=rotation.rotation_id, after=held.after)
-        found = self.backend.find_version(key)
-        if found is not None or key.backend_version is None:
-            return found
+            return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after)
+        stored = find_stored(key.credential)
+        if stored is not None and stored.labels.get("key_id") == key.key_id:
+            return stored.version
+        if key.backend_version is None:
+            return None
         # Delivered before, and the predecessor written over it: a roll-back whose predecessor then ended.
         older = key.backend_version
         try:
-            version = self.backend.deploy(key, recover_string(key), purpose=rotation.rotation_id, after=None)
+            version = store_string(key, recover_string(key), purpose=rotation.rotation_id)
         except BackendMissingError:
             return older  # Collected and destroyed long ago: the merchant has it.
         forget_string(key)
         return version
 
     def _newest_text(self, key: Key) -> Plaintext | None:
-        newest = self.backend.find_newest(key.credential)
+        newest = find_stored(key.credential)
         return newest.secret if newest is not None and newest.labels.get("key_id") == key.key_id else None
 
     def _sealed(self, rotation: Rotation, text: Plaintext | None) -> dict[str, str] | None:
@@ -177,10 +185,10 @@ class Effects:
         Where a rotation is cancelled the replacement may be there (a worker died before it could say so); it is
         dead, and is noted so that its copy is destroyed.
         """
-        number = None if rotation.replacement is None else self.backend.newest_version(rotation.credential)
+        number = None if rotation.replacement is None else newest_version(rotation.credential)
         if number:
             # None: a compromised replacement's copy may have been destroyed before anybody looks here.
-            newest = self.backend.find_newest(rotation.credential)
+            newest = find_stored(rotation.credential)
             entry = self._begin(rotation, rotation.predecessor, grant.at)
             self._finish(entry, self._predecessor_newest(grant, rotation, newest, number))
         if rotation.state == S.ROLLING_BACK:
@@ -198,7 +206,8 @@ class Effects:
             return "the predecessor was never in the backend, or is dead"
         if is_needed:
             text = recover_string(predecessor)
-            version = self.backend.deploy_again(predecessor, text, purpose=rotation.rotation_id, after=version)
+            # A new version even if it is the newest one: whoever still writes after the older one then fails.
+            version = store_string(predecessor, text, purpose=rotation.rotation_id, after=version, again=True)
         if version != predecessor.backend_version:
             # The older copy goes before its number is forgotten.
             forget_string(predecessor)
@@ -256,9 +265,19 @@ def has_unsettled_delivery(rotation: Rotation) -> bool:
 
 
 def announce_replacement(grant: Grant, rotation: Rotation) -> None:
-    """Inside a `recorded` block: whatever each way of delivery tells with it."""
-    for deployer in DEPLOYERS.values():
-        deployer.announce(grant, rotation)
+    """Inside a `recorded` block: the merchant's webhook endpoints are told where the replacement is.
+
+    The message carries ids, and the replacement itself only where it is sealed to the recipient's key.
+    """
+    payload: dict[str, JsonValue] = {
+        "rotation_id": rotation.rotation_id,
+        "credential_id": rotation.credential_id,
+        "replacement_key_id": rotation.replacement_id,
+    }
+    if rotation.handover is not None:
+        payload["sealed"] = dict(rotation.handover)
+    account = rotation.credential.account
+    announce(grant, NoticeKind.REPLACEMENT_AVAILABLE, account, rotation.rotation_id, **payload)
 
 
 def find_recipient(credential: Credential) -> str | None:

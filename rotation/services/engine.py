@@ -31,9 +31,8 @@ from keyvault.services.usage import note_lost, utc_now
 from rotation.events import RotationState
 from rotation.models import Rotation
 from rotation.policy import UnreadablePlanError
-from rotation.services import acceptance
 from rotation.services.effects import Effects
-from rotation.services.facts import gather_facts
+from rotation.services.facts import gather_facts, list_unconfirmed
 from rotation.services.reports import get_rotation, subject_of
 from rotation.services.transitions import lift_quarantine, make_transition, stall, tell_blocked, tell_what_is_due
 from rotation.states import CLOSED, TRANSITIONS, Move, Wait, next_step
@@ -241,7 +240,7 @@ def _is_soon_accepted(rotation: Rotation) -> bool:
     assert rotation.replacement is not None  # noqa: S101  staged
     until = time.monotonic() + ACCEPTED_WITHIN_SECONDS
     while time.monotonic() < until:
-        if not acceptance.list_unconfirmed(rotation.replacement):
+        if not list_unconfirmed(rotation.replacement):
             return True
         pause(_LOOK_SECONDS)
     return False

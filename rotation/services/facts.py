@@ -9,30 +9,29 @@ from django.db.models import Count, Min, Q, Sum
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, Material, MerchantStatus, UseBucket
 from keyvault.models.usage import Outcome
+from keyvault.services import receipts
+from keyvault.services.keys import last_sequence
 from keyvault.services.usage import observe
 from keyvault.services.usage_reports import find_attempts, find_last, list_users
-from rotation.deployers import DEPLOYERS
+from keyvault.services.webhook_deliveries import find_telling
 from rotation.events import RotationState
 from rotation.models import Evidence, EvidenceKind, Rotation
 from rotation.policy import DeliveryChannel
-from rotation.services import acceptance
 from rotation.states import Facts, KeyFacts
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
 """An endpoint of ours: using it is a sign of life, but no traffic that proves anything."""
 
 
-_BACKEND = DeliveryChannel.SECRET_BACKEND
-
-
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     """Reads only."""
     observation = observe(now)
     plan, replacement = rotation.approved_plan, rotation.replacement
-    unconfirmed = [] if replacement is None else acceptance.list_unconfirmed(replacement)
-    ways = [DEPLOYERS[channel].find_standing(rotation) for channel in plan.channels if channel is not _BACKEND]
+    unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
+    is_told, telling_failed = _find_telling(rotation)
     rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
     # Nothing follows from tries of an old public key: shipped apps go on with it.
     is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
@@ -56,8 +55,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
         unconfirmed=tuple(unconfirmed),
         is_delivered=rotation.delivered_at is not None,
-        is_told=all(way.arrived_at is not None for way in ways),
-        telling_failed=any(way.has_failed for way in ways),
+        is_told=is_told,
+        telling_failed=telling_failed,
         acknowledged_at=rotation.acknowledged_at,
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
@@ -68,6 +67,26 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         observed_through=observation.through,
         lost_at=observation.lost_at,
     )
+
+
+def list_unconfirmed(key: Key) -> list[str]:
+    """The ids of the verifiers that must still confirm the newest change of the key before anybody is given it.
+
+    A verifier answers from memory and could refuse a key that it has not heard of yet. One that is silent for longer
+    than its staleness bound reads the database for each verdict, so it accepts the key and is not waited for.
+    """
+    return receipts.list_unconfirmed(last_sequence(key))
+
+
+def _find_telling(rotation: Rotation) -> tuple[bool, bool]:
+    """Whether the merchant's webhook endpoint took the news, and whether every attempt was given up.
+
+    Only where the plan asks for it. `told_at` decides once it is set: deliveries are not kept for ever.
+    """
+    if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
+        return True, False
+    told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
+    return told.delivered_at is not None, told.has_failed
 
 
 def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:

@@ -242,9 +242,7 @@ def may_be_confirmed(rotation: Rotation) -> bool:
         used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken
-    # Nobody can have in use what nobody was given.
-    is_given = rotation.credential.delivery != Delivery.WRAPPED or rotation.collected_at is not None
-    return by_word and is_given and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
+    return by_word and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
 
 
 def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
@@ -366,8 +364,6 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     key = rotation.replacement
     if not isinstance(operator, Operator) or not may_collect(rotation, operator.person):
         raise StateConflictError("Only whoever asked for the rotation collects its key.")
-    if rotation.credential.delivery == Delivery.WRAPPED:
-        raise StateConflictError("The key is handed over inside a wrapping token, and never as itself.")
     if rotation.credential.delivery == Delivery.SEALED:
         raise StateConflictError(
             "A sealed credential's key is never shown to a person: read the replacement from the secret backend."

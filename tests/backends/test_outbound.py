@@ -259,6 +259,19 @@ def test_post_to_a_server_that_takes_its_time_is_given_up(
         send(to(port), within_seconds=_SOON)
 
 
+def test_post_to_a_server_that_reads_nothing_is_given_up() -> None:
+    """The limit counts for what is sent, too: a body that fits into no buffer does not keep a worker."""
+    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="too long"):
+        post(
+            to(port),
+            {},
+            bytes(50_000_000),
+            own_networks=LOOPBACK,
+            resolve=Resolver(["127.0.0.1"]),
+            within_seconds=_SOON,
+        )
+
+
 def test_post_to_a_server_that_never_ends_the_handshake_is_given_up(authority: Authority) -> None:
     with raw_server(_hangs) as port, pytest.raises(OutboundError, match="too long"):
         send(to(port, scheme="https"), within_seconds=_SOON, trust=authority.trust())

@@ -20,7 +20,6 @@ REVEALS: dict[str, str] = {
     "keyvault/domain/digests.py": "hashes it",
     "keyvault/domain/recipients.py": "seals it to the recipient's public key",
     "keyvault/domain/sealing.py": "seals it",
-    "keyvault/management/answers.py": "prints a wrapping token, which was asked for with --reveal",
     "keyvault/management/commands/add_webhook.py": "prints a new signing secret, asked for with --reveal",
     "keyvault/management/commands/create_service_token.py": "prints a new token, asked for with --reveal",
     "keyvault/management/commands/issue_key.py": "prints a new key, asked for with --reveal",

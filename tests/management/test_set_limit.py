@@ -125,7 +125,6 @@ def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         "idempotency_key": False,
         "limit": {"count": 5, "seconds": 60},
         "on_limiter_loss": "local_share",
-        "on_data_loss": "refuse",
         "built_in": False,
         "summary": "",
     }

@@ -58,7 +58,7 @@ def test_vault_doctor_of_a_good_installation_finds_nothing(vault_service: Instal
     report = doctor()
     assert report["findings"] == []
     assert {"server", "pepper sandbox", "pepper production", "pepper service"} <= set(report["checked"])
-    assert len(report["checked"]) == 1 + 23 + 3
+    assert len(report["checked"]) == 1 + 21 + 3
     assert doctor() == report  # It ends its own tokens and nothing else.
 
 
@@ -278,8 +278,8 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
         "This host's address is not one",
     ),
     "policy missing": (
-        lambda made, p: made.admin.delete(f"sys/policies/acl/{p}-courier-production"),
-        "P-courier-production",
+        lambda made, p: made.admin.delete(f"sys/policies/acl/{p}-retirer-production"),
+        "P-retirer-production",
         "its policy is missing or not ours",
     ),
     "policy narrowed": (_narrower, "P-issuer-sandbox", "It may not create at P-keys-sandbox/data/0/probe."),

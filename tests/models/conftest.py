@@ -25,7 +25,6 @@ from keyvault.models import (
     Refusal,
     ServiceToken,
     WebhookEndpoint,
-    WrappedHandover,
 )
 from keyvault.models import Operator as OperatorRow
 from keyvault.models.usage import Outcome
@@ -112,7 +111,6 @@ def world(db: None) -> World:
     with recorded(allowed, Permission.ROTATIONS_APPROVE, "test.noted", account=production):
         note_evidence(scheduled, EvidenceKind.ACCEPTED, {}, now())
         note_break_glass(allowed, event="x", subject="y", requester_person=tam.person, why="z")
-    _hand_over(key)
     sign_due(now())
     log = UsageLog()
     log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=Outcome.ALLOWED)
@@ -182,20 +180,6 @@ def _campaign(tam: principals.Operator, approver: principals.Operator, place: Ac
             created_at=now(),
         ).save()
     return made[0]
-
-
-def _hand_over(key: Key) -> None:
-    """A wrapping token that is out."""
-    place = key.credential.account
-    with recorded(grant(HOST, Permission.MERCHANTS_WRITE, place), Permission.MERCHANTS_WRITE, "test", account=place):
-        WrappedHandover(
-            subject="req_0",
-            key=key,
-            accessor="accessor",
-            creation_path="keys/data/1/crd",
-            created_at=now(),
-            expires_at=now() + timedelta(minutes=5),
-        ).save()
 
 
 def _connect(place: Account, mode: str) -> None:

@@ -106,15 +106,6 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     *(("endpoint_limit_whole", "keyvault_catalogendpoint", limit) for limit in HALF_OR_OUTSIDE),
     *(("limit_whole", "keyvault_limitoverride", limit) for limit in HALF_OR_OUTSIDE),
     ("limit_environment", "keyvault_limitoverride", {"environment": "staging"}),
-    ("handover_expires_later", "keyvault_wrappedhandover", {"expires_at": LONG_AGO}),
-    *(
-        ("handover_ends_once", "keyvault_wrappedhandover", dict.fromkeys(both, LONG_AGO))
-        for both in (
-            ("confirmed_at", "revoked_at"),
-            ("confirmed_at", "suspected_at"),
-            ("revoked_at", "suspected_at"),
-        )
-    ),
     ("refusal_environment", "keyvault_refusal", {"environment": "staging"}),
 ]
 """A constraint, a table, and what no row of it may say. The first row is one that says it otherwise."""
@@ -134,14 +125,12 @@ ONCE: dict[str, str] = {
     "limit_of_endpoint_unique": "keyvault_limitoverride",
     "idempotent_request_once": "keyvault_idempotentrequest",
     "webhook_delivery_once": "keyvault_webhookdelivery",
-    "handover_one_open": "keyvault_wrappedhandover",
     "confirmation_unique": "keyvault_confirmation",
 }
 """A uniqueness rule, and the table of which no row may stand twice."""
 
 AGAIN: dict[str, Row] = {
     "limit_of_endpoint_unique": {"account_id": None},
-    "handover_one_open": {"accessor": "another"},
 }
 """How the second row differs from the first one, where an equal one would meet another rule."""
 

@@ -41,7 +41,6 @@ from .attacks import (
     update,
 )
 from .conftest import World, fresh_id
-from .test_handover_triggers import ATTACKS as HANDOVER_ATTACKS
 from .test_pepper_triggers import ATTACKS as PEPPER_ATTACKS
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -403,7 +402,6 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "breakglass_no_delete": lambda _: delete("keyvault_breakglass"),
     "breakglass_no_replace": lambda _: _replace("keyvault_breakglass", {"why": "nothing"}),
     **PEPPER_ATTACKS,
-    **HANDOVER_ATTACKS,
 }
 
 
@@ -441,9 +439,9 @@ def test_triggers_act_of_an_earlier_release_is_given_its_requester_once(world: W
 
 
 def test_credential_keeps_its_delivery(world: World) -> None:
-    """The place in the secret backend depends on it: its keys' copies would be lost there."""
+    """The delivery is part of what was approved: a sealed credential's keys are never shown to a person."""
     with refused("a credential never changes its account, its kind or its delivery"):
-        update("keyvault_credential", {"delivery": "wrapped"}, credential_id=world.key.credential_id)
+        update("keyvault_credential", {"delivery": "show_once"}, credential_id=world.key.credential_id)
 
 
 def test_triggers_every_rule_is_attacked_here() -> None:
@@ -522,7 +520,6 @@ _PARTIAL: dict[str, set[tuple[str, ...]]] = {
     "rotation_rotation": {("credential_id",)},
     "keyvault_limitoverride": {("environment", "endpoint")},
     "keyvault_providerconnection": {("account_id", "provider")},
-    "keyvault_wrappedhandover": {("subject",)},
 }
 """Unique among some of the rows only: a rule of its own sees to each."""
 

@@ -6,7 +6,8 @@ from keyvault.models import Verifier
 from keyvault.services.keys import last_sequence
 from keyvault.services.usage import UsageLog
 from rotation.events import RotationState as S
-from rotation.services import acceptance, engine
+from rotation.services import engine
+from rotation.services.facts import list_unconfirmed
 from rotation.services.reports import describe
 from tests.rotation.scene import Clock
 from tests.verifiers import confirm, fall_silent, make_verifier
@@ -24,7 +25,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
-    assert acceptance.list_unconfirmed(key) == []
+    assert list_unconfirmed(key) == []
 
 
 def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clock: Clock) -> None:
@@ -34,7 +35,7 @@ def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clo
     confirm(behind, last_sequence(key) - 1)
     confirm(level, last_sequence(key))
     fall_silent(silent)
-    assert acceptance.list_unconfirmed(key) == ["verifier-1"]
+    assert list_unconfirmed(key) == ["verifier-1"]
 
 
 def test_staged_rotation_is_published_once_its_verifier_has_confirmed(

@@ -11,6 +11,7 @@ from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
+from keyvault.services import receipts
 from keyvault.services.authorization import authorize
 from keyvault.services.keys import get_key, suspend_key
 from keyvault.services.usage import UsageLog
@@ -18,7 +19,7 @@ from rotation.events import OPEN
 from rotation.events import RotationState as S
 from rotation.models import Rotation
 from rotation.policy import Proof
-from rotation.services import acceptance, engine
+from rotation.services import engine
 from rotation.services.interventions import abort_rotation
 from rotation.services.planning import Wish
 from rotation.services.reports import get_rotation
@@ -76,7 +77,7 @@ def _emergency(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
 
 
 def _staged(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
-    patch.setattr(acceptance, "list_unconfirmed", lambda key: ["verifier-1"])
+    patch.setattr(receipts, "list_unconfirmed", lambda sequence: ["verifier-1"])
     patch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     return advance(begun(clock), clock)
 

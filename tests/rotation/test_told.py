@@ -9,12 +9,13 @@ from keyvault.access.roles import Role
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import AuditEntry, Notice
+from keyvault.services import receipts
 from keyvault.services.authorization import authorize
 from keyvault.services.lookup import prove_service_token
 from keyvault.services.usage import UsageLog
 from rotation.events import RotationState as S
 from rotation.models import Rotation
-from rotation.services import acceptance, engine
+from rotation.services import engine
 from rotation.services.interventions import collect_replacement, confirm_rotation
 from rotation.services.planning import Wish
 from rotation.services.reports import describe, get_rotation
@@ -44,7 +45,7 @@ def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
         seen.append((rotation.state, rotation.delivered_at))
         caching.clear()
 
-    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key: caching)
+    monkeypatch.setattr(receipts, "list_unconfirmed", lambda sequence: caching)
     monkeypatch.setattr(engine, "pause", pause)
     rotation = advance(begun(clock), clock)
     assert seen == [(S.STAGED, None)]
@@ -56,7 +57,7 @@ def test_staged_rotation_that_a_verifier_never_confirms_says_so_and_delivers_not
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caching = ["verifier-1"]
-    monkeypatch.setattr(acceptance, "list_unconfirmed", lambda key: caching)
+    monkeypatch.setattr(receipts, "list_unconfirmed", lambda sequence: caching)
     monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
     rotation = advance(begun(clock), clock)
     assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)

@@ -638,16 +638,7 @@ ACTS: dict[str, Act] = {
 }
 """Every public service that takes a grant."""
 
-_WRAPS = "takes a Vault: test_handovers.py holds it to the same"
-
 INSIDE_ANOTHER = {
-    **dict.fromkeys(("handovers.hand_over_wrapped", "handovers.prepare_handover", "handovers.record_handover"), _WRAPS),
-    **dict.fromkeys(("handovers.confirm_handover", "handovers.suspect_handover"), _WRAPS),
-    **dict.fromkeys(("wrapping.note_wrapped", "wrapping.close_dead"), _WRAPS),
-    "wrapping.confirm": "inside the block of the collection",
-    "wrapping.note_used": "inside the block of the collection",
-    "wrapping.suspect": "inside the block of what found it out",
-    "wrapping.take_back": "inside the block of what found it out",
     "collection.read_handover": "reads and seals, writes nothing",
     "recording.recorded": "the block itself",
     "four_eyes.approving_operator": "decides, writes nothing",

@@ -7,14 +7,13 @@ from rest_framework.response import Response
 
 from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.permissions import Permission
-from keyvault.access.principals import Service
 from keyvault.access.rules import Target, operation
 from keyvault.api.bodies import CollectedBody, IssuanceRequestBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
-from keyvault.api.serializers import CollectRequest, CredentialRequest, HandoverRequest
+from keyvault.api.serializers import CollectRequest, CredentialRequest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.issuance import Delivery
@@ -22,10 +21,8 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
 from keyvault.services.collection import Handover, is_asked_by, read_handover, record_collection
-from keyvault.services.handovers import confirm_handover, prepare_handover, record_handover, suspect_handover
 from keyvault.services.idempotency import Answer, Effect
 from keyvault.services.issuance import describe_request, get_request, request_issuance
-from keyvault.services.leases import release
 from keyvault.services.merchants import find_account
 
 _REQUEST_ID = in_path("request_id", "^req_[0-9A-Za-z]{20}$")
@@ -104,9 +101,8 @@ class CollectionView(ServiceView):
 
         def prepare() -> Effect:
             CollectRequest(data=request.data).is_valid(raise_exception=True)
-            return _wrapping(grant, found) if is_wrapped else _collecting(grant, found)
+            return _collecting(grant, found)
 
-        is_wrapped = found.delivery == Delivery.WRAPPED
         return answer_once(
             request,
             holder=self.service.lineage,
@@ -114,43 +110,7 @@ class CollectionView(ServiceView):
             environment=Environment(found.account.environment),
             prepare=prepare,
             now=self.now,
-            claims_first=is_wrapped,
         )
-
-
-class ConfirmationView(ServiceView):
-    permission = Permission.ISSUANCE_COLLECT
-
-    @documented(
-        "issuance_requests_confirm",
-        summary="The receiver has opened the wrapping token and has the key.",
-        takes=HandoverRequest,
-        answers={200: IssuanceRequestBody},
-        codes=[ErrorCode.STATE_CONFLICT],
-        parameters=[_REQUEST_ID],
-    )
-    def post(self, request: Request, request_id: str) -> Response:
-        found, key_id = _handed_to(self.service, request, request_id)
-        return Response(describe_request(confirm_handover(self.grant_for(found.account), found, key_id)))
-
-
-class SuspicionView(ServiceView):
-    permission = Permission.ISSUANCE_COLLECT
-
-    @documented(
-        "issuance_requests_suspect",
-        summary="The wrapping token does not open: somebody else may have opened it.",
-        description="Where the token is gone indeed an alarm is raised, the key is ended, and another is made under "
-        "the same approval: `approved` until the worker has issued it.",
-        takes=HandoverRequest,
-        answers={200: IssuanceRequestBody},
-        codes=[ErrorCode.STATE_CONFLICT],
-        parameters=[_REQUEST_ID],
-    )
-    def post(self, request: Request, request_id: str) -> Response:
-        found, key_id = _handed_to(self.service, request, request_id)
-        suspect_handover(self.grant_for(found.account), found, key_id)
-        return Response(describe_request(_find(request_id)))
 
 
 def _find(request_id: str) -> IssuanceRequest:
@@ -158,16 +118,6 @@ def _find(request_id: str) -> IssuanceRequest:
     if found is None:
         raise NotFoundError
     return found
-
-
-def _handed_to(service: Service, request: Request, request_id: str) -> tuple[IssuanceRequest, str]:
-    """What this very service asked for, and the key that the body names."""
-    found = _find(request_id)
-    if not is_asked_by(found, service):
-        raise NotFoundError
-    form = HandoverRequest(data=request.data)
-    form.is_valid(raise_exception=True)
-    return found, form.validated_data["key_id"]
 
 
 def _asking(grant: Grant, account: Account, asked: dict[str, Any], name: str) -> Effect:
@@ -195,20 +145,6 @@ def _collecting(grant: Grant, request: IssuanceRequest) -> Effect:
     def effect() -> Answer:
         with record_collection(grant, request):
             return _handed_over(request, handover)
-
-    return effect
-
-
-def _wrapping(grant: Grant, request: IssuanceRequest) -> Effect:
-    prepared = prepare_handover(grant, request)
-
-    def effect() -> Answer:
-        record_handover(grant, prepared)
-        release(prepared.lease)
-        token = prepared.wrapped
-        wrapped = {"token": None, "creation_path": token.creation_path, "expires_at": token.expires_at.isoformat()}
-        body = {**_about(prepared.request, prepared.key), "wrapped": wrapped}
-        return Answer(200, body, "wrapped.token", token.token, prepared.key.key_id)
 
     return effect
 

@@ -5,7 +5,7 @@ replies   what an answer of the server means: our own few errors, with the statu
 breaker   stops asking a server that does not answer
 logins    how a process proves who it is: AppRole, Kubernetes, a token file
 client    one logged-in client of a role: token kept fresh, calls counted
-kv        the `SecretBackend`: versioned secrets (KV version 2), wrapped reads
+kv        the `SecretBackend`: versioned secrets (KV version 2)
 transit   signatures with a key that never leaves the server
 
 and for whoever sets a server up and looks after it:

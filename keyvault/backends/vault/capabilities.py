@@ -20,7 +20,7 @@ from keyvault.backends.vault.layout import (
 )
 
 ROLES_OF_HOST: Final[Mapping[str, frozenset[Role]]] = {
-    "web": frozenset({Role.LOOKUP, Role.ISSUER, Role.READER, Role.COURIER}),
+    "web": frozenset({Role.LOOKUP, Role.ISSUER, Role.READER}),
     "worker": frozenset(Role) - {Role.KEEPER},
     "setup": frozenset({Role.LOOKUP, Role.KEEPER}),
     "all": frozenset(Role),
@@ -33,15 +33,12 @@ _OWN: Final[Mapping[Role, Mapping[str, str]]] = {
     Role.RETIRER: {"delete": "update", "undelete": "update"},
     Role.DESTROYER: {"destroy": "update"},
     Role.OFFBOARDER: {"metadata": "delete"},
-    Role.COURIER: {"data": "read"},
     Role.RECONCILER: {"metadata": "list"},
     Role.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
     Role.KEEPER: {"data": "create update", "destroy": "update"},
     Role.ANCHOR: {"sign": "update"},
 }
-"""By kind of path of the role's own mount; `wanted_capabilities` knows the two exceptions."""
-
-_ACCESSORS: Final = ("auth/token/lookup-accessor", "auth/token/revoke-accessor")
+"""By kind of path of the role's own mount; `wanted_capabilities` knows the exception."""
 
 _KV_KINDS: Final = ("data", "metadata", "delete", "undelete", "destroy")
 
@@ -71,8 +68,6 @@ def wanted_capabilities(layout: Layout, role: Role, scope: str) -> dict[str, fro
                 wanted[path] = frozenset(_OWN[role].get(kind, "").split()) if is_own else nothing
     if role is Role.LOOKUP:
         wanted[f"{layout.mount(Engine.ANCHOR, scope)}/keys/{SIGNING_KEY}"] = frozenset({"read"})
-    if role is Role.COURIER:
-        wanted |= dict.fromkeys(_ACCESSORS, frozenset({"update"}))
     return wanted
 
 
@@ -105,7 +100,7 @@ def _mount_paths(layout: Layout, engine: Engine, scope: str) -> Iterator[tuple[s
 def _server_paths(layout: Layout, role: Role, scope: str) -> Iterator[str]:
     """Where nobody of ours has any business."""
     name = layout.login(role, scope)
-    yield from _ACCESSORS
+    yield from ("auth/token/lookup-accessor", "auth/token/revoke-accessor")
     yield from ("auth/token/create", f"auth/approle/role/{name}", f"auth/approle/role/{name}/secret-id")
     yield from ("sys/audit", f"sys/policies/acl/{name}", "sys/seal")
     yield from (f"sys/mounts/{layout.mount(engine, other)}" for engine in Engine for other in SCOPES)

@@ -95,7 +95,7 @@ class Examination:
             self._find(
                 where,
                 f"The server's clock is {abs(ahead):.0f} s {way} this host's.",
-                "Let both keep time by NTP: tokens, wrapped keys and secret ids end by the server's clock.",
+                "Let both keep time by NTP: tokens and secret ids end by the server's clock.",
             )
         return True
 

@@ -8,9 +8,7 @@ says whose a version is stands in the version.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final
-from urllib.parse import quote
 
 import hvac
 
@@ -24,7 +22,6 @@ from keyvault.backends.base import (
     StoredSecret,
     StoredVersion,
     VersionState,
-    Wrapped,
 )
 from keyvault.backends.vault.breaker import Breaker
 from keyvault.backends.vault.client import Server, VaultClient, open_client
@@ -41,7 +38,7 @@ _OURS: Final = frozenset({_SECRET, "schema"})
 
 @dataclass(slots=True)
 class VaultBackend:
-    """`SecretBackend` and `WrappingBackend`. `login` says how this process logs in as a name of the layout."""
+    """A `SecretBackend`. `login` says how this process logs in as a name of the layout."""
 
     server: Server
     login: Callable[[str], Login]
@@ -59,8 +56,6 @@ class VaultBackend:
         breaker = self._breakers.setdefault(scope, Breaker())
         made = VaultClient(self.server, self.login(name), name, breaker)
         return self._clients.setdefault((role, scope), made)
-
-    # --- SecretBackend --------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -158,48 +153,6 @@ class VaultBackend:
         found = read_health(self.server)
         meters.note_ready(found.ready)
         return found
-
-    # --- WrappingBackend ------------------------------------------------------------------------------------
-
-    def wrap(self, mount: Mount, path: str, version: int, *, seconds: int) -> Wrapped:
-        scope, engine, place = self._place(mount, path)
-        # The server wraps the answer "there is none" as it wraps a secret.
-        if StoredVersion(version, VersionState.LIVE) not in self.versions(mount, path):
-            raise BackendMissingError("No readable secret is stored there.", internal=f"{engine}/{place}@{version}")
-        # The *read* is wrapped: wrapping a write wraps only what the write answers, and `sys/wrapping/wrap` has a
-        # creation path that anybody's token could have. hvac's own read takes no wrapping time.
-        answer = self.client(Role.COURIER, scope).call(
-            lambda client: client.adapter.get(
-                f"/v1/{engine}/data/{quote(place)}", params={"version": version}, wrap_ttl=f"{seconds}s"
-            )
-        )
-        with understanding("wrapping"):
-            info = answer["wrap_info"]
-            return Wrapped(
-                Plaintext(info["token"]),
-                info["accessor"],
-                info["creation_path"],
-                datetime.now(UTC) + timedelta(seconds=int(info["ttl"])),
-            )
-
-    def is_unopened(self, mount: Mount, accessor: str) -> bool:
-        scope, _, _ = self.layout.place(mount, mount.value)
-        try:
-            answer = self.client(Role.COURIER, scope).call(lambda client: client.auth.token.lookup_accessor(accessor))
-        except BackendMissingError:
-            return False
-        with understanding("wrapping token"):
-            # A token that was opened is there for a moment yet, with -1 uses left.
-            return int(answer["data"]["num_uses"]) > 0
-
-    def revoke_wrapping(self, mount: Mount, accessor: str) -> bool:
-        scope, _, _ = self.layout.place(mount, mount.value)
-        try:
-            answer = self.client(Role.COURIER, scope).call(lambda client: client.auth.token.revoke_accessor(accessor))
-        except BackendMissingError:
-            return False
-        # 204 when it was revoked; 200 and a warning, "No token found with this accessor", when there was none.
-        return not isinstance(answer, dict)
 
     def _place(self, mount: Mount, path: str) -> tuple[str, str, str]:
         """Scope, mount and path. Raises BackendInvalidError for a path that would lead somewhere else."""

@@ -35,7 +35,6 @@ class Role(StrEnum):
     RETIRER = "retirer"
     DESTROYER = "destroyer"
     OFFBOARDER = "offboarder"
-    COURIER = "courier"
     RECONCILER = "reconciler"
     LOOKUP = "lookup"
     KEEPER = "keeper"
@@ -48,7 +47,6 @@ ENGINE_OF: dict[Role, Engine] = {
     Role.RETIRER: Engine.KEYS,
     Role.DESTROYER: Engine.KEYS,
     Role.OFFBOARDER: Engine.KEYS,
-    Role.COURIER: Engine.KEYS,
     Role.RECONCILER: Engine.KEYS,
     Role.LOOKUP: Engine.PEPPERS,
     Role.KEEPER: Engine.PEPPERS,

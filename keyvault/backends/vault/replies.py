@@ -29,9 +29,6 @@ _LONGEST_TEXT: Final = 200
 _LEAST_SECRET: Final = 6
 """Characters: nothing shorter is a secret, and "1" is in many a sentence."""
 _CONFLICT: Final = "check-and-set parameter did not match"
-_NO_SUCH_ACCESSOR: Final = re.compile(r"(?P<any>invalid accessor)|token not found")
-"""The second, with a 400, of a token that was used up and is about to be gone."""
-
 _NO_SUCH_LOGIN: Final = re.compile(r"invalid (role|secret)[ _]?id|invalid role or secret|role.*not found", re.I)
 _RETRY_AFTER: Final = re.compile(r"[0-9]{1,6}")
 
@@ -114,10 +111,6 @@ def read_failure(method: str, url: str, response: requests.Response) -> BackendE
     """The error that a status of 400 or more means."""
     status, said = response.status_code, _errors(response)
     told = f"{method.upper()} {_path(url)}: {status} {said}"[:_LONGEST_TEXT].strip()
-    unknown = _NO_SUCH_ACCESSOR.search(said)
-    if unknown and (status == 400 or (status == 403 and unknown["any"])):
-        # Vault's 403 would be taken for a refusal of our own token.
-        return BackendMissingError("No such token is alive.", internal=told, status=status)
     if status == 400:
         if _CONFLICT in said:
             return BackendConflictError("The secret was written by somebody else meanwhile.", internal=told, status=400)

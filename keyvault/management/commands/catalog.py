@@ -5,7 +5,7 @@ from typing import Any
 
 from django.conf import settings
 
-from keyvault.access.catalog import ON_DATA_LOSS, Endpoint
+from keyvault.access.catalog import Endpoint
 from keyvault.access.limits import Limit
 from keyvault.access.panel import limit_words
 from keyvault.management.answers import AnsweringCommand
@@ -47,7 +47,6 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
         "idempotency_key": endpoint.idempotent_by_key,
         "limit": None if endpoint.limit is None else {"count": endpoint.limit.count, "seconds": endpoint.limit.seconds},
         "on_limiter_loss": endpoint.on_limiter_loss,
-        "on_data_loss": ON_DATA_LOSS,
         "built_in": endpoint.is_built_in,
         "summary": endpoint.summary,
     }

@@ -10,9 +10,8 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.answers import AnsweringCommand, wrapped_as_json
+from keyvault.management.answers import AnsweringCommand
 from keyvault.services import issuance
-from keyvault.services.handovers import hand_over_wrapped
 from keyvault.services.merchants import find_account
 from keyvault.services.upkeep import issue_one
 
@@ -64,11 +63,7 @@ class Command(AnsweringCommand):
         }
         if options["reveal"]:
             grant = self.grant(requester, Permission.ISSUANCE_COLLECT, account)
-            if issued.delivery == Delivery.WRAPPED:
-                answer["wrapped"] = wrapped_as_json(hand_over_wrapped(grant, issued))
-                self.tell_of_wrapping(f"--request {issued.request_id}")
-            else:
-                answer["key"] = issuance.collect_key(grant, issued).reveal()
+            answer["key"] = issuance.collect_key(grant, issued).reveal()
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:

@@ -95,12 +95,11 @@ class _Token:
     lives_until: float = FOREVER
     wrapped: dict[str, Any] | None = None
     creation_path: str = ""
-    uses: int = 1
 
 
 @dataclass
 class FakeVault:
-    """`calls` is what arrived. `is_lazy`: a token that was opened is about to be gone, for as long as that is set."""
+    """`calls` is what arrived."""
 
     address: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -108,7 +107,6 @@ class FakeVault:
     lease_seconds: int = 3600
     greatest_seconds: float = FOREVER
     is_renewable: bool = True
-    is_lazy: bool = False
     service_accounts: dict[str, str] = field(default_factory=dict)
     _offset: float = 0.0
     _faults: list[tuple[Callable[[Call], bool], Fault, int]] = field(default_factory=list)
@@ -145,7 +143,10 @@ class FakeVault:
 
     def wrap(self, data: dict[str, Any], creation_path: str, seconds: int = 60) -> str:
         """A wrapping token."""
-        return str(self._wrap(data, creation_path, seconds)["token"])
+        text = f"s.{secrets.token_hex(12)}"
+        ends_at = self._now() + seconds
+        self._tokens[text] = _Token(secrets.token_hex(12), ends_at, wrapped=data, creation_path=creation_path)
+        return text
 
     def revoke_all(self) -> None:
         """Every token."""
@@ -194,11 +195,9 @@ class FakeVault:
             return 200, {"data": {"creation_path": token.creation_path}}
         if call.path == "sys/wrapping/unwrap":
             token = self._alive(call.token)
-            if token is None or token.wrapped is None or token.uses < 1:
+            if token is None or token.wrapped is None:
                 return _errors(400, "wrapping token is not valid or does not exist")
-            token.uses = -1
-            if not self.is_lazy:
-                del self._tokens[call.token]
+            del self._tokens[call.token]
             return 200, token.wrapped
         return None
 
@@ -214,12 +213,7 @@ class FakeVault:
             return self._transit(call, kind)
         if "-keys-" not in mount and "-peppers-" not in mount:
             return _errors(404, f'no handler for route "{call.path}". route entry not found.')
-        status, body = self._kv(call, f"{mount}/", kind, f"{mount}/{place}")
-        wrap = call.headers.get("x-vault-wrap-ttl")
-        if wrap and body and "data" in body:
-            # As the real one does: "there is none any more" is wrapped, too.
-            return 200, {"data": None, "wrap_info": self._wrap(body, call.path, int(wrap.rstrip("s")))}
-        return status, body
+        return self._kv(call, f"{mount}/", kind, f"{mount}/{place}")
 
     def _token(self, call: Call, own: _Token) -> Answer:
         act = call.path.removeprefix("auth/token/")
@@ -235,18 +229,7 @@ class FakeVault:
         if act == "revoke-self":
             del self._tokens[call.token]
             return 204, None
-        found = next((text for text in self._tokens if self._tokens[text].accessor == call.body["accessor"]), "")
-        token = self._alive(found)
-        if act == "lookup-accessor":
-            if token is None:
-                return _errors(400, "1 error occurred:\n\t* invalid accessor\n\n")
-            return 200, {"data": {"accessor": token.accessor, "num_uses": token.uses}}
-        if token is not None and token.uses < 1:
-            return _errors(400, "token not found")
-        if token is None:
-            return 200, {"data": None, "warnings": ["No token found with this accessor"]}
-        del self._tokens[found]
-        return 204, None
+        return _errors(404)
 
     def _transit(self, call: Call, kind: str) -> Answer:
         if kind == "sign":
@@ -310,11 +293,6 @@ class FakeVault:
             secrets.token_hex(12), ends_at, self.is_renewable, self.lease_seconds, lives_until=lives_until
         )
         return {"client_token": text, "lease_duration": self.lease_seconds, "renewable": self.is_renewable}
-
-    def _wrap(self, body: dict[str, Any], creation_path: str, seconds: int) -> dict[str, Any]:
-        text, accessor = f"s.{secrets.token_hex(12)}", secrets.token_hex(12)
-        self._tokens[text] = _Token(accessor, self._now() + seconds, wrapped=body, creation_path=creation_path)
-        return {"token": text, "accessor": accessor, "ttl": seconds, "creation_path": creation_path}
 
     def _alive(self, text: str) -> _Token | None:
         token = self._tokens.get(text)

@@ -1,4 +1,4 @@
-"""What a Vault adds to the contract: wrapped reads, strangers' payloads, signatures; on the fake and on the real."""
+"""What a Vault adds to the contract: strangers' payloads, signatures; on the fake and on the real."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from keyvault.backends.base import (
     BackendDeniedError,
-    BackendInvalidError,
-    BackendMissingError,
     BackendUnavailableError,
     Mount,
-    Wrapped,
 )
 from keyvault.backends.vault import transit
-from keyvault.backends.vault.client import open_client
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import SIGNING_KEY, Engine, Role
 from keyvault.domain.plaintext import Plaintext
@@ -35,110 +31,6 @@ def filled(backend: VaultBackend, path: str = PATH) -> VaultBackend:
     for after, text in enumerate(("one", "two", "three")):
         backend.put(BOX, path, Plaintext(text), {"key_id": f"k{after}"}, expected_version=after)
     return backend
-
-
-def opened(backend: VaultBackend, wrapped: Wrapped) -> Any:
-    """What whoever has the token, and nothing else, finds in it."""
-    client = open_client(backend.server, wrapped.token)
-    return client.adapter.post("/v1/sys/wrapping/unwrap")["data"]["data"]
-
-
-# --- wrapped reads ----------------------------------------------------------------------------------------
-
-
-@BOTH
-@pytest.mark.parametrize("path", [PATH, "1/a b", "1/ä%41"])
-def test_wrap_gives_a_token_that_opens_once(backend: VaultBackend, path: str) -> None:
-    """Who finds it opened knows that somebody else has the key."""
-    wrapped = filled(backend, path).wrap(BOX, path, 2, seconds=60)
-    assert wrapped.creation_path == f"{backend.layout.mount(Engine.KEYS, 'sandbox')}/data/{path}"
-    assert backend.is_unopened(BOX, wrapped.accessor)
-    assert opened(backend, wrapped) == {"secret": "two", "schema": "1", "key_id": "k1"}
-    assert not backend.is_unopened(BOX, wrapped.accessor)
-    with pytest.raises(BackendInvalidError) as raised:
-        opened(backend, wrapped)
-    assert raised.value.status == 400
-    assert wrapped.token.reveal() not in f"{wrapped!r} {raised.value.internal}"
-
-
-@BOTH
-def test_wrap_revoked_is_opened_by_nobody(backend: VaultBackend) -> None:
-    wrapped = filled(backend).wrap(BOX, PATH, 3, seconds=60)
-    assert backend.revoke_wrapping(BOX, wrapped.accessor)
-    with pytest.raises(BackendInvalidError):
-        opened(backend, wrapped)
-    assert not backend.is_unopened(BOX, wrapped.accessor)
-
-
-@BOTH
-def test_wrap_revoked_says_whether_it_was_unopened_until_then(backend: VaultBackend) -> None:
-    """The revocation is the test: nobody opens the token between a look and the revocation."""
-    wrapped = filled(backend).wrap(BOX, PATH, 3, seconds=60)
-    assert [backend.revoke_wrapping(BOX, wrapped.accessor) for _ in range(2)] == [True, False]
-    other = backend.wrap(BOX, PATH, 3, seconds=60)
-    opened(backend, other)
-    assert not backend.revoke_wrapping(BOX, other.accessor)
-
-
-@BOTH
-@pytest.mark.parametrize("version", [0, -1, 1, 2, 4])
-def test_wrap_of_what_is_not_readable_is_missing(backend: VaultBackend, version: int) -> None:
-    """The server would hand out a token that opens to nothing."""
-    filled(backend).soft_delete(BOX, PATH, 1)
-    backend.destroy(BOX, PATH, 2)
-    with pytest.raises(BackendMissingError):
-        backend.wrap(BOX, PATH, version, seconds=60)
-    with pytest.raises(BackendMissingError):
-        backend.wrap(BOX, "1/nowhere", version, seconds=60)
-
-
-def test_wrap_opened_a_moment_ago_is_not_taken_for_unopened(store: VaultBackend, fake: FakeVault) -> None:
-    """The real server takes its time to clear a used token away (seen), and nobody may be misled meanwhile."""
-    fake.is_lazy = True
-    wrapped = filled(store).wrap(BOX, PATH, 3, seconds=60)
-    opened(store, wrapped)
-    assert wrapped.token.reveal() in fake._tokens
-    assert not store.is_unopened(BOX, wrapped.accessor)
-    assert not store.revoke_wrapping(BOX, wrapped.accessor)
-
-
-def test_wrap_opened_on_the_real_server_is_never_taken_for_unopened(shared_vault: InstalledVault) -> None:
-    """Asked at once, and often, since it depends on what the server is just doing."""
-    store = shared_vault.again()
-    path = "1/crd_often"
-    store.put(BOX, path, Plaintext("one"), {}, expected_version=0)
-    for number in range(40):
-        wrapped = store.wrap(BOX, path, 1, seconds=60)
-        opened(store, wrapped)
-        if number % 2:
-            assert not store.is_unopened(BOX, wrapped.accessor)
-        assert not store.revoke_wrapping(BOX, wrapped.accessor)
-
-
-def test_wrap_expired_is_not_unopened(store: VaultBackend, fake: FakeVault) -> None:
-    wrapped = filled(store).wrap(BOX, PATH, 3, seconds=60)
-    fake.later(61)
-    assert not store.is_unopened(BOX, wrapped.accessor)
-    assert not store.revoke_wrapping(BOX, wrapped.accessor)
-
-
-@BOTH
-def test_wrap_gone_costs_no_login(backend: VaultBackend) -> None:
-    """The answer "no such token" is about the wrapped one, not about ours."""
-    wrapped = filled(backend).wrap(BOX, PATH, 3, seconds=60)
-    opened(backend, wrapped)
-    held = backend.client(Role.COURIER, "sandbox")._held
-    for _ in range(3):
-        backend.is_unopened(BOX, wrapped.accessor)
-        backend.revoke_wrapping(BOX, wrapped.accessor)
-    assert backend.client(Role.COURIER, "sandbox")._held is held
-
-
-def test_wrap_without_wrapping_information_is_unavailable(store: VaultBackend, fake: FakeVault) -> None:
-    filled(store)
-    fake.fail(Fault(200, b'{"data": {"data": {"secret": "one"}}}'), "/data/")
-    with pytest.raises(BackendUnavailableError):
-        store.wrap(BOX, PATH, 1, seconds=60)
 
 
 # --- strangers --------------------------------------------------------------------------------------------
@@ -199,7 +91,6 @@ def test_each_kind_of_call_has_a_login_of_its_own(store: VaultBackend, fake: Fak
         "retirer-sandbox": lambda: store.soft_delete(BOX, PATH, 1),
         "destroyer-sandbox": lambda: store.destroy(BOX, PATH, 2),
         "offboarder-sandbox": lambda: store.forget(BOX, "1/other"),
-        "courier-sandbox": lambda: store.is_unopened(BOX, "a"),
         "reconciler-sandbox": lambda: list(store.list_paths(BOX)),
         "lookup-service": lambda: (
             store.read(Mount.PEPPERS, "service"),

@@ -25,8 +25,6 @@ KEYS: dict[str, Act] = {
     "create": lambda client, mount: _put(client, mount, "1/new", 0),
     "replace": lambda client, mount: _put(client, mount, "1/replaced", 1),
     "read": lambda client, mount: client.read(f"{mount}/data/1/kept"),
-    "read wrapped": lambda client, mount: client.read(f"{mount}/data/1/kept", wrap_ttl="60s"),
-    "read wrapped for a day": lambda client, mount: client.read(f"{mount}/data/1/kept", wrap_ttl="24h"),
     "see versions": lambda client, mount: client.read(f"{mount}/metadata/1/kept"),
     "configure path": lambda client, mount: client.write_data(f"{mount}/metadata/1/kept", data={"max_versions": 1}),
     "list": lambda client, mount: client.list(f"{mount}/metadata/1"),
@@ -73,11 +71,10 @@ ACTS = {Engine.KEYS: KEYS, Engine.PEPPERS: PEPPERS, Engine.ANCHOR: ANCHOR}
 
 ALLOWED: dict[Role, set[str]] = {
     Role.ISSUER: {"create", "replace"},
-    Role.READER: {"read", "read wrapped", "read wrapped for a day", "see versions", "see configuration"},
+    Role.READER: {"read", "see versions", "see configuration"},
     Role.RETIRER: {"delete", "undelete"},
     Role.DESTROYER: {"destroy"},
     Role.OFFBOARDER: {"forget"},
-    Role.COURIER: {"read wrapped"},
     Role.RECONCILER: {"list"},
     Role.LOOKUP: {"read", "see versions", "see configuration"},
     Role.KEEPER: {"replace", "destroy"},

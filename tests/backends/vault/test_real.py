@@ -77,9 +77,8 @@ def test_server_s_audit_log_and_storage_hold_no_secret(on_disk: InstalledVault, 
     """Whoever reads its disk finds that we were there, and neither what was stored nor with what we came."""
     put(on_disk, 0)
     on_disk.backend.read(BOX, PATH)
-    wrapped = on_disk.backend.wrap(BOX, PATH, 1, seconds=60)
     held = [client._held for client in on_disk.backend._clients.values()]
-    planted = [SECRET, wrapped.token.reveal(), *[each.token.text.reveal() for each in held if each is not None]]
+    planted = [SECRET, *[each.token.text.reveal() for each in held if each is not None]]
     planted += [path.read_text() for path in on_disk.logins.glob("*.secret_id")]
     written = vault_on_disk.audit_log.read_text()
     assert f"{on_disk.layout.prefix}-keys-sandbox/data/{PATH}" in written
