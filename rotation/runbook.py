@@ -86,8 +86,6 @@ PRIVATE = Group("Private key", lambda case: case.kind is KeyKind.PRIVATE)
 BACKEND = Group("Secret backend", _delivered_by(Delivery.SECRET_BACKEND))
 SHOWN_ONCE = Group("Shown once", _delivered_by(Delivery.SHOW_ONCE))
 SEALED = Group("Sealed", _delivered_by(Delivery.SEALED))
-WRAPPED = Group("Wrapped", _delivered_by(Delivery.WRAPPED))
-COLLECTED = Group("Shown once or wrapped", _delivered_by(Delivery.SHOW_ONCE, Delivery.WRAPPED))
 OLD_KEY_GOOD = Group("Old key still good", lambda case: case.has_old_key)
 OLD_KEY_ENDED = Group("Old key ended", lambda case: not case.has_old_key)
 
@@ -135,7 +133,6 @@ _WHERE_IT_IS = (
         "The replacement is sealed to the recipient's key: the rotation's handover in the API holds it, and so does "
         "the message to the merchant's webhook endpoint.",
     ),
-    Only(WRAPPED, "The replacement leaves inside a wrapping token, given to whoever collects it for the merchant."),
     Only(PUBLIC, "The replacement has its own page, where it is shown as often as anybody needs it."),
 )
 
@@ -394,7 +391,7 @@ WAITS = (
         ("traffic on the replacement", "the merchant to acknowledge"),
         "The replacement is not proved in use. Nothing is taken away before it is.",
         (
-            Only(COLLECTED, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(SHOWN_ONCE, _SEE_THAT_IT_WAS_COLLECTED),
             Only(SEALED, "Have the merchant open it with the private key that the recipient's key belongs to."),
             "Tell the merchant to switch. They are reminded at 25, 50 and 75 percent of the time to the deadline.",
             "Both keys verify. Extend the deadline before it passes, if they need longer.",
@@ -408,7 +405,7 @@ WAITS = (
         ("an operator to confirm",),
         "No traffic can prove this one.",
         (
-            Only(COLLECTED, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(SHOWN_ONCE, _SEE_THAT_IT_WAS_COLLECTED),
             Only(
                 PUBLIC, "Ask the merchant whether the replacement is in use, that is shipped in their pages and apps."
             ),

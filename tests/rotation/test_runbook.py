@@ -120,13 +120,13 @@ def untrue_words(case: Case) -> Iterator[str]:
     if not is_read_there:
         yield from ("waits in the secret backend", "lies in the secret backend")
     if case.kind is KeyKind.PUBLIC:
-        yield from ("shown once", "wrapping token", "sealed to", "waits for silence", "reinstate")
+        yield from ("shown once", "sealed to", "waits for silence", "reinstate")
     else:
         yield from ("own page, where it is shown as often", "shipped in their pages and apps")
-        yield from {"shown once", "wrapping token", "sealed to"} - {_OWN_WORDS.get(case.delivery, "")}
+        yield from {"shown once", "sealed to"} - {_OWN_WORDS.get(case.delivery, "")}
 
 
-_OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.WRAPPED: "wrapping token", Delivery.SEALED: "sealed to"}
+_OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.SEALED: "sealed to"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -162,7 +162,6 @@ _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_T
         (Delivery.SECRET_BACKEND, "waits in the secret backend"),
         (Delivery.SHOW_ONCE, "shown once"),
         (Delivery.SEALED, "sealed to"),
-        (Delivery.WRAPPED, "wrapping token"),
     ],
 )
 def test_runbook_of_a_replacement_that_is_not_taken_up_says_where_it_is(delivery: Delivery, words: str) -> None:
