@@ -1,0 +1,43 @@
+"""The pages name the command that starts the server and the bounds that it has."""
+
+import re
+from pathlib import Path
+
+from django.conf import settings
+
+from keyvault.domain.errors import ErrorCode
+from keyvault.management.service import CONNECTIONS, HEADER_READ_MILLISECONDS, SERVER, _programs
+from keyvault.project.bridge import Capacity
+from keyvault.wire.problems import PROBLEM_TYPES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_docs_server_is_started_with_the_options_of_make_run() -> None:
+    """Guarantee: the command for production has every bound that the embedded server has."""
+    (told,) = re.findall(r"^    granian (.+)$", README, re.MULTILINE)
+    (told_again,) = re.findall(r"`granian ([^`]+)`", (ROOT / "deploy" / "README.md").read_text())
+    assert told == told_again
+    (program,) = (program for program in _programs(8000) if program.name == SERVER)
+    run = " ".join(program.command)
+    *options, application = re.split(r" (?=--)| (?=keyvault\.)", told)
+    assert application in run
+    assert [option for option in options if f"{option} " not in run] == []
+    assert {"--backpressure", "--http1-header-read-timeout"} <= {option.split()[0] for option in options}
+
+
+def test_docs_bounds_of_the_server_are_those_in_the_code() -> None:
+    page = (ROOT / "deploy" / "README.md").read_text()
+    table = page.split("## The ordinary server")[1].split("## The dedicated verifier")[0]
+    capacity = Capacity()
+    assert capacity.requests == CONNECTIONS
+    assert re.findall(r"^\|[^|]+\| ([^|]*\d[^|]*) \|", table, re.MULTILINE) == [
+        f"{CONNECTIONS}",
+        f"{HEADER_READ_MILLISECONDS // 1000} s",
+        f"{capacity.requests}",
+        f"{settings.DATA_UPLOAD_MAX_MEMORY_SIZE // 1024} KiB in {capacity.body_seconds:g} s",
+        f"{capacity.threads} threads, {capacity.queue} requests waiting for one",
+        f"{capacity.console_threads} threads, {capacity.console_queue} requests waiting for one",
+    ]
+    assert f"within {capacity.body_seconds:g} seconds" in PROBLEM_TYPES[ErrorCode.REQUEST_TIMEOUT].cause
