@@ -28,7 +28,7 @@ test: ready-to-test ## the suite, on SQLite and on PostgreSQL (ARGS='-k rotate -
 # doors was asked of the same code below them. What is left is what leans on Python itself: the pure rooms, sockets and
 # TLS, processes and signals.
 NEXT_LEAVES_OUT = house doors demo admin api management rotation models services vault_faults \
-    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/test_engine.py hotpath/test_denied_again.py
+    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
 test-next: ## the lowest rooms on SQLite again, on Python 3.13, where that is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
@@ -57,7 +57,7 @@ lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy $(CODE)
 
-# The options keep a machine's own package index and file paths out of the locks (tests/house/test_lock.py).
+# The options keep a machine's own package index and file paths out of the locks (tests/architecture/test_lock.py).
 COMPILE = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --python-version 3.11 \
     --no-emit-index-url --no-emit-find-links
 

@@ -5,19 +5,22 @@ from datetime import UTC, datetime
 
 from celery import shared_task
 
-from keyvault.services import checkpoints, reconciliation, upkeep, webhook_deliveries
+from keyvault.services import maintenance
+from keyvault.services.audit import checkpoints
+from keyvault.services.reconciliation import reconciliation
+from keyvault.services.webhooks import deliveries
 
 _log = logging.getLogger(__name__)
 
 
 @shared_task(name="keyvault.tasks.issue_approved", expires=30)
 def issue_approved() -> None:
-    upkeep.issue_due()
+    maintenance.issue_due()
 
 
 @shared_task(name="keyvault.tasks.deliver_webhooks", expires=30)
 def deliver_webhooks() -> None:
-    webhook_deliveries.deliver_due()
+    deliveries.deliver_due()
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints", expires=60)
@@ -29,9 +32,14 @@ def sign_checkpoints() -> None:
 def run_upkeep() -> None:
     """What ends keys comes first; no step's fault keeps another from its turn. Raises the first fault at the end."""
     faults = []
-    ends = (upkeep.expire_due, upkeep.burn_due, upkeep.mend_journal)
-    copies = (upkeep.destroy_due, upkeep.settle_due, upkeep.settle_connections_due, upkeep.leave_due)
-    for step in (*ends, *copies, upkeep.renew_peppers, upkeep.forget_due):
+    ends = (maintenance.expire_due, maintenance.burn_due, maintenance.mend_journal)
+    copies = (
+        maintenance.destroy_due,
+        maintenance.settle_due,
+        maintenance.settle_connections_due,
+        maintenance.leave_due,
+    )
+    for step in (*ends, *copies, maintenance.renew_peppers, maintenance.forget_due):
         try:
             step()
         except Exception as fault:  # noqa: BLE001  whatever it is, it is told here and raised below
@@ -43,7 +51,7 @@ def run_upkeep() -> None:
 
 @shared_task(name="keyvault.tasks.watch_backend", expires=30)
 def watch_backend() -> None:
-    upkeep.watch_backend()
+    maintenance.watch_backend()
 
 
 @shared_task(name="keyvault.tasks.reconcile_backend", expires=300)

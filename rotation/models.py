@@ -14,9 +14,9 @@ from keyvault.models.keys import Credential, Key
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
 from keyvault.models.tokens import ServiceToken
-from rotation.events import RotationState
-from rotation.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
-from rotation.states import CLOSED
+from rotation.domain.events import RotationState
+from rotation.domain.policy import PLAN_UNREADABLE, Plan, UnreadablePlanError
+from rotation.domain.states import CLOSED
 
 
 def explain_unreadable(error: Exception) -> str:

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 
 from celery import shared_task
 
-from rotation.services.campaign_work import tick
-from rotation.services.engine import advance_all_due
-from rotation.services.scheduled import begin_due
+from rotation.services.campaigns.runner import tick
+from rotation.services.rotations.engine import advance_all_due
+from rotation.services.schedules.starting import begin_due
 
 
 @shared_task(name="rotation.tasks.advance_due", expires=5)

@@ -105,7 +105,9 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def one_installation() -> Iterator[None]:
     """The tests share a keystore, and so every test's database is of the same installation."""
-    with mock.patch("keyvault.services.installation.mint_installation_id", return_value="installation-of-the-tests"):
+    with mock.patch(
+        "keyvault.services.peppers.installation.mint_installation_id", return_value="installation-of-the-tests"
+    ):
         yield
 
 
@@ -261,10 +263,10 @@ def fresh_journal(data_dir: Path) -> None:
 def fresh_limits() -> None:
     """Limits are counted in this process, by account: a rolled back account's id comes again in the next test. So are
     the rules and records that the engine knows, and the budgets that it was made with."""
-    from keyvault.hotpath.loader import load_blocking
-    from keyvault.services.attempts import attempts
-    from keyvault.services.limits import failed_proofs, limiter
-    from keyvault.services.usage import usage_log
+    from keyvault.hotpath.adapters.assembly import load_blocking
+    from keyvault.services.limits.limiter import failed_proofs, limiter
+    from keyvault.services.limits.sign_in_attempts import attempts
+    from keyvault.services.usage.recorder import usage_log
 
     limiter.cache_clear()
     failed_proofs.cache_clear()

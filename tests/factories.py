@@ -30,19 +30,20 @@ from keyvault.access.principals import HOST, Channel, Principal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery, IssuanceState
-from keyvault.domain.journal import Opened, line_bytes
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation_log import Opened, line_bytes
 from keyvault.models import Account, IssuanceRequest, Key, Merchant, Operator, ServiceToken
-from keyvault.services import issuance, leases
-from keyvault.services.authorization import authorize, operator_principal
-from keyvault.services.material import read_string
-from keyvault.services.merchants import create_merchant, find_account
-from keyvault.services.operators import create_operator
-from keyvault.services.peppers import ensure_peppers, load_peppers
-from keyvault.services.secret_backends import secret_backend
-from keyvault.services.tokens import DEFAULT_DAYS, create_service_token
+from keyvault.services.issuance import requests
+from keyvault.services.merchants.merchants import create_merchant, find_account
+from keyvault.services.merchants.operators import create_operator
+from keyvault.services.peppers.ring import ensure_peppers, load_peppers
+from keyvault.services.recording.authorization import authorize, operator_principal
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import read_string
+from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
+from keyvault.services.work import leases
 
 PASSWORD = "correct horse battery staple"
 """Of every operator made here."""
@@ -67,7 +68,7 @@ def have_peppers() -> None:
 
     A keystore outlives the databases of one process of tests, which are all of the same installation.
     """
-    with mock.patch("keyvault.services.installation.mint_installation_id", return_value=INSTALLATION):
+    with mock.patch("keyvault.services.peppers.installation.mint_installation_id", return_value=INSTALLATION):
         ensure_peppers(now())
 
 
@@ -155,7 +156,7 @@ def request_key(
 ) -> IssuanceRequest:
     """A request: approved at once in sandbox, pending in production. `by` is the operator `tam` unless given."""
     asking = by or the_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
-    return issuance.request_issuance(
+    return requests.request_issuance(
         grant(asking, Permission.ISSUANCE_REQUEST, account, at=at),
         account,
         kind=kind,
@@ -172,7 +173,7 @@ def approve(
     """One yes to it, of the operator `approver` unless given."""
     approving = by or the_operator("approver", Role.APPROVER)
     allowed = grant(approving, Permission.ISSUANCE_APPROVE, request.account, request.requester_person, at=at)
-    return issuance.approve_issuance(allowed, request, request.plan_digest)
+    return requests.approve_issuance(allowed, request, request.plan_digest)
 
 
 def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Key:
@@ -181,7 +182,7 @@ def issue_request(request: IssuanceRequest, *, at: datetime | None = None) -> Ke
     moment = at or now()
     lease = leases.claim(f"issuance:{request.request_id}", moment)
     assert lease is not None, "somebody else is at work on it"
-    key = issuance.issue_approved(request, lease, moment)
+    key = requests.issue_approved(request, lease, moment)
     leases.release(lease)
     return key
 

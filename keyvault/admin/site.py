@@ -1,7 +1,7 @@
 """The console's admin site: who gets in, which nouns it has, and how it answers what cannot be done."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -17,24 +17,25 @@ from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
 
 from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
-from keyvault.admin.audit import AuditEntryAdmin
-from keyvault.admin.break_glass import BreakGlassAdmin
-from keyvault.admin.catalog import CatalogEndpointAdmin
-from keyvault.admin.connections import ProviderConnectionAdmin
-from keyvault.admin.credentials import CredentialAdmin
-from keyvault.admin.enforcement import grant_for, operator_of
-from keyvault.admin.inbox import NoticeAdmin
-from keyvault.admin.issuance import IssuanceRequestAdmin
-from keyvault.admin.keys import KeyAdmin
-from keyvault.admin.limits import LimitOverrideAdmin
-from keyvault.admin.merchants import AccountAdmin, MerchantAdmin
-from keyvault.admin.noun import NounAdmin
-from keyvault.admin.pages import page, problem_page
-from keyvault.admin.peppers import PepperVersionAdmin
-from keyvault.admin.refusals import RefusalAdmin
-from keyvault.admin.sign_in import SignInView
-from keyvault.admin.tokens import ServiceTokenAdmin
-from keyvault.admin.webhooks import WebhookEndpointAdmin
+from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
+from keyvault.admin.catalog.limits import LimitOverrideAdmin
+from keyvault.admin.framework.actions import Act, Ask
+from keyvault.admin.framework.enforcement import grant_for, operator_of
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.pages import page, problem_page
+from keyvault.admin.framework.sign_in import SignInView
+from keyvault.admin.keys.credentials import CredentialAdmin
+from keyvault.admin.keys.issuance import IssuanceRequestAdmin
+from keyvault.admin.keys.keys import KeyAdmin
+from keyvault.admin.keys.peppers import PepperVersionAdmin
+from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
+from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
+from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
+from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
+from keyvault.admin.oversight.audit import AuditEntryAdmin
+from keyvault.admin.oversight.break_glass import BreakGlassAdmin
+from keyvault.admin.oversight.inbox import NoticeAdmin
+from keyvault.admin.oversight.refusals import RefusalAdmin
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.models import (
     Account,
@@ -54,7 +55,7 @@ from keyvault.models import (
     ServiceToken,
     WebhookEndpoint,
 )
-from keyvault.services.sign_in import sign_out
+from keyvault.services.sessions.sign_in import sign_out
 
 NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
@@ -127,6 +128,24 @@ class ConsoleSite(AdminSite):
         if admin_class is None or not issubclass(admin_class, NounAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
         super().register(model_or_iterable, admin_class, **options)
+
+    def extend(self, model: type[Model], actions: Sequence[Act] = (), create_actions: Sequence[Ask] = ()) -> None:
+        """Add another app's actions to the pages of a registered model.
+
+        Args:
+            actions: for one row; an action replaces the one of the same name.
+            create_actions: for the list.
+        """
+        registered = self._registry[model]
+        if not isinstance(registered, NounAdmin):
+            raise ImproperlyConfigured(f"{model} has no guarded admin that could be extended")
+        names = {action.name for action in registered.acts}
+        replacements = {action.name: action for action in actions if action.name in names}
+        registered.acts = (
+            *(replacements.get(action.name, action) for action in registered.acts),
+            *(action for action in actions if action.name not in names),
+        )
+        registered.asks = (*registered.asks, *create_actions)
 
     # --- who gets in --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from keyvault.access.catalog import BUILT_IN, Endpoint, Miss
 from keyvault.access.principals import KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.services.client_configuration import is_listed_by, is_listed_by_anybody
+from keyvault.services.merchants.client_configuration import is_listed_by, is_listed_by_anybody
 from keyvault.wire.headers import API_KEY
 
 _EXPOSED = "X-Request-Id, Retry-After, RateLimit, RateLimit-Policy"

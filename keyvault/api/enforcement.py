@@ -15,8 +15,8 @@ from keyvault.api.middleware import raw_url
 from keyvault.api.permissions import HasServiceToken
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Account
-from keyvault.services.authorization import authorize
-from keyvault.services.lookup import prove_service_token
+from keyvault.services.keys.records import prove_service_token
+from keyvault.services.recording.authorization import authorize
 from keyvault.wire.headers import read_bearer
 
 _INVALID = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service token in Authorization: Bearer.")

@@ -36,12 +36,12 @@ from keyvault.api.parsers import StrictJSONParser
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, RequestInvalidError
 from keyvault.models import Account
-from keyvault.services.authorization import authorize
 from keyvault.services.idempotency import Effect
-from keyvault.services.merchants import find_account
-from keyvault.services.refusals import refusal_log
-from keyvault.services.usage import usage_log
-from keyvault.services.verification import Judgement, Presented, judge_presented, note_use
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import usage_log
+from keyvault.services.verification.judging import Judgement, Presented, judge_presented, note_use
+from keyvault.services.verification.refusals import refusal_log
 from keyvault.wire.headers import API_KEY, came_twice, client_address, read_bearer
 from keyvault.wire.limits import limit_headers
 

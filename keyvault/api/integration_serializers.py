@@ -9,8 +9,8 @@ from keyvault.access.customers import CUSTOMER_ID
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
-from keyvault.services.client_configuration import LONGEST_SECONDS
-from keyvault.services.orders import CURRENCY, LARGEST_AMOUNT
+from keyvault.services.merchants.client_configuration import LONGEST_SECONDS
+from keyvault.services.merchants.orders import CURRENCY, LARGEST_AMOUNT
 
 
 class OrderRequest(StrictSerializer):

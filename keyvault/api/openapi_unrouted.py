@@ -10,8 +10,7 @@ from drf_spectacular.utils import OpenApiParameter
 from rest_framework.views import APIView
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint
-from keyvault.access.panel import authorization_panel
-from keyvault.api.bodies import DecisionBody, DecisionsBody
+from keyvault.access.endpoint_description import authorization_panel
 from keyvault.api.integration import IntegrationView, Server
 from keyvault.api.openapi import (
     NEEDED,
@@ -22,6 +21,7 @@ from keyvault.api.openapi import (
     documented,
     is_based_on_origin,
 )
+from keyvault.api.schemas import DecisionBody, DecisionsBody
 from keyvault.api.serializers import VerifyBatchRequest, VerifyRequest
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind

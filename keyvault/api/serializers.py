@@ -16,7 +16,7 @@ from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential
-from keyvault.services.keys import describe_key
+from keyvault.services.keys.lifecycle import describe_key
 
 
 class StrictSerializer(serializers.Serializer[Any]):

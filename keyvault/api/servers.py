@@ -24,11 +24,11 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Order
-from keyvault.services.customer_tokens import issue_customer_token, revoke_customer_token
 from keyvault.services.idempotency import Answer, Effect
-from keyvault.services.keys import get_key, revoke_own_key
-from keyvault.services.orders import create_order, find_order
-from keyvault.services.verification import Judgement
+from keyvault.services.keys.lifecycle import get_key, revoke_own_key
+from keyvault.services.merchants.orders import create_order, find_order
+from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
+from keyvault.services.verification.judging import Judgement
 
 
 def _read(form: type[StrictSerializer], call: Call) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from keyvault.project.wsgi import application as wsgi_application
 from keyvault.project.wsgi import verifier
 
 # isort: split
-from keyvault.project.bridge import Bridge
+from keyvault.project.asgi_wsgi_bridge import Bridge
 
 application = Bridge(wsgi_application, verifier.door.verify_known)
 

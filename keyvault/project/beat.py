@@ -15,7 +15,7 @@ from django_celery_beat.models import (
 )
 from django_celery_beat.schedulers import DatabaseScheduler
 
-from keyvault.services.start import start_or_exit
+from keyvault.services.startup.startup_checks import start_or_exit
 
 _log = logging.getLogger(__name__)
 

@@ -19,6 +19,6 @@ app.autodiscover_tasks(["keyvault", "rotation"])
 @worker_init.connect
 def _refuse_to_run_wrong(**_: Any) -> None:
     """A worker with the wrong keystore would burn keys and mint others that nobody can verify."""
-    from keyvault.services.start import start_or_exit
+    from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("worker")  # Celery swallows what a signal handler raises, but for this

@@ -91,11 +91,11 @@ MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "keyvault.api.middleware.EnvironmentMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
-    "keyvault.admin.middleware.ConsoleSessionMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleSessionMiddleware",
     "django.middleware.common.CommonMiddleware",
-    "keyvault.admin.middleware.ConsoleCsrfMiddleware",
-    "keyvault.admin.middleware.ConsoleAuthenticationMiddleware",
-    "keyvault.admin.middleware.ConsoleMessageMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleCsrfMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleAuthenticationMiddleware",
+    "keyvault.admin.framework.middleware.ConsoleMessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 TEMPLATES = [
@@ -147,7 +147,7 @@ else:
         **DATABASES["default"].get("OPTIONS", {}),
     }
 
-AUTHENTICATION_BACKENDS = ["keyvault.admin.sign_in.SessionBackend"]
+AUTHENTICATION_BACKENDS = ["keyvault.admin.framework.sign_in.SessionBackend"]
 AUTH_PASSWORD_VALIDATORS = [
     {
         "NAME": "django.contrib.auth.password_validation.MinimumLengthValidator",

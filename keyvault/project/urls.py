@@ -7,9 +7,9 @@ from django.urls import include, path, re_path
 from keyvault.api.integration import IntegrationView, require_whole
 from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
-from keyvault.hotpath.questions import BATCH, ENVOY, GATEWAYS, VERIFY
-from keyvault.project.verifying import verifying_view
-from rotation.api import SERVERS as ROTATION_SERVERS
+from keyvault.hotpath.messages.questions import BATCH, ENVOY, GATEWAYS, VERIFY
+from keyvault.project.engine_view import verifying_view
+from rotation.api.rotations import SERVERS as ROTATION_SERVERS
 
 _SERVERS = {**SERVERS, **ROTATION_SERVERS}
 require_whole(_SERVERS)
@@ -19,7 +19,7 @@ urlpatterns = [
     # The rest is the client's path, as it was sent; a newline is no end of it.
     re_path(rf"^{ENVOY.removeprefix('/')}[\s\S]*", verifying_view),
     path("", include("keyvault.api.urls")),
-    path("", include("rotation.urls")),
+    path("", include("rotation.api.urls")),
     *(
         re_path(rf"^{environment}/", IntegrationView.as_view(environment=Environment(environment), servers=_SERVERS))
         for environment in settings.ENVIRONMENTS

@@ -12,7 +12,7 @@ import socket
 
 import django
 
-from keyvault.hotpath.server import listen, run
+from keyvault.hotpath.http1.server import listen, run
 
 
 def main() -> None:
@@ -25,8 +25,8 @@ def main() -> None:
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
     # Models are there once Django is set up.
-    from keyvault.hotpath.loader import load_async
-    from keyvault.services.start import start_or_exit
+    from keyvault.hotpath.adapters.assembly import load_async
+    from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("verifier")
 

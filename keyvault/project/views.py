@@ -5,7 +5,7 @@ from django.http import HttpRequest, HttpResponse
 from django.views import defaults
 
 from keyvault.access.verification import find_exposed
-from keyvault.admin.middleware import is_console
+from keyvault.admin.framework.middleware import is_console
 from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url
 from keyvault.domain.errors import ErrorCode, Fault
 

@@ -11,10 +11,10 @@ from django.db import connection
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 django = get_wsgi_application()
 
-from keyvault.hotpath.loader import load_blocking  # noqa: E402  models are there once Django is set up
-from keyvault.hotpath.wsgi import mounted  # noqa: E402  likewise
-from keyvault.project.verifying import is_welcome  # noqa: E402  likewise
-from keyvault.services.start import start_or_exit  # noqa: E402  likewise
+from keyvault.hotpath.adapters.assembly import load_blocking  # noqa: E402  models are there once Django is set up
+from keyvault.hotpath.frontends.wsgi import mounted  # noqa: E402  likewise
+from keyvault.project.engine_view import is_welcome  # noqa: E402  likewise
+from keyvault.services.startup.startup_checks import start_or_exit  # noqa: E402  likewise
 
 start_or_exit("server")
 verifier = load_blocking()

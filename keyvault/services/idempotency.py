@@ -25,7 +25,7 @@ from keyvault.domain.errors import ErrorCode, IdempotencyError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.sealing import seal, unseal
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services.peppers import load_peppers
+from keyvault.services.peppers.ring import load_peppers
 
 _AT_ONCE = 500
 

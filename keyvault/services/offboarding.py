@@ -36,13 +36,13 @@ from keyvault.models import (
     ServiceToken,
     WebhookEndpoint,
 )
-from keyvault.services.authorization import authorize
-from keyvault.services.connections import list_connections, remove_connection
-from keyvault.services.issuance import end_issuance
-from keyvault.services.keys import revoke_key
-from keyvault.services.recording import recorded
-from keyvault.services.secret_backends import MOUNT, secret_backend
-from keyvault.services.webhook_endpoints import host_of
+from keyvault.services.issuance.requests import end_issuance
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.backend import MOUNT, secret_backend
+from keyvault.services.secrets.provider_connections import list_connections, remove_connection
+from keyvault.services.webhooks.endpoints import host_of
 
 _BATCH = 200
 """Rows read at once, and customer tokens ended in one transaction."""

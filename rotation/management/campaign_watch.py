@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
 from keyvault.domain.redaction import redact
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from rotation.models import Campaign, CampaignState
-from rotation.services.campaign_reports import describe_campaign
-from rotation.services.campaigns import CLOSED, get_campaign
+from rotation.services.campaigns.campaigns import CLOSED, get_campaign
+from rotation.services.campaigns.reports import describe_campaign
 
 LOOK_AGAIN_SECONDS = 2.0
 

@@ -8,8 +8,8 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import Fault, RequestInvalidError
-from rotation.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
-from rotation.services.planning import Wish
+from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.services.rotations.planning import Wish
 
 _NUMBERS = {
     "proof_count": "so many authentications prove it",

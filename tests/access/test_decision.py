@@ -22,7 +22,7 @@ from keyvault.domain.networks import parse_network
 from .judging import CATALOG, CUSTOMER_TOKEN, NOW, PRODUCTION, RATES, WALLET, Case, code_of, judge, key_string
 
 # design/API.md, "Verdicts": "Evaluated in this order; the first that fails answers." The second
-# `credential_invalid` is the proof; the limits come after all of these, see services/test_verification.py.
+# `credential_invalid` is the proof; the limits come after all of these, see services/verification/test_judging.py.
 CONTRACT_ORDER = [
     "credential_in_url",
     "credential_ambiguous",

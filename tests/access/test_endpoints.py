@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Catalog, Endpoint, is_canonical_path
+from keyvault.access.endpoint_description import authorization_panel
 from keyvault.access.endpoints import RESERVED, EndpointWish, read_endpoint
-from keyvault.access.panel import authorization_panel
 from keyvault.domain.keys import KeyKind
 from tests.domain.minting import mint
 

@@ -15,7 +15,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, CatalogEndpoint, Operator, Refusal
-from keyvault.services.endpoints import add_endpoint
+from keyvault.services.catalog.endpoints import add_endpoint
 from tests.factories import (
     PRODUCTION,
     SANDBOX,

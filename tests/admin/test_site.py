@@ -11,10 +11,10 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.admin.keys import KeyAdmin
+from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.models import Operator
 from keyvault.models.recording import collect_subjects
-from keyvault.services.operators import disable_operator
+from keyvault.services.merchants.operators import disable_operator
 from tests.factories import PASSWORD, grant, issue, make_operator, request_key
 
 from .desk import Desk, address, browser, text_of

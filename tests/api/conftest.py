@@ -11,7 +11,7 @@ import keyvault.project.urls  # noqa: F401  with all environments, whichever tes
 from keyvault.access.permissions import SERVICE_PERMISSIONS
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
-from keyvault.services.usage import UsageLog
+from keyvault.services.usage.recorder import UsageLog
 from tests.factories import make_merchant, make_token
 
 from .integration import Ask, asking, change_account
@@ -24,7 +24,7 @@ def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """The usage log of the doors, without its thread: a test flushes it by hand."""
     log = UsageLog()
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("keyvault.hotpath.loader", "keyvault.api.integration"):
+    for door in ("keyvault.hotpath.adapters.assembly", "keyvault.api.integration"):
         monkeypatch.setattr(f"{door}.usage_log", log)
     return log
 

@@ -14,11 +14,11 @@ from keyvault.access.principals import HOST, KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.hotpath.blocking import StoreAwayError
-from keyvault.hotpath.questions import RULES, Found
-from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.messages.questions import RULES, Found
 from keyvault.models import Account, Key
-from keyvault.services.recording import recorded
+from keyvault.services.recording.transaction import recorded
 from tests.factories import SANDBOX, account, grant, issue
 
 ORDERS = "/sandbox/merchants/orders"

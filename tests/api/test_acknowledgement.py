@@ -10,12 +10,12 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import UseBucket
-from keyvault.services.keys import get_key, suspend_key
-from keyvault.services.material import read_string
-from keyvault.services.merchants import find_account
-from keyvault.services.usage import UsageLog
-from rotation.services.engine import advance_rotation
-from rotation.services.reports import get_rotation
+from keyvault.services.keys.lifecycle import get_key, suspend_key
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.stored_copies import read_string
+from keyvault.services.usage.recorder import UsageLog
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.reports import get_rotation
 from tests.factories import grant, issue, make_token, the_operator
 from tests.rotation import scene
 

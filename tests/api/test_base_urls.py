@@ -10,7 +10,7 @@ from django.test import Client, RequestFactory
 from keyvault.api.middleware import FORWARDED_HOST, RAW_PATH, EnvironmentMiddleware, split_base_url
 from keyvault.domain.environments import Environment
 from keyvault.project.configuration import find_base_urls, read_settings
-from keyvault.services.merchants import find_account
+from keyvault.services.merchants.merchants import find_account
 from tests.factories import issue, make_merchant
 
 SERVED = "served"

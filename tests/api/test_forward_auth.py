@@ -14,16 +14,17 @@ from keyvault.api.middleware import RAW_PATH
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
-from keyvault.hotpath import answering, loader
-from keyvault.hotpath.questions import KEY, RULES, TOKEN
-from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.adapters import assembly
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.messages.questions import KEY, RULES, TOKEN
+from keyvault.hotpath.slow_path import slow_path
 from keyvault.models import KeyUse, Operator, UseBucket
 from keyvault.models.keys import OriginHeader
-from keyvault.services.credentials import restrict_credential
-from keyvault.services.endpoints import add_endpoint
-from keyvault.services.limits import failed_proofs
-from keyvault.services.refusals import RefusalLog, find_refusal
-from keyvault.services.usage import UsageLog
+from keyvault.services.catalog.endpoints import add_endpoint
+from keyvault.services.keys.credentials import restrict_credential
+from keyvault.services.limits.limiter import failed_proofs
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification.refusals import RefusalLog, find_refusal
 from keyvault.wire.gateways import NAMES, Dialect
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 
@@ -53,13 +54,13 @@ def token(db: None) -> str:
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> RefusalLog:
     log = RefusalLog()
-    monkeypatch.setattr(loader, "refusal_log", log)
+    monkeypatch.setattr(assembly, "refusal_log", log)
     return log
 
 
 @pytest.fixture
 def gateway(token: str, usage: UsageLog, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr(loader, "usage_log", usage)
+    monkeypatch.setattr(assembly, "usage_log", usage)
     client = Client(raise_request_exception=False)
 
     def send(
@@ -238,7 +239,7 @@ def test_gateway_whose_database_is_lost_lets_nobody_in(dialect: Dialect, lost: s
 
 @EVERY
 def test_gateway_that_meets_a_fault_of_ours_lets_nobody_in(dialect: Dialect, gateway: Gateway) -> None:
-    with mock.patch.object(answering, "judge", side_effect=ZeroDivisionError):
+    with mock.patch.object(slow_path, "judge", side_effect=ZeroDivisionError):
         assert verdict(dialect, gateway(dialect, key=private())) == (500, "internal_error")
 
 
@@ -293,7 +294,7 @@ def test_gateway_refuses_the_host_of_the_other_environment(
     dialect: Dialect, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases = {Environment.SANDBOX: "https://sandbox.example", Environment.PRODUCTION: "https://api.example"}
-    monkeypatch.setattr(loader, "BASE_URLS", bases)
+    monkeypatch.setattr(assembly, "BASE_URLS", bases)
     key, uri = private(), "/merchants/orders"
     # A host that cannot be read might be either: with hosts of their own, that is no way round the comparison.
     for host in ("api.example", "API.example:443", "api.example.", "", "[::1"):

@@ -8,9 +8,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import UseBucket
-from keyvault.services.client_configuration import set_allowed_origins
-from keyvault.services.merchants import suspend_account, suspend_merchant
-from keyvault.services.usage import UsageLog
+from keyvault.services.merchants.client_configuration import set_allowed_origins
+from keyvault.services.merchants.merchants import suspend_account, suspend_merchant
+from keyvault.services.usage.recorder import UsageLog
 from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, account, grant
 

@@ -8,7 +8,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.keystring import StringKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, CustomerToken
-from keyvault.services.customer_tokens import issue_customer_token
+from keyvault.services.tokens.customer_tokens import issue_customer_token
 from tests.domain.minting import mint
 from tests.factories import PRODUCTION, account, grant, issue, now
 

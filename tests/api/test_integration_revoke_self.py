@@ -13,11 +13,12 @@ from keyvault.domain.errors import DependencyUnavailableError, PermissionMissing
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change, Key
-from keyvault.services import keys, limits
-from keyvault.services.limit_stores import LocalStore, RedisStore
-from keyvault.services.limits import Limiter
-from keyvault.services.material import destroy_string
-from keyvault.services.merchants import suspend_account, suspend_merchant
+from keyvault.services.keys import lifecycle
+from keyvault.services.limits import limiter
+from keyvault.services.limits.limiter import Limiter
+from keyvault.services.limits.stores import LocalStore, RedisStore
+from keyvault.services.merchants.merchants import suspend_account, suspend_merchant
+from keyvault.services.secrets.stored_copies import destroy_string
 from tests.domain.minting import mint
 from tests.factories import account, grant, issue, now, the_operator
 
@@ -87,7 +88,7 @@ def test_revoke_self_is_counted_across_processes(ask: Ask, redis_url: str, monke
     for _ in range(REPEAT_LIMIT.count + 1):
         # Each time another process, which has nothing in memory.
         process = Limiter(RedisStore(redis_url), LocalStore(), 100)
-        monkeypatch.setattr(limits, "limiter", lambda process=process: process)
+        monkeypatch.setattr(limiter, "limiter", lambda process=process: process)
         found.append(ask("POST", URL, key=text).status_code)
     assert found == [202] * REPEAT_LIMIT.count + [429]
 
@@ -104,7 +105,7 @@ def test_revoke_self_the_first_time_is_not_counted_though_the_bucket_is_empty(
     key, text = issue(account())
     assert ask("POST", URL, key=text).status_code == 202
     superseded, another = issue(account())
-    keys.revoke_key(by_admin(P.KEYS_REVOKE), superseded, RevocationReason.SUPERSEDED)
+    lifecycle.revoke_key(by_admin(P.KEYS_REVOKE), superseded, RevocationReason.SUPERSEDED)
     assert ask("POST", URL, key=another).status_code == 202
     assert {Key.objects.get(pk=each.pk).state for each in (key, superseded)} == {"compromised"}
 
@@ -123,13 +124,13 @@ def test_revoke_self_of_a_key_that_was_stopped_otherwise_ends_it_for_good(ask: A
     """A suspension could be taken back: the leaked key is ended all the same."""
     key, text = issue(account())
     if stop == "key":
-        keys.suspend_key(by_admin(P.KEYS_SUSPEND), key)
+        lifecycle.suspend_key(by_admin(P.KEYS_SUSPEND), key)
     elif stop == "account":
         suspend_account(grant(HOST, P.MERCHANTS_WRITE, account()), account())
     elif stop == "merchant":
         suspend_merchant(grant(HOST, P.MERCHANTS_WRITE), account().merchant)
     else:
-        keys.revoke_key(by_admin(P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
+        lifecycle.revoke_key(by_admin(P.KEYS_REVOKE), key, RevocationReason.SUPERSEDED)
     assert ask("POST", ORDERS, ORDER, key=text).status_code in {401, 403}
     first, again = ask("POST", URL, key=text), ask("POST", URL, key=text)
     assert (first.status_code, first.body["state"]) == (202, "compromised")
@@ -138,7 +139,9 @@ def test_revoke_self_of_a_key_that_was_stopped_otherwise_ends_it_for_good(ask: A
 
 def test_revoke_self_of_a_key_that_was_never_good_or_has_expired_is_refused(ask: Ask) -> None:
     key, _ = issue(account())
-    staged, text = keys.stage_key(grant(WORKER, P.ISSUANCE_EXECUTE, account()), key.credential, expires_in_days=None)
+    staged, text = lifecycle.stage_key(
+        grant(WORKER, P.ISSUANCE_EXECUTE, account()), key.credential, expires_in_days=None
+    )
     expect(ask("POST", URL, key=text), 401, "key_not_active")
     long_ago = now().replace(year=now().year - 1)
     expired, expired_text = issue(account(), expires_in_days=1, at=long_ago)
@@ -175,8 +178,8 @@ def test_revoke_self_has_no_leave_to_end_another_key_of_the_account(ask: Ask) ->
     (mine, _), (other, _) = issue(account()), issue(account())
     allowed = grant(holder_of(mine), P.KEYS_REVOKE_SELF, account())
     with pytest.raises(PermissionMissingError):
-        keys.revoke_own_key(allowed, other)
+        lifecycle.revoke_own_key(allowed, other)
     with pytest.raises(PermissionMissingError):
-        keys.revoke_own_key(grant(HOST, P.MERCHANTS_WRITE, account()), mine)
+        lifecycle.revoke_own_key(grant(HOST, P.MERCHANTS_WRITE, account()), mine)
     for key in (mine, other):
         assert Key.objects.get(pk=key.pk).state == "active"

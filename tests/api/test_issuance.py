@@ -19,12 +19,12 @@ from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME
 from keyvault.domain.keystring import StringScope
 from keyvault.models import AuditEntry, IssuanceRequest, Key, Material, ServiceToken
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services import upkeep
+from keyvault.services import maintenance
 from keyvault.services.idempotency import SEALED_FOR
-from keyvault.services.issuance import get_request
-from keyvault.services.merchants import find_account
-from keyvault.services.secret_backends import secret_backend
-from keyvault.services.tokens import revoke_service_token, rotate_service_token
+from keyvault.services.issuance.requests import get_request
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.tokens.service_tokens import revoke_service_token, rotate_service_token
 from tests.factories import approve, grant, issue_request, make_token, now, request_key
 from tests.services.racing import race
 
@@ -309,7 +309,7 @@ def test_issuance_sealed_key_is_collected_opened_and_good(call: Call, environmen
     assert text[11:27] == body["key_id"]
     assert is_good(call, text, environment.value)
     assert collect(call, request.pk, "once").content == answer.content, "ciphertext is replayed as it is"
-    upkeep.destroy_due()
+    maintenance.destroy_due()
     assert Key.objects.get().material == Material.DESTROYED
 
 
@@ -427,7 +427,7 @@ def test_issuance_key_that_was_ended_or_burned_is_not_collected(call: Call) -> N
     call("POST", f"/v1/keys/{ended.key.key_id}/revoke", {"reason": "superseded"})
     burned = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
     unswept = collect(call, burned.pk)
-    upkeep.burn_due()
+    maintenance.burn_due()
     for answer in (collect(call, ended.pk), unswept, collect(call, burned.pk)):
         assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
     assert call("GET", f"{REQUESTS}/{burned.pk}").body["state"] == "burned"

@@ -9,7 +9,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Change
-from keyvault.services.merchants import find_account
+from keyvault.services.merchants.merchants import find_account
 from tests.factories import issue, make_token
 
 from .conftest import Call

@@ -12,13 +12,13 @@ from django.urls import URLPattern, URLResolver, get_resolver
 from drf_spectacular.generators import SchemaGenerator
 
 from keyvault.access.catalog import BUILT_IN
-from keyvault.access.panel import authorization_panel
+from keyvault.access.endpoint_description import authorization_panel
 from keyvault.api.integration import IntegrationView
 from keyvault.api.views.docs import CONTENT_SECURITY_POLICY, openapi_page
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
-from keyvault.hotpath.questions import BATCH, GATEWAYS, VERIFY
-from keyvault.project.verifying import verifying_view
+from keyvault.hotpath.messages.questions import BATCH, GATEWAYS, VERIFY
+from keyvault.project.engine_view import verifying_view
 
 OPERATION_IDS = """
 authorize_envoy authorize_nginx authorize_traefik

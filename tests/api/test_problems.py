@@ -169,7 +169,7 @@ def test_health_lives_without_a_database_and_readiness_names_what_is_missing(
     def fail(connection: object) -> set[str]:
         raise OperationalError("gone")
 
-    monkeypatch.setattr("keyvault.services.readiness.missing_triggers", fail)
+    monkeypatch.setattr("keyvault.services.startup.readiness.missing_triggers", fail)
     assert client.get("/healthz").status_code == 200
     response = client.get("/readyz")
     assert response.status_code == 503

@@ -10,8 +10,8 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.models import Change, Confirmation, Key
-from keyvault.services import receipts
-from keyvault.services.merchants import find_account
+from keyvault.services.change_feed import receipts
+from keyvault.services.merchants.merchants import find_account
 from tests.factories import issue, make_merchant, make_token
 from tests.verifiers import confirm, fall_silent, make_verifier
 

@@ -7,11 +7,11 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
-from keyvault.services.authorization import authorize
-from keyvault.services.merchants import find_account
-from keyvault.services.recording import recorded
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
 from rotation.models import Rotation
-from rotation.services.engine import advance_rotation
+from rotation.services.rotations.engine import advance_rotation
 from tests.factories import issue, make_token
 from tests.rotation import scene
 

@@ -14,18 +14,18 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.revocation import RevocationReason
-from keyvault.hotpath.questions import KEY
+from keyvault.hotpath.messages.questions import KEY
 from keyvault.models import Key, KeyUse, Merchant, UseBucket
 from keyvault.models.keys import OriginHeader
-from keyvault.services.credentials import restrict_credential
-from keyvault.services.customer_tokens import issue_customer_token, revoke_customer_token
-from keyvault.services.endpoints import add_endpoint
-from keyvault.services.keys import get_key, report_compromise, revoke_key, suspend_key
-from keyvault.services.limit_overrides import set_account_limit
-from keyvault.services.limit_stores import LocalStore
-from keyvault.services.limits import FailedProofs, Limiter
-from keyvault.services.merchants import find_account, suspend_account, suspend_merchant
-from keyvault.services.usage import UsageLog
+from keyvault.services.catalog.endpoints import add_endpoint
+from keyvault.services.keys.credentials import restrict_credential
+from keyvault.services.keys.lifecycle import get_key, report_compromise, revoke_key, suspend_key
+from keyvault.services.limits.limiter import FailedProofs, Limiter
+from keyvault.services.limits.overrides import set_account_limit
+from keyvault.services.limits.stores import LocalStore
+from keyvault.services.merchants.merchants import find_account, suspend_account, suspend_merchant
+from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
+from keyvault.services.usage.recorder import UsageLog
 from tests.factories import grant, issue, make_token, the_operator
 
 from .conftest import Call

@@ -50,7 +50,7 @@ def _add(count: str, out: str) -> dict[str, Any]:
 
     from keyvault.domain.digests import PepperSet
     from keyvault.models import Account, Credential, Key
-    from keyvault.services.peppers import load_peppers
+    from keyvault.services.peppers.ring import load_peppers
 
     have = Key.objects.count()
     accounts = list(Account.objects.filter(environment="production").values_list("pk", flat=True))
@@ -114,7 +114,7 @@ class _Reading:
     def __init__(self) -> None:
         from django.db import connection
 
-        from keyvault.hotpath.stores import PostgresStore
+        from keyvault.hotpath.adapters.stores import PostgresStore
 
         with connection.cursor() as cursor:
             cursor.execute("SELECT key_id FROM keyvault_key ORDER BY random() LIMIT %s", [SAMPLE])
@@ -129,7 +129,7 @@ class _Reading:
 
     async def look_up(self, key_ids: Sequence[str]) -> list[float]:
         """Microseconds of each. One after the other, by a query of its own: what one miss waits for."""
-        from keyvault.hotpath.questions import KEY
+        from keyvault.hotpath.messages.questions import KEY
 
         took = []
         for key_id in key_ids:
@@ -153,9 +153,9 @@ def _measure(count: str) -> dict[str, float]:
 
 def _remember(count: str) -> dict[str, float]:
     """Bytes of each record with all that finds it again, as Python's allocator counts them."""
-    from keyvault.hotpath.memory import Memory
+    from keyvault.hotpath.engine.memory import Memory
     from keyvault.models import Key
-    from keyvault.services.reads import find_keys
+    from keyvault.services.keys.records import find_keys
 
     wanted = list(Key.objects.values_list("key_id", flat=True)[: int(count)])
     tracemalloc.start()

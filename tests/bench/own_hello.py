@@ -2,8 +2,8 @@
 
 import sys
 
-from keyvault.hotpath import server
-from keyvault.hotpath.answers import Answer
+from keyvault.hotpath.http1 import server
+from keyvault.hotpath.messages.responses import Answer
 
 BODY = b'{"hello":"world"}'
 

@@ -49,7 +49,7 @@ def _fill(keys: int, to_revoke: int, listed: int) -> dict[str, Any]:
     from keyvault.domain.keystring import StringScope
     from keyvault.domain.revocation import RevocationReason
     from keyvault.models import Account, Key
-    from keyvault.services.keys import revoke_key
+    from keyvault.services.keys.lifecycle import revoke_key
     from tests.factories import grant, make_merchant, make_token, the_operator
 
     for number in range(MERCHANTS):
@@ -106,7 +106,7 @@ def add_keys(accounts: list[Any], count: int, listed: int) -> list[str]:
     from keyvault.domain.issuance import Delivery
     from keyvault.domain.keys import KeyKind, KeyState
     from keyvault.models import Credential, Key
-    from keyvault.services.peppers import load_peppers
+    from keyvault.services.peppers.ring import load_peppers
 
     now, peppers = datetime.now(UTC), load_peppers(PepperSet.PRODUCTION)
     credentials, keys, texts = [], [], []

@@ -26,8 +26,8 @@ def main() -> int:
     from keyvault.access.roles import Role
     from keyvault.domain.revocation import RevocationReason
     from keyvault.models import Key
-    from keyvault.services.keys import revoke_key
-    from keyvault.services.receipts import wait_for_receipt
+    from keyvault.services.change_feed.receipts import wait_for_receipt
+    from keyvault.services.keys.lifecycle import revoke_key
     from tests.factories import grant, the_operator
 
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)

@@ -21,12 +21,12 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, CatalogEndpoint, Change, Key, ServiceToken
 from keyvault.models.recording import Subject
-from keyvault.services.endpoints import add_endpoint, restore_endpoint, withdraw_endpoint
-from keyvault.services.keys import resume_key, revoke_key, suspend_key
-from keyvault.services.limit_overrides import set_account_limit
-from keyvault.services.merchants import resume_account, suspend_account
-from keyvault.services.receipts import Standing, find_receipt
-from keyvault.services.tokens import revoke_service_token
+from keyvault.services.catalog.endpoints import add_endpoint, restore_endpoint, withdraw_endpoint
+from keyvault.services.change_feed.receipts import Standing, find_receipt
+from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
+from keyvault.services.limits.overrides import set_account_limit
+from keyvault.services.merchants.merchants import resume_account, suspend_account
+from keyvault.services.tokens.service_tokens import revoke_service_token
 from tests.factories import grant, have_peppers, make_token, now
 from tests.faults.asking import Question, Reply, question
 from tests.rotation import scene

@@ -4,14 +4,14 @@ from datetime import UTC, datetime
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
-from keyvault.services.authorization import authorize
-from rotation.events import RotationState as S
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, Pace
+from rotation.domain.policy import Proof
+from rotation.domain.states import CLOSED
 from rotation.models import Campaign, Rotation
-from rotation.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, Pace
-from rotation.policy import Proof
-from rotation.services.campaigns import get_campaign, request_campaign
-from rotation.services.planning import Wish
-from rotation.states import CLOSED
+from rotation.services.campaigns.campaigns import get_campaign, request_campaign
+from rotation.services.rotations.planning import Wish
 from tests.faults import truth
 from tests.faults.results import Result
 from tests.rotation import scene

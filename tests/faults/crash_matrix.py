@@ -33,11 +33,11 @@ from keyvault.backends.base import Mount
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, Material, UsageReporter
-from keyvault.services import leases
-from keyvault.services.audit import verify_audit
-from keyvault.services.authorization import authorize
-from keyvault.services.keys import report_compromise
-from keyvault.services.material import (
+from keyvault.services.keys.lifecycle import report_compromise
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import (
     copy_subject,
     destroy_string,
     find_stored,
@@ -45,14 +45,14 @@ from keyvault.services.material import (
     list_unsettled,
     settle_string,
 )
-from keyvault.services.secret_backends import secret_backend
-from keyvault.services.usage import UsageLog
-from rotation.events import RotationState as S
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.work import leases
+from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
-from rotation.services.engine import advance_rotation
-from rotation.services.interventions import abort_rotation
-from rotation.services.reports import get_rotation
-from rotation.services.requests import reissue_key
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import reissue_key
 from tests.factories import the_operator
 from tests.faults.crashing import NOWHERE, Bomb
 from tests.rotation import scene

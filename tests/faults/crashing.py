@@ -18,7 +18,8 @@ from django.db.backends.signals import connection_created
 from django.db.models.signals import post_save, pre_save
 
 from keyvault.backends.local import LocalKeystore
-from keyvault.services import leases, recording
+from keyvault.services.recording import transaction as recording
+from keyvault.services.work import leases
 from rotation.models import LedgerEntry
 
 NOWHERE = "nowhere"

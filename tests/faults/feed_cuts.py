@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 from django.db import connection, connections
 
-from keyvault.services import feed
+from keyvault.services.recording import changes
 from tests.environment import ROOT
 from tests.faults.acting import Ban
 from tests.faults.asking import Line, Question
@@ -301,7 +301,7 @@ def _replace(path: Path, content: bytes) -> None:
 def linger(stage: Stage) -> None:
     """A transaction draws a sequence and stays: others' revocations take effect at once, their receipts wait."""
     with psycopg.connect(**_parameters()) as slow:
-        slow.execute(feed._HOLD, feed._LOCK)
+        slow.execute(changes._HOLD, changes._LOCK)
         slow.execute("INSERT INTO keyvault_change (subject_kind, subject_id, at) VALUES ('key', 'nobody', now())")
         bans = [ban for ban in (stage.acts.revoke() for _ in range(4)) if ban is not None]
         for ban in bans:

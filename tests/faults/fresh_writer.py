@@ -15,8 +15,8 @@ django.setup()
 from keyvault.access.permissions import Permission
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key
-from keyvault.services import feed
-from keyvault.services.keys import revoke_key
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.recording import changes
 from tests.factories import grant
 from tests.rotation.scene import admin
 
@@ -24,7 +24,7 @@ from tests.rotation.scene import admin
 def main(key_id: str, *, dies: bool) -> None:
     key = Key.objects.select_related("credential__account__merchant").get(pk=key_id)
     permitted = grant(admin(), Permission.KEYS_REVOKE, key.credential.account)
-    with mock.patch.object(feed, "tell_host", _die if dies else feed.tell_host):
+    with mock.patch.object(changes, "tell_host", _die if dies else changes.tell_host):
         revoke_key(permitted, key, RevocationReason.SUPERSEDED)
 
 

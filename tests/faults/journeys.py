@@ -11,14 +11,14 @@ from keyvault.access.roles import Role
 from keyvault.domain.errors import KeyvaultError, StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key
-from keyvault.services.authorization import authorize
-from rotation.events import RotationState as S
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import Proof
+from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.policy import Proof
-from rotation.services.emergency import respond_to_compromise
-from rotation.services.interventions import abort_rotation
-from rotation.services.requests import reissue_key
-from rotation.states import CLOSED
+from rotation.services.rotations.emergency import respond_to_compromise
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.requests import reissue_key
 from tests.factories import the_operator
 from tests.faults.programs import until
 from tests.faults.traffic import Merchant

@@ -25,9 +25,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services.audit import verify_audit
 from keyvault.services.idempotency import HOLD_SECONDS, Answer, Outcome, run_once
-from keyvault.services.merchants import create_merchant
+from keyvault.services.merchants.merchants import create_merchant
+from keyvault.services.recording.audit_chain import verify_audit
 from tests.factories import grant, have_peppers
 from tests.faults.crash_matrix import in_child
 from tests.faults.crashing import Bomb

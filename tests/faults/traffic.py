@@ -23,7 +23,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.service import ADDRESS
 from keyvault.models import Credential
-from keyvault.services.material import find_stored
+from keyvault.services.secrets.stored_copies import find_stored
 
 TIMEOUT_SECONDS = 30
 TURN_SECONDS = 0.3

@@ -13,10 +13,10 @@ from keyvault.access.principals import WORKER
 from keyvault.backends.base import StoredSecret
 from keyvault.domain.keys import KeyState
 from keyvault.models import AuditEntry, Credential, Key
-from keyvault.services.audit import verify_audit
-from keyvault.services.material import find_stored
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.secrets.stored_copies import find_stored
+from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.states import CLOSED
 from tests.faults.results import Result
 from tests.faults.traffic import Answer, Merchant
 

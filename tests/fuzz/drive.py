@@ -10,8 +10,8 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.services.keys import revoke_key
-from keyvault.services.merchants import suspend_merchant
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.merchants.merchants import suspend_merchant
 from tests.factories import account, grant, issue, make_merchant, the_operator
 
 from .oracle import BARE, SERVED, Known, Outcome, Sent, predict

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvloop
 
-from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.server import BACKLOG, Server
+from keyvault.hotpath.http1.server import BACKLOG, Server
+from keyvault.hotpath.messages.responses import Answer
 
 UNREAD = "unread"
 """In place of a digest, when the request was answered without its body."""

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from keyvault.hotpath.protocol import Bounds, Connection, Shared
+from keyvault.hotpath.http1.protocol import Bounds, Connection, Shared
 
 from .duel import duel, find_fault, read_answers
 from .echo import handle

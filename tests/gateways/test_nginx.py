@@ -14,8 +14,8 @@ from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.models.keys import OriginHeader
-from keyvault.services.credentials import restrict_credential
-from keyvault.services.limit_overrides import set_account_limit
+from keyvault.services.keys.credentials import restrict_credential
+from keyvault.services.limits.overrides import set_account_limit
 from tests.factories import PRODUCTION, account, grant, issue, make_merchant, make_token, the_operator
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving

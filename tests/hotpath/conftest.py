@@ -11,12 +11,12 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
-from keyvault.hotpath.questions import Found
-from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.messages.questions import Found
 from keyvault.models import Key
-from keyvault.services.keys import revoke_key
-from keyvault.services.refusals import RefusalLog
-from keyvault.services.usage import UsageLog
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification.refusals import RefusalLog
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 from tests.services.conftest import scene as scene
 
@@ -25,8 +25,8 @@ from tests.services.conftest import scene as scene
 def usage(monkeypatch: pytest.MonkeyPatch) -> UsageLog:
     """A test flushes it by hand."""
     log = UsageLog()
-    monkeypatch.setattr("keyvault.hotpath.loader.usage_log", log)
-    monkeypatch.setattr("keyvault.hotpath.loader.refusal_log", RefusalLog())
+    monkeypatch.setattr("keyvault.hotpath.adapters.assembly.usage_log", log)
+    monkeypatch.setattr("keyvault.hotpath.adapters.assembly.refusal_log", RefusalLog())
     return log
 
 

@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 import msgspec
 from django.conf import settings
 
-from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.blocking import BlockingDoor
-from keyvault.hotpath.engine import Engine
-from keyvault.hotpath.freshness import Freshness
-from keyvault.hotpath.loader import make_engine
-from keyvault.hotpath.memory import Subject
-from keyvault.hotpath.ports import Ports
-from keyvault.hotpath.questions import VERIFY, Headers
-from keyvault.hotpath.stores import DatabaseStore
-from keyvault.services.budgets import LocalBudgets
-from keyvault.services.limit_stores import LocalStore
-from keyvault.services.limits import Limiter, failed_proofs
-from keyvault.services.peppers import load_peppers
+from keyvault.hotpath.adapters.assembly import make_engine
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.engine.engine import Engine
+from keyvault.hotpath.engine.freshness import Freshness
+from keyvault.hotpath.engine.memory import Subject
+from keyvault.hotpath.engine.ports import Ports
+from keyvault.hotpath.frontends.threaded_frontend import BlockingDoor
+from keyvault.hotpath.messages.questions import VERIFY, Headers
+from keyvault.hotpath.messages.responses import Answer
+from keyvault.services.limits.budgets import LocalBudgets
+from keyvault.services.limits.limiter import Limiter, failed_proofs
+from keyvault.services.limits.stores import LocalStore
+from keyvault.services.peppers.ring import load_peppers
 
 encode = msgspec.json.encode
 

@@ -11,10 +11,10 @@ from typing import Self
 
 import uvloop
 
-from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.framing import Header
-from keyvault.hotpath.protocol import Bounds
-from keyvault.hotpath.server import Server
+from keyvault.hotpath.http1.framing import Header
+from keyvault.hotpath.http1.protocol import Bounds
+from keyvault.hotpath.http1.server import Server
+from keyvault.hotpath.messages.responses import Answer
 
 SECONDS = 20
 """Long enough for anything that happens; what waits longer hangs."""

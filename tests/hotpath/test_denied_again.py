@@ -24,24 +24,24 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, VerifierStaleError
 from keyvault.domain.ids import is_merchant_id
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
-from keyvault.hotpath import rendering
-from keyvault.hotpath.memory import Memory, Subject
-from keyvault.hotpath.ports import Verdict
-from keyvault.hotpath.questions import BATCH, KEY, VERIFY
-from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.engine.memory import Memory, Subject
+from keyvault.hotpath.engine.ports import Verdict
+from keyvault.hotpath.messages import rendering
+from keyvault.hotpath.messages.questions import BATCH, KEY, VERIFY
 from keyvault.models import Key, KeyUse, Refusal, ServiceToken, UseBucket
-from keyvault.services.keys import burn_key, expire_key, report_compromise, stage_key, suspend_key
-from keyvault.services.limit_stores import LocalStore
-from keyvault.services.limits import Limiter
-from keyvault.services.refusals import RefusalLog
-from keyvault.services.tokens import revoke_service_token
-from keyvault.services.usage import UsageLog
-from tests.doors.golden import forged
+from keyvault.services.keys.lifecycle import burn_key, expire_key, report_compromise, stage_key, suspend_key
+from keyvault.services.limits.limiter import Limiter
+from keyvault.services.limits.stores import LocalStore
+from keyvault.services.tokens.service_tokens import revoke_service_token
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification.refusals import RefusalLog
+from tests.entry_points.golden import forged
 from tests.factories import account, grant, issue, make_merchant, make_token, now, the_operator
+from tests.hotpath.engine.test_memory import a_key
 
 from .conftest import Stage, revoke
 from .priming import Clock, Primed, Still, decision, encode, masked, prime, prime_by
-from .test_memory import a_key
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
 
@@ -172,7 +172,7 @@ def test_denied_again_leaves_the_traces_that_any_denial_leaves(
 ) -> None:
     """A refusal under each request id for whoever is asked why, and no sign of life of the key."""
     refusals = RefusalLog()
-    monkeypatch.setattr("keyvault.hotpath.loader.refusal_log", refusals)
+    monkeypatch.setattr("keyvault.hotpath.adapters.assembly.refusal_log", refusals)
     primed = prime()
     ids = [primed.ask(ended.token, ended.asked).request_id for _ in range(4)]
     assert primed.from_memory == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from django.test import override_settings
 
-from keyvault.services.feed import generation
+from keyvault.services.recording.changes import generation
 from tests.factories import own_keystore, renew_journal
 from tests.faults import feed_cuts
 from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from django.db import OperationalError
 
-from keyvault.hotpath import stores
-from keyvault.hotpath.blocking import StoreAwayError
-from keyvault.hotpath.questions import KEY
-from keyvault.hotpath.stores import DatabaseStore
+from keyvault.hotpath.adapters import stores
+from keyvault.hotpath.adapters.stores import DatabaseStore
+from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.messages.questions import KEY
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 

@@ -19,11 +19,11 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
-from keyvault.hotpath.questions import BATCH
-from keyvault.services.limit_overrides import set_endpoint_limit
-from keyvault.services.recording import recorded
-from tests.doors.golden import ADDRESS, BEARERS, ENDPOINTS, STORED, UNPROVED, Row
-from tests.doors.golden_rows import Rows, make_rows
+from keyvault.hotpath.messages.questions import BATCH
+from keyvault.services.limits.overrides import set_endpoint_limit
+from keyvault.services.recording.transaction import recorded
+from tests.entry_points.golden import ADDRESS, BEARERS, ENDPOINTS, STORED, UNPROVED, Row
+from tests.entry_points.golden_rows import Rows, make_rows
 from tests.factories import account, grant, issue, make_token, the_operator
 
 from .priming import Primed, masked, prime, unnumbered

@@ -9,12 +9,12 @@ import pytest
 from django.db import connection
 from django.db.models import QuerySet
 
-from keyvault.hotpath import stores
-from keyvault.hotpath.blocking import StoreAwayError
-from keyvault.hotpath.questions import KEY, TOKEN, Found
-from keyvault.hotpath.stores import ImpatientThread, PostgresStore, Reader
+from keyvault.hotpath.adapters import stores
+from keyvault.hotpath.adapters.stores import ImpatientThread, PostgresStore, Reader
+from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.messages.questions import KEY, TOKEN, Found
 from keyvault.models import Account, Credential
-from keyvault.services.reads import find_keys
+from keyvault.services.keys.records import find_keys
 from tests.factories import account, issue, make_merchant
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]

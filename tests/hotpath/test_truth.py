@@ -18,20 +18,21 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
-from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.loader import make_follower
-from keyvault.hotpath.questions import BATCH
-from keyvault.hotpath.requests import MOST_REQUESTS
+from keyvault.hotpath.adapters.assembly import make_follower
+from keyvault.hotpath.messages.questions import BATCH
+from keyvault.hotpath.messages.requests import MOST_REQUESTS
+from keyvault.hotpath.messages.responses import Answer
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel
-from keyvault.services import customer_tokens, keys, tokens
-from keyvault.services.feed import FeedWentBackError
-from tests.doors.golden import forged
+from keyvault.services.keys import lifecycle
+from keyvault.services.recording.changes import FeedWentBackError
+from keyvault.services.tokens import customer_tokens, service_tokens
+from tests.entry_points.golden import forged
 from tests.factories import grant, issue, make_token, now
 from tests.services.conftest import Scene
+from tests.services.recording.test_transaction import ACTS, WISH
 from tests.services.rows import lift_triggers
-from tests.services.test_customer_tokens import token_of
-from tests.services.test_recording import ACTS, WISH
+from tests.services.tokens.test_customer_tokens import token_of
 
 from .conftest import revoke
 from .priming import Primed, Still, decision, encode, prime, unnumbered
@@ -62,7 +63,7 @@ class Minted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.strings: list[KeyString] = []
         self.planned: list[KeyString] = []
-        for module in (customer_tokens, keys, tokens):
+        for module in (customer_tokens, lifecycle, service_tokens):
             monkeypatch.setattr(module, "mint_keystring", self._mint)
 
     def _mint(
@@ -184,14 +185,14 @@ def test_engine_key_that_had_expired_is_a_revoked_one_once_it_is_reported(scene:
     """The one denial of a key that has ended which another takes the place of."""
     _, service = make_token(*SERVICE_PERMISSIONS)
     key, text = issue(scene.sandbox, expires_in_days=30, at=now() - timedelta(days=40))
-    keys.expire_key(grant(WORKER, P.ROTATIONS_ADVANCE, scene.sandbox), key)
+    lifecycle.expire_key(grant(WORKER, P.ROTATIONS_ADVANCE, scene.sandbox), key)
     asked = {"key": text.reveal(), "environment": "sandbox", "endpoint": "orders.create"}
     primed = prime(generation=Still()) if is_elsewhere else prime()
     follower = make_follower(primed.engine, "test")
     follower.poll_once()
     for _ in range(3):
         assert decision(primed.ask(service.reveal(), asked)) == (401, "key_expired")
-    keys.report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), key)
+    lifecycle.report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), key)
     follower.poll_once()
     for _ in range(3):
         assert decision(primed.ask(service.reveal(), asked)) == (401, "key_revoked")

@@ -9,12 +9,12 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind
-from keyvault.hotpath import engine as engine_module
-from keyvault.hotpath.loader import uses_of
-from keyvault.hotpath.questions import BATCH
+from keyvault.hotpath.adapters.assembly import uses_of
+from keyvault.hotpath.engine import engine as engine_module
+from keyvault.hotpath.messages.questions import BATCH
 from keyvault.models import Key, KeyUse, UseBucket
 from keyvault.models.usage import Outcome
-from keyvault.services.usage import UsageLog, Uses
+from keyvault.services.usage.recorder import UsageLog, Uses
 from tests.factories import account, issue, make_merchant, make_token
 
 from .priming import Primed, prime
@@ -161,7 +161,7 @@ def test_uses_whose_report_failed_are_in_the_next(
     for _ in range(5):
         primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
     with monkeypatch.context() as patch:
-        patch.setattr("keyvault.services.usage._write", lambda *_: 1 / 0)
+        patch.setattr("keyvault.services.usage.recorder._write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             usage.flush()
     primed.ask(token, question(keys[KeyKind.PRIVATE][1]))
@@ -184,7 +184,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
         return datetime.fromtimestamp(tick(), UTC)
 
     log = UsageLog(now=now)
-    monkeypatch.setattr("keyvault.hotpath.loader.usage_log", log)
+    monkeypatch.setattr("keyvault.hotpath.adapters.assembly.usage_log", log)
     primed = prime(wall=tick, may_remember=False)
     text = keys[KeyKind.PRIVATE][1]
     taken: list[Uses] = []

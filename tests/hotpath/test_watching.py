@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Iterator
 
 import pytest
 
-from keyvault.hotpath import loader, stores
-from keyvault.hotpath.answers import Answer
-from keyvault.hotpath.loader import Verifier
-from keyvault.hotpath.server import DRAIN_SECONDS
+from keyvault.hotpath.adapters import assembly, stores
+from keyvault.hotpath.adapters.assembly import Verifier
+from keyvault.hotpath.http1.server import DRAIN_SECONDS
+from keyvault.hotpath.messages.responses import Answer
 from keyvault.management.supervisor import STOP_SECONDS
-from keyvault.services.impatience import ANSWER_SECONDS
-from keyvault.services.usage import usage_log
+from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS
+from keyvault.services.usage.recorder import usage_log
 
 pytestmark = pytest.mark.django_db
 
@@ -67,8 +67,8 @@ def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
 ) -> None:
     """Guarantee: no orchestrator kills a verifier that still answers because its database does not."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setitem(loader._WATCHED, "/readyz", lambda: hanging(goes_on))
-    monkeypatch.setitem(loader._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
+    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
 
     async def ask() -> None:
         verifier = Verifier()
@@ -102,10 +102,10 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 ) -> None:
     """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
     stopped = list[str]()
-    monkeypatch.setitem(loader._WATCHED, "/readyz", lambda: hanging(goes_on))
+    monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
     verifier = Verifier()
-    monkeypatch.setattr(loader, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
-    monkeypatch.setattr(loader, "refusal_log", Stopped("refusals", stopped))
+    monkeypatch.setattr(assembly, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
+    monkeypatch.setattr(assembly, "refusal_log", Stopped("refusals", stopped))
     monkeypatch.setattr(verifier, "_follower", Stopped("follower", stopped))
 
     async def stop() -> None:
@@ -122,4 +122,4 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 def test_end_fits_within_what_the_supervisor_waits() -> None:
     """Guarantee: who answers until the last moment is not killed before he has written what he noted."""
     turn_and_job = 2 * ANSWER_SECONDS
-    assert DRAIN_SECONDS + loader.END_SECONDS + turn_and_job < STOP_SECONDS
+    assert DRAIN_SECONDS + assembly.END_SECONDS + turn_and_job < STOP_SECONDS

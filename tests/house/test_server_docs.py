@@ -7,7 +7,7 @@ from django.conf import settings
 
 from keyvault.domain.errors import ErrorCode
 from keyvault.management.service import CONNECTIONS, HEADER_READ_MILLISECONDS, SERVER, _programs
-from keyvault.project.bridge import Capacity
+from keyvault.project.asgi_wsgi_bridge import Capacity
 from keyvault.wire.problems import PROBLEM_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,7 +15,7 @@ from django.db import connection
 
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.models.triggers import drop_triggers, ensure_triggers
-from keyvault.services.checkpoints import CHECKPOINT_EVERY, sign_due
+from keyvault.services.audit.checkpoints import CHECKPOINT_EVERY, sign_due
 from tests.factories import account, issue, make_merchant, now, own_keystore
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

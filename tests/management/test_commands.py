@@ -16,8 +16,8 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import parse_keystring
 from keyvault.management.commands.run import _demo_curl
 from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Operator, ServiceToken
-from keyvault.services import receipts
-from rotation.services.engine import advance_rotation
+from keyvault.services.change_feed import receipts
+from rotation.services.rotations.engine import advance_rotation
 from tests.verifiers import confirm, make_verifier
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -12,7 +12,7 @@ from django.core.management import CommandError, call_command
 from keyvault.access.roles import Role
 from keyvault.backends.base import Mount
 from keyvault.models import ProviderConnection
-from keyvault.services.secret_backends import secret_backend
+from keyvault.services.secrets.backend import secret_backend
 from tests.factories import have_peppers, make_merchant, make_operator
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -17,11 +17,11 @@ from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.digests import PepperSet
 from keyvault.models import AuditEntry
-from keyvault.services import pepper_versions
-from keyvault.services.peppers import load_peppers
-from keyvault.services.secret_backends import secret_backend
-from keyvault.services.start import require_ready
-from keyvault.services.upkeep import renew_peppers
+from keyvault.services.maintenance import renew_peppers
+from keyvault.services.pepper_rotation import rotation
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.startup.startup_checks import require_ready
 from tests.factories import (
     account,
     forget_keystore,
@@ -32,9 +32,9 @@ from tests.factories import (
     now,
     own_keystore,
 )
+from tests.services.keys.test_lifecycle import verdict
 from tests.services.peppering import hasten, rehash
-from tests.services.test_keys import verdict
-from tests.services.test_peppers import stored, swap_keystore
+from tests.services.peppers.test_ring import stored, swap_keystore
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -103,7 +103,7 @@ def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.Monk
     output = io.StringIO()
     call_command("pepper_status", stdout=output)
     assert f"may be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
-    monkeypatch.setattr(pepper_versions, "KEPT_AFTER_RETIREMENT", timedelta(0))
+    monkeypatch.setattr(rotation, "KEPT_AFTER_RETIREMENT", timedelta(0))
     assert run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")["destroyed_at"] is not None
     code, answer = status()
     assert code == 0

@@ -15,19 +15,22 @@ from django.db import connection
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.errors import StateConflictError
-from keyvault.domain.journal import Ended, Looked
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.revocation_log import Ended, Looked
 from keyvault.models import AuditEntry, Change, CustomerToken, Key, Merchant, Notice, ServiceToken
-from keyvault.services import keys, offboarding, revocation_replays, tokens
-from keyvault.services.audit import verify_audit
-from keyvault.services.journal import append_lines, describe_ended
-from keyvault.services.revocation_replays import compare_journal, read_counter
-from keyvault.services.start import require_current, require_ready
+from keyvault.services import offboarding
+from keyvault.services.keys import lifecycle
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.revocation_log import append_lines, describe_ended
+from keyvault.services.revocations import replay as revocation_replays
+from keyvault.services.revocations.replay import compare_journal, read_counter
+from keyvault.services.startup.startup_checks import require_current, require_ready
+from keyvault.services.tokens import service_tokens
 from tests.factories import grant, have_peppers, issue, make_merchant, make_token, now, renew_journal
 from tests.services.conftest import Scene, make_scene
+from tests.services.keys.test_lifecycle import verdict
 from tests.services.rows import dump_tables, last_body
-from tests.services.test_customer_tokens import token_of
-from tests.services.test_keys import verdict
+from tests.services.tokens.test_customer_tokens import token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -64,10 +67,10 @@ def test_replay_ends_every_kind_again(scene: Scene) -> None:
     revoked, text = issue(scene.sandbox, label="revoked")
     leaked, _ = issue(scene.sandbox, label="leaked")
     suspended, _ = issue(scene.sandbox, label="suspended")
-    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
-    staged, _ = keys.stage_key(engine, revoked.credential, expires_in_days=9)
-    burned, _ = keys.stage_key(engine, leaked.credential, expires_in_days=9)
+    staged, _ = lifecycle.stage_key(engine, revoked.credential, expires_in_days=9)
+    burned, _ = lifecycle.stage_key(engine, leaked.credential, expires_in_days=9)
     service, _ = make_token()
     customer, _ = token_of(leaked)
     make_merchant("globex")
@@ -117,7 +120,7 @@ def test_replay_ends_every_kind_again(scene: Scene) -> None:
 def test_replay_of_a_compromise_marks_a_key_that_is_merely_revoked(scene: Scene) -> None:
     """The backup knows of the revocation and not of the report that came after."""
     key, _ = issue(scene.sandbox)
-    keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
+    lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
     append_lines([told("key", key.key_id, "compromised", "key_compromise")])
     assert replay()[0] == 0
     assert (Key.objects.get(pk=key.pk).state, last_body("key.revocation_replayed")["details"]["was"]) == (
@@ -223,7 +226,7 @@ def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, mo
 def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = [issue(scene.sandbox, label=f"key {number}")[0] for number in range(3)]
     append_lines([told("key", key.key_id, "deactivated", "superseded") for key in ended])
-    real = keys.end_again
+    real = lifecycle.end_again
     done: list[Any] = []
 
     def die(*arguments: Any, **details: Any) -> None:
@@ -280,9 +283,9 @@ def test_what_ends_by_itself_agrees_with_the_journal(scene: Scene) -> None:
     """Whatever the service has ended and noted, the database has too: a start after an ordinary day is not refused."""
     ends = [issue(scene.sandbox, label=str(reason))[0] for reason in RevocationReason]
     for key, reason in zip(ends, RevocationReason, strict=True):
-        keys.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, reason)
+        lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, reason)
     token, _ = make_token()
-    tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
+    service_tokens.revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     offboarding.offboard_merchant(grant(scene.admin, P.MERCHANTS_OFFBOARD), scene.merchant, "gone")
     subjects = [("key", key.key_id) for key in ends] + [("service_token", token.token_id), ("merchant", "acme")]
     append_lines(describe_ended(subjects, read_counter(), now()))

@@ -6,7 +6,7 @@ import pytest
 from django.core.management import CommandError
 
 from keyvault.models import BreakGlass, Operator
-from rotation.services.engine import advance_rotation
+from rotation.services.rotations.engine import advance_rotation
 
 from .test_commands import issue, run
 

@@ -10,7 +10,7 @@ from django.core.management import CommandError, call_command
 
 from keyvault.access.roles import Role
 from keyvault.models import AuditEntry, ServiceToken
-from keyvault.services.lookup import prove_service_token
+from keyvault.services.keys.records import prove_service_token
 from tests.factories import make_operator, make_token, now
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

@@ -13,7 +13,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
 from keyvault.models import AuditEntry, LimitOverride
-from keyvault.services.endpoints import add_endpoint
+from keyvault.services.catalog.endpoints import add_endpoint
 from tests.factories import account, grant, make_merchant, make_operator
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

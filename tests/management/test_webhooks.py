@@ -8,7 +8,7 @@ from django.core.management import CommandError, call_command
 
 from keyvault.access.roles import Role
 from keyvault.models import WebhookEndpoint
-from keyvault.services.webhook_endpoints import signing_secrets
+from keyvault.services.webhooks.endpoints import signing_secrets
 from tests.factories import have_peppers, make_merchant, make_operator, now
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]

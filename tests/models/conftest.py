@@ -28,21 +28,21 @@ from keyvault.models import (
 )
 from keyvault.models import Operator as OperatorRow
 from keyvault.models.usage import Outcome
-from keyvault.services.break_glass import note_break_glass
-from keyvault.services.checkpoints import sign_due
-from keyvault.services.customer_tokens import issue_customer_token
+from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.idempotency import Answer, run_once
-from keyvault.services.keys import revoke_key
-from keyvault.services.orders import create_order
-from keyvault.services.recording import recorded
-from keyvault.services.usage import UsageLog
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.merchants.orders import create_order
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.tokens.customer_tokens import issue_customer_token
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.pacing import Pace
 from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement, Rotation, RotationSchedule
-from rotation.pacing import Pace
-from rotation.services.campaigns import approve_campaign, request_campaign
-from rotation.services.facts import note_evidence
-from rotation.services.interventions import ask_retirement
-from rotation.services.planning import Wish
-from rotation.services.requests import approve_rotation, request_rotation
+from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
+from rotation.services.rotations.facts import note_evidence
+from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import (
     PRODUCTION,
     SANDBOX,

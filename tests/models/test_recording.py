@@ -16,10 +16,10 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keystring import StringKind, StringScope
 from keyvault.models import IssuanceRequest, Key, Merchant, Operator
 from keyvault.models.recording import RecordedModel, UnrecordedWriteError, collect_subjects
-from keyvault.services.catalog import find_endpoint
-from keyvault.services.lookup import prove_service_token
-from keyvault.services.material import read_string
-from keyvault.services.verification import Presented, judge_presented
+from keyvault.services.catalog.catalog import find_endpoint
+from keyvault.services.keys.records import prove_service_token
+from keyvault.services.secrets.stored_copies import read_string
+from keyvault.services.verification.judging import Presented, judge_presented
 from tests.domain.minting import mint
 from tests.factories import PASSWORD, PRODUCTION, make_operator, make_token, now
 

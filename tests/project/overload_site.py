@@ -14,7 +14,7 @@ import django
 
 django.setup()
 
-from keyvault.project.bridge import PROBES, Bridge, Capacity  # noqa: E402  models are there once Django is set up
+from keyvault.project.asgi_wsgi_bridge import PROBES, Bridge, Capacity  # noqa: E402  models are there once Django is set up
 
 Message = MutableMapping[str, Any]
 

@@ -11,13 +11,13 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import Operator
 from keyvault.domain.environments import Environment
 from keyvault.models import AuditEntry, Key
-from keyvault.services.authorization import authorize
-from rotation.events import RotationState as S
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import Pace
+from rotation.domain.policy import Proof
 from rotation.models import Campaign, CampaignMember, Rotation
-from rotation.pacing import Pace
-from rotation.policy import Proof
-from rotation.services.campaigns import approve_campaign, get_campaign, request_campaign
-from rotation.services.planning import Wish
+from rotation.services.campaigns.campaigns import approve_campaign, get_campaign, request_campaign
+from rotation.services.rotations.planning import Wish
 
 from .scene import Clock, account, approver, issue, tam
 

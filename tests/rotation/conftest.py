@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from keyvault.models import UsageReporter
-from keyvault.services.usage import UsageLog
+from keyvault.services.usage.recorder import UsageLog
 
 from .scene import Clock
 

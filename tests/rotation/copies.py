@@ -5,15 +5,15 @@ from datetime import timedelta
 from django.utils import timezone
 
 from keyvault.models import Key, WorkLease
-from keyvault.services import upkeep
-from keyvault.services.secret_backends import MOUNT, secret_backend
+from keyvault.services import maintenance
+from keyvault.services.secrets.backend import MOUNT, secret_backend
 
 
 def keep_up() -> None:
     """All that the upkeep does about copies, whatever was put off until later."""
     WorkLease.objects.filter(subject__startswith="copy:").update(due_at=None)
-    upkeep.destroy_due()
-    upkeep.settle_due()
+    maintenance.destroy_due()
+    maintenance.settle_due()
 
 
 def lose_leases() -> None:

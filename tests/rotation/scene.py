@@ -16,15 +16,15 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, Credential, Key, Merchant
 from keyvault.models.usage import Outcome
-from keyvault.services.authorization import authorize
-from keyvault.services.merchants import find_account
-from keyvault.services.usage import UsageLog
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.policy import Proof
 from rotation.models import Rotation
-from rotation.policy import Proof
-from rotation.services.interventions import acknowledge
-from rotation.services.planning import Wish
-from rotation.services.reports import get_rotation
-from rotation.services.requests import request_rotation
+from rotation.services.rotations.interventions import acknowledge
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import request_rotation
 from tests import factories
 from tests.factories import make_merchant, the_operator
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from keyvault.domain.keys import DEAD_STATES, KeyState
-from rotation.events import RotationState
-from rotation.policy import Plan, Proof
-from rotation.states import BEFORE_APPROVAL, Act, Facts, KeyFacts, Move, Wait, next_step
+from rotation.domain.events import RotationState
+from rotation.domain.policy import Plan, Proof
+from rotation.domain.states import BEFORE_APPROVAL, Act, Facts, KeyFacts, Move, Wait, next_step
 
 S, K = RotationState, KeyState
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

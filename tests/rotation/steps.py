@@ -7,13 +7,13 @@ from django.db.models import QuerySet
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key
-from keyvault.services.authorization import authorize
-from keyvault.services.keys import get_key, revoke_key
-from keyvault.services.usage import UsageLog
-from rotation.events import RotationState as S
+from keyvault.services.keys.lifecycle import get_key, revoke_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
-from rotation.services.engine import advance_rotation
-from rotation.services.reports import get_rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.reports import get_rotation
 from tests.services.rows import lift_triggers
 
 from . import scene

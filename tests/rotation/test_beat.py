@@ -21,11 +21,11 @@ from django_celery_beat.models import (
 from keyvault.domain.environments import Environment
 from keyvault.project.beat import Scheduler
 from keyvault.project.celery import app
+from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.states import CLOSED
+from tests.rotation.services.schedules.test_schedules import save
 
 from . import scene
-from .test_schedules import save
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 

@@ -11,11 +11,11 @@ from django.db import models, transaction
 
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key
-from rotation.events import RotationState
+from rotation.domain.events import RotationState
+from rotation.domain.states import Act, Facts, Move, Wait, next_step
 from rotation.models import LedgerEntry
-from rotation.services import engine, transitions
-from rotation.services.effects import Effects
-from rotation.states import Act, Facts, Move, Wait, next_step
+from rotation.services.rotations import engine, transitions
+from rotation.services.rotations.side_effects import Effects
 from tests.rotation.machine.playing import play_share, shares
 from tests.rotation.machine.scenes import VARIANTS, play, stage
 from tests.rotation.machine.watching import ViolationError

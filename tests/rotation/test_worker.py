@@ -14,10 +14,10 @@ import pytest
 from django.db import connection
 
 from keyvault.models import Key
-from keyvault.services.usage import UsageLog
-from rotation.events import RotationState as S
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
-from rotation.services.reports import get_rotation
+from rotation.services.rotations.reports import get_rotation
 
 from . import scene
 

@@ -28,7 +28,6 @@ from keyvault.models import AuditEntry, Merchant
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.models.usage import Outcome as UseOutcome
 from keyvault.services import idempotency
-from keyvault.services.audit import verify_audit
 from keyvault.services.idempotency import (
     HOLD_SECONDS,
     KEEP,
@@ -40,8 +39,9 @@ from keyvault.services.idempotency import (
     run_once,
     shred_due,
 )
-from keyvault.services.merchants import create_merchant
-from keyvault.services.usage import UsageLog
+from keyvault.services.merchants.merchants import create_merchant
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.usage.recorder import UsageLog
 from tests.factories import account, grant, have_peppers, issue, make_merchant
 
 from .racing import PATIENCE_SECONDS, held_open, race, start, wait_until_blocked
@@ -558,7 +558,7 @@ def test_secret_use_is_not_forgotten_by_a_flush_that_fails(
     ask(effect=show_once)
     log.note_secret_use("0000000000000001")
     with monkeypatch.context() as patch:
-        patch.setattr("keyvault.services.usage._write", _fail)
+        patch.setattr("keyvault.services.usage.recorder._write", _fail)
         with pytest.raises(DatabaseError):
             log.flush()
     assert sealed_owners() == {"0000000000000001"}

@@ -26,10 +26,12 @@ from keyvault.models import (
     WebhookEndpoint,
     WorkLease,
 )
-from keyvault.services import keys, merchants, offboarding, upkeep
-from keyvault.services.audit import verify_audit
+from keyvault.services import maintenance, offboarding
+from keyvault.services.keys import lifecycle
+from keyvault.services.merchants import merchants
 from keyvault.services.offboarding import Offboarding, count_belongings, offboard_merchant
-from keyvault.services.recording import recorded
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.transaction import recorded
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -43,11 +45,11 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.services.keys.test_lifecycle import verdict
+from tests.services.tokens.test_customer_tokens import token_of
 
 from .conftest import Scene
 from .rows import dump_tables, events_of, last_body
-from .test_customer_tokens import token_of
-from .test_keys import verdict
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -72,7 +74,7 @@ def furnish(scene: Scene) -> list[tuple[Key, Any, Environment]]:
         (*issue(scene.sandbox), SANDBOX),
         (*issue(scene.production), PRODUCTION),
     ]
-    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), furnished[1][0])
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), furnished[1][0])
     token_of(furnished[0][0])
     token_of(furnished[0][0], customer_id="bob")
     request_key(scene.production, label="pending")
@@ -167,9 +169,9 @@ def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch:
         assert not offboard(scene).left
         for _, text, environment in furnished:
             assert verdict(text, environment=environment) is ErrorCode.KEY_REVOKED
-        upkeep.destroy_due()
+        maintenance.destroy_due()
         assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROY_DUE}
-    upkeep.destroy_due()
+    maintenance.destroy_due()
     assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROYED}
 
 
@@ -285,9 +287,11 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
     """Neither a request nor a worker that was already at it brings one."""
     approved = request_key(scene.sandbox)
     key, _ = issue(scene.sandbox)
-    staged, _ = keys.stage_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key.credential, expires_in_days=None)
+    staged, _ = lifecycle.stage_key(
+        grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key.credential, expires_in_days=None
+    )
     suspended, _ = issue(scene.sandbox)
-    keys.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     as_it_was = IssuanceRequest.objects.select_related("account__merchant").get(pk=approved.pk)
     with pytest.MonkeyPatch.context() as killed:
         killed.setattr(offboarding, "_end_account", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -298,9 +302,9 @@ def test_offboarded_merchant_is_given_no_key(scene: Scene) -> None:
     with pytest.raises(StateConflictError, match="has left"):
         issue_request(as_it_was)
     with pytest.raises(StateConflictError, match="has left"):
-        keys.activate_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), staged)
+        lifecycle.activate_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), staged)
     with pytest.raises(StateConflictError, match="has left"):
-        keys.resume_key(grant(scene.admin, P.KEYS_RESUME, scene.sandbox), suspended)
+        lifecycle.resume_key(grant(scene.admin, P.KEYS_RESUME, scene.sandbox), suspended)
     assert not offboard(scene).left
 
 
@@ -309,14 +313,15 @@ def test_offboarded_merchant_s_staged_keys_are_burned_by_the_worker(scene: Scene
     request = request_key(scene.sandbox)
     with pytest.MonkeyPatch.context() as killed:
         killed.setattr(
-            "keyvault.services.issuance.store_string", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+            "keyvault.services.issuance.requests.store_string",
+            lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         with pytest.raises(KeyboardInterrupt):
             issue_request(request)
     assert Key.objects.get().state == "pre_activation"
     assert not offboard(scene).left
     WorkLease.objects.update(until=None)  # the worker's lease has run out
-    upkeep.destroy_due()
+    maintenance.destroy_due()
     assert Key.objects.get().state == "destroyed"
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 
-from rotation.events import RotationState as S
+from rotation.domain.events import RotationState as S
 
 from .journey import Fault
 from .proxy import Strike

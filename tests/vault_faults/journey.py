@@ -15,14 +15,14 @@ from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import BackendError
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.models import Key, Material, WorkLease
-from keyvault.services import upkeep
-from keyvault.services.authorization import authorize
-from keyvault.services.keys import get_key
-from keyvault.services.material import copy_subject
-from rotation.events import RotationState
-from rotation.services.engine import advance_all_due
-from rotation.services.interventions import abort_rotation, resume_rotation
-from rotation.services.reports import get_rotation, subject_of
+from keyvault.services import maintenance
+from keyvault.services.keys.lifecycle import get_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.stored_copies import copy_subject
+from rotation.domain.events import RotationState
+from rotation.services.rotations.engine import advance_all_due
+from rotation.services.rotations.interventions import abort_rotation, resume_rotation
+from rotation.services.rotations.reports import get_rotation, subject_of
 from tests.rotation import scene
 from tests.rotation.steps import revoke
 
@@ -145,8 +145,8 @@ class Journey:
     def _beat(self) -> None:
         self.stand.reporter.flush()
         advance_all_due(self.stand.clock)
-        upkeep.destroy_due()
-        upkeep.settle_due()
+        maintenance.destroy_due()
+        maintenance.settle_due()
 
     def _merchant_reads(self) -> None:
         """Nothing, while the server does not answer."""
@@ -275,6 +275,6 @@ class Journey:
         assert fresh is not None
         if fresh.state in DEAD_STATES:
             self.stand.clock.tick(RESUMES_WITHIN.total_seconds())
-            upkeep.destroy_due()
+            maintenance.destroy_due()
             stored = self.stand.live_versions(fresh.credential.backend_path)
             self.trial.must_be(stored == {}, f"the revoked key's copy is still there: {stored}")

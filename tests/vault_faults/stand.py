@@ -30,9 +30,9 @@ from keyvault.backends.vault.replies import CONNECT_SECONDS
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import UsageReporter
-from keyvault.services import upkeep
-from keyvault.services.secret_backends import secret_backend, vault_backend
-from keyvault.services.usage import UsageLog
+from keyvault.services import maintenance
+from keyvault.services.secrets.backend import secret_backend, vault_backend
+from keyvault.services.usage.recorder import UsageLog
 from tests.backends.vault.installation import InstalledVault, serving_from
 from tests.factories import make_token
 from tests.rotation.scene import Clock
@@ -70,7 +70,9 @@ class Stand:
         with ExitStack() as stack:
             stack.enter_context(serving_from(self.installed))
             stack.enter_context(override_settings(ACCOUNT_LIMITS=dict.fromkeys(Environment, (10**6, 1))))
-            stack.enter_context(mock.patch.object(upkeep, "datetime", SimpleNamespace(now=lambda zone: self.clock())))
+            stack.enter_context(
+                mock.patch.object(maintenance, "datetime", SimpleNamespace(now=lambda zone: self.clock()))
+            )
             stack.enter_context(mock.patch.object(UsageLog, "start"))
             now = self.clock()
             UsageReporter.objects.create(reporter_id=self.reporter.reporter_id, started_at=now, flushed_through_at=now)

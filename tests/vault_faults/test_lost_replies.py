@@ -5,7 +5,7 @@ import requests
 
 from keyvault.backends.vault.layout import Engine, Role
 from keyvault.models import WorkLease
-from rotation.services.reports import get_rotation, subject_of
+from rotation.services.rotations.reports import get_rotation, subject_of
 from tests.rotation.steps import advance
 
 from .faults import LIMITED, LOST

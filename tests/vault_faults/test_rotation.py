@@ -2,7 +2,7 @@
 
 import pytest
 
-from keyvault.services.audit import verify_audit
+from keyvault.services.recording.audit_chain import verify_audit
 
 from .faults import DELETED, FAULTS, LOST, NARROWED, REVOKED, SEALED, WAYS, can_be_staged
 from .journey import Fault, Journey

@@ -10,9 +10,9 @@ import pytest
 from django.db import connection
 
 from keyvault.domain.digests import PepperSet
-from keyvault.services.peppers import read_pepper
-from keyvault.services.secret_backends import vault_backend
-from rotation.events import RotationState as S
+from keyvault.services.peppers.ring import read_pepper
+from keyvault.services.secrets.backend import vault_backend
+from rotation.domain.events import RotationState as S
 
 from .faults import LOST, NARROWED, SEALED
 from .journey import Journey

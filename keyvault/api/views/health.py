@@ -3,10 +3,10 @@
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.api.bodies import HealthBody, ReadinessBody
 from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
-from keyvault.services.readiness import find_readiness, readiness_body
+from keyvault.api.schemas import HealthBody, ReadinessBody
+from keyvault.services.startup.readiness import find_readiness, readiness_body
 
 
 class HealthView(PublicView):

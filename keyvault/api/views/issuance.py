@@ -8,11 +8,11 @@ from rest_framework.response import Response
 from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import Target, operation
-from keyvault.api.bodies import CollectedBody, IssuanceRequestBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
+from keyvault.api.schemas import CollectedBody, IssuanceRequestBody
 from keyvault.api.serializers import CollectRequest, CredentialRequest
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -20,10 +20,10 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
-from keyvault.services.collection import Handover, is_asked_by, read_handover, record_collection
 from keyvault.services.idempotency import Answer, Effect
-from keyvault.services.issuance import describe_request, get_request, request_issuance
-from keyvault.services.merchants import find_account
+from keyvault.services.issuance.collection import Handover, is_asked_by, read_handover, record_collection
+from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
+from keyvault.services.merchants.merchants import find_account
 
 _REQUEST_ID = in_path("request_id", "^req_[0-9A-Za-z]{20}$")
 

@@ -8,17 +8,17 @@ from rest_framework.response import Response
 from keyvault.access.decision import Denial, decide
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import Target, operation
-from keyvault.api.bodies import CredentialsBody, KeyBody, RevokedBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.openapi import PREFER_WAIT, documented, in_path
+from keyvault.api.schemas import CredentialsBody, KeyBody, RevokedBody
 from keyvault.api.serializers import CredentialQuery, RevokeRequest, credential_as_json
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, Key
-from keyvault.services.keys import describe_key, get_key, last_sequence, revoke_key
-from keyvault.services.receipts import describe_receipt, wait_for_receipt
+from keyvault.services.change_feed.receipts import describe_receipt, wait_for_receipt
+from keyvault.services.keys.lifecycle import describe_key, get_key, last_sequence, revoke_key
 from keyvault.wire.headers import PREFERENCE_APPLIED, read_preference_wait
 
 _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")

@@ -5,7 +5,7 @@ from rest_framework.request import Request
 
 from keyvault.api.openapi import NOBODY, PUBLIC_CODES, documented
 from keyvault.api.public import PublicView
-from keyvault.services.exposition import CONTENT_TYPE, expose_meters
+from keyvault.services.startup.metrics import CONTENT_TYPE, expose_meters
 
 
 class MetricsView(PublicView):

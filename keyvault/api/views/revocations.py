@@ -4,11 +4,11 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from keyvault.access.permissions import Permission
-from keyvault.api.bodies import ReceiptBody
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.openapi import documented, in_path
+from keyvault.api.schemas import ReceiptBody
 from keyvault.domain.errors import NotFoundError
-from keyvault.services.receipts import describe_receipt, find_account_of, find_receipt
+from keyvault.services.change_feed.receipts import describe_receipt, find_account_of, find_receipt
 
 
 class RevocationView(ServiceView):

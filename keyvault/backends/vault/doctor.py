@@ -24,7 +24,9 @@ from keyvault.backends.base import (
 from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
 from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
 from keyvault.backends.vault.client import Server, open_client
-from keyvault.backends.vault.cures import (
+from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Engine, Layout, Role
+from keyvault.backends.vault.logins import Login
+from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
     RESTORE,
     Finding,
@@ -34,8 +36,6 @@ from keyvault.backends.vault.cures import (
     read_unreachable,
     read_unready,
 )
-from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Engine, Layout, Role
-from keyvault.backends.vault.logins import Login
 from keyvault.domain.digests import Peppers, PepperSet
 
 CLOCK_SECONDS: Final = 30

@@ -7,8 +7,8 @@ from typing import Any
 from django.core.management.base import CommandError
 
 from keyvault.domain.audit_records import public_keys_text
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.checkpoints import read_public_keys
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.audit.checkpoints import read_public_keys
 
 
 class Command(AnsweringCommand):

@@ -10,9 +10,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.domain.audit_records import gather_kept, parse_public_keys
 from keyvault.domain.checkpoints import Kept, PublicKeys
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.audit import verify_audit
-from keyvault.services.checkpoints import ScopeReport, gather_public_keys, verify_checkpoints
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.audit.checkpoints import ScopeReport, gather_public_keys, verify_checkpoints
+from keyvault.services.recording.audit_chain import verify_audit
 
 
 class Command(AnsweringCommand):

@@ -6,10 +6,10 @@ from typing import Any
 from django.conf import settings
 
 from keyvault.access.catalog import Endpoint
+from keyvault.access.endpoint_description import limit_words
 from keyvault.access.limits import Limit
-from keyvault.access.panel import limit_words
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.catalog import current_catalog
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.catalog.catalog import current_catalog
 
 _COLUMNS = ("endpoint", "method", "path", "key", "bearer", "context", "limit", "added")
 

@@ -6,9 +6,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.environments import Environment
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.connections import describe_connection, list_connections
-from keyvault.services.merchants import find_account
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.provider_connections import describe_connection, list_connections
 
 
 class Command(AnsweringCommand):

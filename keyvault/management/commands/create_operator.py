@@ -9,11 +9,11 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.management.passwords import read_password
 from keyvault.models import Operator
-from keyvault.services.authorization import authorize
-from keyvault.services.operators import create_operator
+from keyvault.services.merchants.operators import create_operator
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

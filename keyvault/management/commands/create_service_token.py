@@ -9,9 +9,9 @@ from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.tokens import DEFAULT_DAYS, create_service_token
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 
 
 class Command(AnsweringCommand):

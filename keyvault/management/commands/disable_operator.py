@@ -7,9 +7,9 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.operators import disable_operator, get_operator
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.operators import disable_operator, get_operator
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

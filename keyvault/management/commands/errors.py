@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.wire.problems import PROBLEM_TYPES, problems_page
 
 

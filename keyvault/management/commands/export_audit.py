@@ -9,7 +9,7 @@ from django.db import OperationalError, ProgrammingError
 
 from keyvault.domain.audit_records import record_line
 from keyvault.domain.digests import PepperSet
-from keyvault.services.audit_export import export_log, export_newest
+from keyvault.services.audit.export import export_log, export_newest
 
 
 class Command(BaseCommand):

@@ -10,10 +10,10 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services import issuance
-from keyvault.services.merchants import find_account
-from keyvault.services.upkeep import issue_one
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.issuance import requests
+from keyvault.services.maintenance import issue_one
+from keyvault.services.merchants.merchants import find_account
 
 
 class Command(AnsweringCommand):
@@ -40,7 +40,7 @@ class Command(AnsweringCommand):
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         account = find_account(options["merchant"], options["environment"])
         requester = self.operator(options["requested_by"])
-        request = issuance.request_issuance(
+        request = requests.request_issuance(
             self.grant(requester, Permission.ISSUANCE_REQUEST, account),
             account,
             kind=KeyKind(options["kind"]),
@@ -51,7 +51,7 @@ class Command(AnsweringCommand):
         if request.state == IssuanceState.PENDING:
             self._approve(request, options["approved_by"])
         issue_one(request)
-        issued = issuance.get_request(request.request_id)
+        issued = requests.get_request(request.request_id)
         if issued is None or issued.key is None:
             raise DependencyUnavailableError(
                 f"The key is not issued yet; the worker goes on with {request.request_id}."
@@ -63,7 +63,7 @@ class Command(AnsweringCommand):
         }
         if options["reveal"]:
             grant = self.grant(requester, Permission.ISSUANCE_COLLECT, account)
-            answer["key"] = issuance.collect_key(grant, issued).reveal()
+            answer["key"] = requests.collect_key(grant, issued).reveal()
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:
@@ -73,7 +73,7 @@ class Command(AnsweringCommand):
                 raise StateConflictError("This takes a second person: name one with --approved-by.")
             approver = self.operator(approver_name)
             grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
-            issuance.approve_issuance(grant, request, request.plan_digest)
+            requests.approve_issuance(grant, request, request.plan_digest)
             if request.state != IssuanceState.APPROVED:
                 raise StateConflictError(
                     f"{request.request_id} takes {request.approvals_needed} persons; the others approve in the console."
@@ -82,5 +82,5 @@ class Command(AnsweringCommand):
             if request.state == IssuanceState.PENDING and request.approvals_needed == 1:
                 requester = self.operator(request.requester.username)
                 grant = self.grant(requester, Permission.ISSUANCE_WITHDRAW, request.account)
-                issuance.withdraw_issuance(grant, request)
+                requests.withdraw_issuance(grant, request)
             raise

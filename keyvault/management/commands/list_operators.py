@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.operators import list_operators
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.operators import list_operators
 
 
 class Command(AnsweringCommand):

@@ -7,7 +7,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Merchant
 from keyvault.services.offboarding import count_belongings, offboard_merchant
 

@@ -9,15 +9,15 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.pepper_status import (
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.pepper_rotation.status import (
     DORMANT_DAYS,
     DormantKey,
     list_dormant_keys,
     list_pepper_states,
     list_rowless,
 )
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

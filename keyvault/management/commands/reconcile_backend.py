@@ -9,8 +9,8 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.principals import WORKER, Channel
 from keyvault.domain.environments import Environment
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.reconciliation import reconcile
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.reconciliation.reconciliation import reconcile
 
 
 class Command(AnsweringCommand):

@@ -7,9 +7,9 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.connections import describe_connection, get_connection, remove_connection
-from keyvault.services.merchants import find_account
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.provider_connections import describe_connection, get_connection, remove_connection
 
 
 class Command(AnsweringCommand):

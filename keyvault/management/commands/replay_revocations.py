@@ -9,12 +9,12 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models.recording import Subject
-from keyvault.services.authorization import authorize
-from keyvault.services.journal_opening import accept_loss, is_lost
-from keyvault.services.revocation_replays import Replay, compare_journal, replay_revocations
-from keyvault.services.start import words_of_damage, words_of_loss
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.revocations.log_opening import accept_loss, is_lost
+from keyvault.services.revocations.replay import Replay, compare_journal, replay_revocations
+from keyvault.services.startup.startup_checks import words_of_damage, words_of_loss
 
 
 class Command(AnsweringCommand):

@@ -9,10 +9,10 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.management.passwords import read_password
-from keyvault.services.authorization import authorize
-from keyvault.services.operators import get_operator, reset_password
+from keyvault.services.merchants.operators import get_operator, reset_password
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

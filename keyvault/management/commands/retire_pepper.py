@@ -10,17 +10,17 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.digests import PepperSet
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import PepperVersion
-from keyvault.services.authorization import authorize
-from keyvault.services.pepper_status import list_dormant_keys
-from keyvault.services.pepper_versions import (
+from keyvault.services.pepper_rotation.rotation import (
     KEPT_AFTER_RETIREMENT,
     PepperInUseError,
     destroy_pepper,
     destroyable_from,
     retire_pepper,
 )
+from keyvault.services.pepper_rotation.status import list_dormant_keys
+from keyvault.services.recording.authorization import authorize
 
 _MOST_LISTED = 100
 

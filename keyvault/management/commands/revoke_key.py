@@ -10,9 +10,9 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.keys import get_key, last_sequence, revoke_key
-from keyvault.services.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.change_feed.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
+from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
 class Command(AnsweringCommand):

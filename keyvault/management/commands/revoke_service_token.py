@@ -8,9 +8,9 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.tokens import get_service_token, revoke_service_token
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.tokens.service_tokens import get_service_token, revoke_service_token
 
 
 class Command(AnsweringCommand):

@@ -8,10 +8,10 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.digests import PepperSet
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.pepper_propagation import PROPAGATION
-from keyvault.services.pepper_versions import rotate_pepper
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.pepper_rotation.propagation import PROPAGATION
+from keyvault.services.pepper_rotation.rotation import rotate_pepper
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

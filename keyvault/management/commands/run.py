@@ -20,7 +20,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.management.service import (
     ServiceError,
     alone_in_data_folder,
@@ -32,10 +32,10 @@ from keyvault.management.service import (
 )
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 from keyvault.models import Operator, ServiceToken
-from keyvault.services.authorization import authorize
-from keyvault.services.operators import reset_password
-from keyvault.services.start import require_ready
-from keyvault.services.tokens import create_service_token, revoke_service_token
+from keyvault.services.merchants.operators import reset_password
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.startup.startup_checks import require_ready
+from keyvault.services.tokens.service_tokens import create_service_token, revoke_service_token
 
 DEMO_NAME = "make run"
 """What the demo's service token and credential are called; a token of an earlier run is known by it."""

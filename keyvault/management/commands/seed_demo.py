@@ -12,12 +12,12 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Merchant, Operator
-from keyvault.services.authorization import authorize
-from keyvault.services.lookup import BASE_URLS
-from keyvault.services.merchants import create_merchant
-from keyvault.services.operators import create_operator
+from keyvault.services.catalog.base_urls import BASE_URLS
+from keyvault.services.merchants.merchants import create_merchant
+from keyvault.services.merchants.operators import create_operator
+from keyvault.services.recording.authorization import authorize
 
 MERCHANTS = {"acme": "Acme Stores", "globex": "Globex Travel"}
 OPERATORS = {

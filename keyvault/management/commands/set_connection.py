@@ -12,9 +12,9 @@ from keyvault.domain.connections import MOST_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.connections import describe_connection, set_connection
-from keyvault.services.merchants import find_account
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
 _MOST_READ = 2 * MOST_BYTES
 """With the blanks around it. What is longer is refused for its size, read to the end or not."""

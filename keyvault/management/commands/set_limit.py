@@ -9,15 +9,15 @@ from keyvault.access.limits import Limit, find_limit_fault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Account
-from keyvault.services.limit_overrides import (
+from keyvault.services.limits.overrides import (
     account_limit_in_force,
     endpoint_limit_in_force,
     set_account_limit,
     set_endpoint_limit,
 )
-from keyvault.services.merchants import find_account
+from keyvault.services.merchants.merchants import find_account
 
 
 class Command(AnsweringCommand):

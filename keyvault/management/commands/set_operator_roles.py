@@ -8,9 +8,9 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.authorization import authorize
-from keyvault.services.operators import get_operator, set_roles
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.merchants.operators import get_operator, set_roles
+from keyvault.services.recording.authorization import authorize
 
 
 class Command(AnsweringCommand):

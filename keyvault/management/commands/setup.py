@@ -7,11 +7,11 @@ from django.core.management import call_command
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models.triggers import missing_triggers
-from keyvault.services.journal_opening import open_journal
-from keyvault.services.peppers import ensure_peppers
-from keyvault.services.start import words_of_loss
+from keyvault.services.peppers.ring import ensure_peppers
+from keyvault.services.revocations.log_opening import open_journal
+from keyvault.services.startup.startup_checks import words_of_loss
 
 
 class Command(AnsweringCommand):

@@ -6,9 +6,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.credentials import find_reading_place
-from keyvault.services.keys import describe_key, get_key
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.keys.credentials import find_reading_place
+from keyvault.services.keys.lifecycle import describe_key, get_key
 
 
 class Command(AnsweringCommand):

@@ -24,8 +24,8 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.networks import parse_network
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services.secret_backends import vault_layout, vault_server
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.secrets.backend import vault_layout, vault_server
 
 WRAP_SECONDS = 86_400
 _LONGEST_TOKEN = 4096

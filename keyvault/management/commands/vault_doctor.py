@@ -11,12 +11,12 @@ from django.db import OperationalError, ProgrammingError
 
 from keyvault.backends.vault.bootstrap import list_logins, list_scopes
 from keyvault.backends.vault.capabilities import ROLES_OF_HOST
-from keyvault.backends.vault.cures import Finding
 from keyvault.backends.vault.doctor import Examination
-from keyvault.management.answers import AnsweringCommand
+from keyvault.backends.vault.remediation import Finding
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import PepperVersion
-from keyvault.services.peppers import list_served_sets
-from keyvault.services.secret_backends import choose_login, vault_layout, vault_server
+from keyvault.services.peppers.ring import list_served_sets
+from keyvault.services.secrets.backend import choose_login, vault_layout, vault_server
 
 
 class Command(AnsweringCommand):

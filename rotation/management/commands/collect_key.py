@@ -7,10 +7,10 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.answers import AnsweringCommand
-from keyvault.services import issuance
-from rotation.services.interventions import collect_replacement
-from rotation.services.reports import get_rotation
+from keyvault.management.json_command import AnsweringCommand
+from keyvault.services.issuance import requests
+from rotation.services.rotations.interventions import collect_replacement
+from rotation.services.rotations.reports import get_rotation
 
 
 class Command(AnsweringCommand):
@@ -29,8 +29,8 @@ class Command(AnsweringCommand):
             rotation = get_rotation(options["rotation"])
             grant = self.grant(operator, Permission.ISSUANCE_COLLECT, rotation.credential.account)
             return {"key_id": rotation.replacement_id or "", "key": collect_replacement(grant, rotation).reveal()}
-        request = issuance.get_request(options["request"])
+        request = requests.get_request(options["request"])
         if request is None:
             raise NotFoundError("There is no such request.")
         grant = self.grant(operator, Permission.ISSUANCE_COLLECT, request.account)
-        return {"key_id": request.key_id or "", "key": issuance.collect_key(grant, request).reveal()}
+        return {"key_id": request.key_id or "", "key": requests.collect_key(grant, request).reveal()}

@@ -6,9 +6,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.answers import AnsweringCommand
-from rotation.services.interventions import confirm_rotation
-from rotation.services.reports import get_rotation
+from keyvault.management.json_command import AnsweringCommand
+from rotation.services.rotations.interventions import confirm_rotation
+from rotation.services.rotations.reports import get_rotation
 
 
 class Command(AnsweringCommand):

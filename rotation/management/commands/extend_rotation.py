@@ -6,10 +6,10 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from rotation.management.plan_options import read_time
-from rotation.services.interventions import extend_rotation
-from rotation.services.reports import get_rotation
+from rotation.services.rotations.interventions import extend_rotation
+from rotation.services.rotations.reports import get_rotation
 
 
 class Command(AnsweringCommand):

@@ -7,12 +7,12 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Credential
 from rotation.models import Rotation
-from rotation.services.interventions import abort_rotation
-from rotation.services.reports import describe
-from rotation.services.requests import approve_rotation, is_undecided, reissue_key
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import describe
+from rotation.services.rotations.requests import approve_rotation, is_undecided, reissue_key
 
 
 class Command(AnsweringCommand):

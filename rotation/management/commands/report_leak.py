@@ -6,8 +6,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from keyvault.management.answers import AnsweringCommand
-from rotation.services.emergency import Response, respond_to_leak
+from keyvault.management.json_command import AnsweringCommand
+from rotation.services.rotations.emergency import Response, respond_to_leak
 
 
 class Command(AnsweringCommand):

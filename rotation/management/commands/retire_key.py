@@ -7,11 +7,11 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import StateConflictError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from rotation.management.plan_options import read_time
 from rotation.models import Retirement
-from rotation.services.interventions import approve_retirement, ask_retirement
-from rotation.services.reports import get_rotation
+from rotation.services.rotations.interventions import approve_retirement, ask_retirement
+from rotation.services.rotations.reports import get_rotation
 
 
 class Command(AnsweringCommand):

@@ -9,12 +9,12 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
+from rotation.domain.pacing import Pace
+from rotation.domain.policy import Proof
 from rotation.management.campaign_watch import WatchingCommand
 from rotation.models import Campaign, CampaignState
-from rotation.pacing import Pace
-from rotation.policy import Proof
-from rotation.services.campaigns import approve_campaign, cancel_campaign, request_campaign
-from rotation.services.planning import Wish
+from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign
+from rotation.services.rotations.planning import Wish
 
 _AS_USUAL = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")

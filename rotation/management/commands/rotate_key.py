@@ -7,12 +7,12 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Credential
-from rotation.events import RotationState
+from rotation.domain.events import RotationState
 from rotation.management.plan_options import add_plan_options, read_wish
-from rotation.services.interventions import abort_rotation
-from rotation.services.requests import approve_rotation, bypass_rotation, request_rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 
 
 class Command(AnsweringCommand):

@@ -14,9 +14,9 @@ from rich.text import Text
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.redaction import redact
-from keyvault.management.answers import AnsweringCommand
+from keyvault.management.json_command import AnsweringCommand
 from keyvault.models import Merchant
-from rotation.services.calendar import DateState, list_next
+from rotation.services.schedules.calendar import DateState, list_next
 
 _STYLES = {
     DateState.AWAITING_APPROVAL: "yellow",

@@ -6,7 +6,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from rotation.management.campaign_watch import WatchingCommand
-from rotation.services.campaigns import get_campaign
+from rotation.services.campaigns.campaigns import get_campaign
 
 
 class Command(WatchingCommand):

@@ -6,8 +6,8 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from keyvault.management.answers import AnsweringCommand
-from rotation.services.reports import describe, get_rotation
+from keyvault.management.json_command import AnsweringCommand
+from rotation.services.rotations.reports import describe, get_rotation
 
 
 class Command(AnsweringCommand):

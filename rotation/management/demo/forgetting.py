@@ -4,17 +4,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.management.service import WORKER
-from keyvault.services.inbox import list_unseen
-from keyvault.services.material import find_stored
-from rotation.events import RotationState
+from keyvault.services.approvals.inbox import list_unseen
+from keyvault.services.secrets.stored_copies import find_stored
+from rotation.domain.events import RotationState
+from rotation.domain.states import CLOSED
 from rotation.management.demo.fleet import Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.rotating import Entry, entries_of, plan_options
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
-from rotation.states import CLOSED
 
 NAME, CLIENT_IP = "nightly-report", "198.51.100.30"
 PLAN = {"proof-count": 10, "proof-sources": 1, "quiet-seconds": 1, "quarantine-seconds": 2}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from keyvault.domain.issuance import IssuanceState
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.models import Credential, IssuanceRequest
-from keyvault.services.issuance import get_request
+from keyvault.services.issuance.requests import get_request
 from rotation.management.demo import people
 from rotation.management.demo.people import MERCHANT, refusal_of
 from rotation.management.demo.stage import Stage, StoryError

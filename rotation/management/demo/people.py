@@ -12,10 +12,10 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, IssuanceRequest
-from keyvault.services import issuance
-from keyvault.services.authorization import authorize
-from keyvault.services.merchants import find_account
-from keyvault.services.operators import find_operator
+from keyvault.services.issuance import requests
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.merchants.operators import find_operator
+from keyvault.services.recording.authorization import authorize
 
 MERCHANT = "acme"
 
@@ -23,7 +23,7 @@ MERCHANT = "acme"
 def ask_for_key(username: str) -> IssuanceRequest:
     """The merchant's private sandbox key, delivered to the secret backend."""
     account = find_account(MERCHANT, Environment.SANDBOX)
-    return issuance.request_issuance(
+    return requests.request_issuance(
         _grant(username, Permission.ISSUANCE_REQUEST, account),
         account,
         kind=KeyKind.PRIVATE,
@@ -34,15 +34,15 @@ def ask_for_key(username: str) -> IssuanceRequest:
 
 def approve(username: str, request: IssuanceRequest) -> None:
     grant = _grant(username, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
-    issuance.approve_issuance(grant, request, request.plan_digest)
+    requests.approve_issuance(grant, request, request.plan_digest)
 
 
 def withdraw(username: str, request: IssuanceRequest) -> None:
-    issuance.withdraw_issuance(_grant(username, Permission.ISSUANCE_WITHDRAW, request.account), request)
+    requests.withdraw_issuance(_grant(username, Permission.ISSUANCE_WITHDRAW, request.account), request)
 
 
 def collect(username: str, request: IssuanceRequest) -> Plaintext:
-    return issuance.collect_key(_grant(username, Permission.ISSUANCE_COLLECT, request.account), request)
+    return requests.collect_key(_grant(username, Permission.ISSUANCE_COLLECT, request.account), request)
 
 
 def refusal_of(act: Callable[[], object]) -> str | None:

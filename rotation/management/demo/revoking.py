@@ -2,9 +2,9 @@
 
 import time
 
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.management.service import SERVER
-from keyvault.services.receipts import (
+from keyvault.services.change_feed.receipts import (
     LONGEST_WAIT_SECONDS,
     Receipt,
     Standing,

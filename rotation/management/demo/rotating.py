@@ -8,17 +8,17 @@ from typing import Any
 
 from keyvault.domain.audit import account_chain
 from keyvault.domain.environments import Environment
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.management.service import SERVER, WORKER
 from keyvault.models import AuditEntry
-from keyvault.services.material import find_stored
-from rotation.events import RotationState
+from keyvault.services.secrets.stored_copies import find_stored
+from rotation.domain.events import RotationState
+from rotation.domain.states import CLOSED
 from rotation.management.demo.fleet import Backend, Fleet
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.people import MERCHANT
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
-from rotation.states import CLOSED
 
 RATE = 50.0
 BACKENDS = (

@@ -9,12 +9,12 @@ from django.db import connection
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
-from keyvault.services.audit import AuditReport, verify_audit
-from keyvault.services.receipts import Receipt, Standing
-from rotation.events import RotationState as S
+from keyvault.services.change_feed.receipts import Receipt, Standing
+from keyvault.services.recording.audit_chain import AuditReport, verify_audit
+from rotation.domain.events import RotationState as S
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import Report

@@ -19,7 +19,7 @@ from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
-from keyvault.services.secret_backends import secret_backend, vault_backend
+from keyvault.services.secrets.backend import secret_backend, vault_backend
 from tests.factories import forget_keystore, have_peppers
 
 

@@ -5,8 +5,8 @@ from django.conf import settings
 from keyvault.backends.base import Mount
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.plaintext import Plaintext
-from keyvault.services.peppers import load_peppers
-from keyvault.services.secret_backends import secret_backend, vault_backend
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.secrets.backend import secret_backend, vault_backend
 
 from .installation import InstalledVault
 

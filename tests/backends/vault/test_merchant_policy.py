@@ -19,16 +19,16 @@ from keyvault.backends.vault.layout import MERCHANT_POLICY, Engine
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.calls import call
+from keyvault.management.nested_command import call
 from keyvault.models import Account, Key, ProviderConnection
-from keyvault.services.connections import (
+from keyvault.services.keys.credentials import find_reading_place
+from keyvault.services.secrets.provider_connections import (
     describe_connection,
     forget_connection,
     remove_connection,
     set_connection,
     settle_connection,
 )
-from keyvault.services.credentials import find_reading_place
 from tests.admin.desk import address, browser, text_of
 from tests.factories import PRODUCTION, SANDBOX, account, grant, issue, make_merchant, now, the_operator
 from tests.servers.openbao import VaultOnDisk

@@ -8,7 +8,7 @@ from django.db import connection, transaction
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rotation.events import RotationState
+from rotation.domain.events import RotationState
 from tests.rotation.machine.backend import Fault
 from tests.rotation.machine.interrupting import Interruption
 from tests.rotation.machine.scenes import Scene

@@ -14,11 +14,11 @@ from django.db import transaction
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.services import leases
-from rotation.events import RotationState
-from rotation.policy import AtDeadline, Proof, Reinstatement
-from rotation.services import engine
-from rotation.services.planning import Wish
+from keyvault.services.work import leases
+from rotation.domain.events import RotationState
+from rotation.domain.policy import AtDeadline, Proof, Reinstatement
+from rotation.services.rotations import engine
+from rotation.services.rotations.planning import Wish
 from tests import factories
 from tests.rotation.machine.backend import MemoryBackend
 from tests.rotation.machine.interrupting import DisruptedError
@@ -135,7 +135,7 @@ def stage() -> Iterator[MemoryBackend]:
     """
     backend = MemoryBackend()
     with (
-        mock.patch("keyvault.services.secret_backends.LocalKeystore", return_value=backend),
+        mock.patch("keyvault.services.secrets.backend.LocalKeystore", return_value=backend),
         mock.patch.object(leases, "_jitter", return_value=1.0),
         mock.patch.object(engine._log, "exception", _require_foreseen),
     ):

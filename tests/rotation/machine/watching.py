@@ -10,12 +10,12 @@ from keyvault.backends.base import Mount, VersionState
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import AuditEntry, Key, Material, WorkLease
 from keyvault.models.usage import Outcome
-from keyvault.services.usage import observe
-from rotation.events import RotationState
+from keyvault.services.usage.recorder import observe
+from rotation.domain.events import RotationState
+from rotation.domain.policy import AtDeadline
+from rotation.domain.states import CLOSED, TRANSITIONS
 from rotation.models import LedgerEntry, LedgerState, Rotation
-from rotation.policy import AtDeadline
-from rotation.services.reports import subject_of
-from rotation.states import CLOSED, TRANSITIONS
+from rotation.services.rotations.reports import subject_of
 
 if TYPE_CHECKING:
     from tests.rotation.machine.world import World

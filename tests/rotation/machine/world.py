@@ -22,24 +22,25 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Credential, Key, UsageReporter
 from keyvault.models.usage import Outcome
-from keyvault.services import keys, leases
-from keyvault.services.authorization import authorize
-from keyvault.services.material import (
+from keyvault.services.keys import lifecycle
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.stored_copies import (
     copy_subject,
     destroy_string,
     list_to_destroy,
     list_unsettled,
     settle_string,
 )
-from keyvault.services.usage import UsageLog
-from rotation.events import RotationState
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.work import leases
+from rotation.domain.events import RotationState
+from rotation.domain.policy import Proof
+from rotation.domain.states import CLOSED, Wait
 from rotation.models import Rotation
-from rotation.policy import Proof
-from rotation.services import interventions, requests
-from rotation.services.engine import advance_rotation
-from rotation.services.planning import Wish
-from rotation.services.reports import get_rotation
-from rotation.states import CLOSED, Wait
+from rotation.services.rotations import interventions, requests
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
 from tests.factories import the_operator
 from tests.rotation import scene
 from tests.rotation.machine.backend import Fault, MemoryBackend
@@ -198,9 +199,9 @@ class World:
 
     def sweep(self) -> None:
         """The upkeep's record of keys that have expired, and what becomes of copies in the backend."""
-        for key in keys.list_expired(self.now):
+        for key in lifecycle.list_expired(self.now):
             with suppress(KeyvaultError):
-                keys.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
+                lifecycle.expire_key(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=self.now), key)
         for key in list_to_destroy():
             with suppress(KeyvaultError):
                 destroy_string(self._upkeep(), key)
@@ -296,10 +297,10 @@ class World:
 
     def revoke(self, which: int) -> None:
         """Always at once: whatever the backend and the worker are doing."""
-        self._end(which, P.KEYS_REVOKE, keys.revoke_key, RevocationReason.CESSATION_OF_OPERATION)
+        self._end(which, P.KEYS_REVOKE, lifecycle.revoke_key, RevocationReason.CESSATION_OF_OPERATION)
 
     def compromise(self, which: int) -> None:
-        self._end(which, P.KEYS_REPORT_COMPROMISE, keys.report_compromise)
+        self._end(which, P.KEYS_REPORT_COMPROMISE, lifecycle.report_compromise)
 
     def _end(self, which: int, permission: P, end: Callable[..., object], *args: Any) -> None:
         key = self.key(which)
@@ -313,16 +314,16 @@ class World:
     def suspend(self, which: int) -> None:
         key = self.key(which)
         if key is not None:
-            keys.suspend_key(self.grant("admin", P.KEYS_SUSPEND), key)
+            lifecycle.suspend_key(self.grant("admin", P.KEYS_SUSPEND), key)
 
     def resume(self, which: int) -> None:
         key = self.key(which)
         if key is not None:
-            keys.resume_key(self.grant("admin", P.KEYS_RESUME), key)
+            lifecycle.resume_key(self.grant("admin", P.KEYS_RESUME), key)
 
     def key(self, which: int) -> Key | None:
         ids = self.key_ids()
-        return keys.get_key(ids[which]) if which < len(ids) else None
+        return lifecycle.get_key(ids[which]) if which < len(ids) else None
 
     # --- traffic and verifiers ----------------------------------------------------------------------------------
 

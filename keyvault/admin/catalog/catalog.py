@@ -1,0 +1,299 @@
+"""The endpoint catalog in the console: what every endpoint asks; upstream ones are added, changed and withdrawn."""
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint, LimiterLoss
+from keyvault.access.decision import Grant
+from keyvault.access.endpoint_description import authorization_panel, limit_words
+from keyvault.access.endpoints import (
+    LONGEST_NAME,
+    LONGEST_PATH,
+    LONGEST_SUMMARY,
+    METHODS,
+    EndpointWish,
+)
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.widgets import Detail, Facts, Link, Table, badge, link, moment, mono
+from keyvault.domain.keys import KeyKind
+from keyvault.models import CatalogEndpoint
+from keyvault.services.catalog.catalog import current_catalog, endpoint_of
+from keyvault.services.catalog.endpoints import (
+    add_endpoint,
+    change_endpoint,
+    restore_endpoint,
+    wish_of,
+    withdraw_endpoint,
+)
+
+_CONTEXT_HELP = "path:<variable> or header:<name>, such as path:merchant or header:X-Store-Id. Empty: it needs none."
+_BEARER = {
+    Bearer.NONE: "not supported",
+    Bearer.OPTIONAL: "optional, beside the private key",
+    Bearer.REQUIRED: "required, beside the private key",
+}
+_LIMITER_LOSS = {
+    LimiterLoss.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterLoss.REFUSE: "refuse every request",
+}
+
+
+class RuleForm(ActForm):
+    """All of an endpoint but its name."""
+
+    method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
+    path = forms.CharField(
+        max_length=LONGEST_PATH,
+        help_text="Relative to the environment's base URL; <variable> stands for one segment: /refunds/<refund_id>",
+    )
+    credentials = forms.MultipleChoiceField(
+        label="API keys",
+        choices=[(kind.value, kind.value) for kind in KeyKind],
+        widget=forms.CheckboxSelectMultiple,
+    )
+    bearer = forms.ChoiceField(
+        label="Bearer",
+        choices=[(bearer.value, words) for bearer, words in _BEARER.items()],
+        help_text="A customer access token, which adds a signed-in customer's context.",
+    )
+    merchant_from = forms.CharField(label="Merchant from", required=False, max_length=100, help_text=_CONTEXT_HELP)
+    store_from = forms.CharField(label="Store from", required=False, max_length=100, help_text=_CONTEXT_HELP)
+    idempotent_by_key = forms.BooleanField(label="Needs Idempotency-Key", required=False)
+    limit_count = forms.IntegerField(
+        label="Limit: requests",
+        required=False,
+        min_value=1,
+        max_value=LARGEST_COUNT,
+        help_text="For each account, beside the account's own limit. Empty: none.",
+    )
+    limit_seconds = forms.IntegerField(
+        label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
+    )
+    on_limiter_loss = forms.ChoiceField(
+        label="When the limiter is lost", choices=[(way.value, words) for way, words in _LIMITER_LOSS.items()]
+    )
+    summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
+
+
+class AddForm(RuleForm):
+    name = forms.CharField(
+        max_length=LONGEST_NAME, help_text="Words joined by dots, such as refunds.create. It never changes."
+    )
+    field_order = ("name",)
+
+
+class ChangeForm(SeenForm, RuleForm):
+    @classmethod
+    def initial_for(cls, row: Any) -> dict[str, Any]:
+        wish = wish_of(row)
+        shown = {name: getattr(wish, name) for name in RuleForm.base_fields}
+        return {**shown, "credentials": sorted(wish.credentials), "version": row.version}
+
+
+def _wish(name: str, cleaned: Cleaned) -> EndpointWish:
+    chosen = {field: cleaned[field] for field in RuleForm.base_fields}
+    return EndpointWish(
+        **{
+            **chosen,
+            "name": name,
+            "credentials": frozenset(map(KeyKind, cleaned["credentials"])),
+            "bearer": Bearer(cleaned["bearer"]),
+            "on_limiter_loss": LimiterLoss(cleaned["on_limiter_loss"]),
+        }
+    )
+
+
+def _add(grant: Grant, cleaned: Cleaned) -> Done:
+    row = add_endpoint(grant, _wish(cleaned["name"], cleaned))
+    return Done(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
+
+
+def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+    change_endpoint(grant, row, _wish(row.name, cleaned))
+    return Done(f"Endpoint {row} is changed, from the next request on.")
+
+
+def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+    withdraw_endpoint(grant, row)
+    return Done(f"Endpoint {row} is withdrawn: endpoint_unknown from now on.")
+
+
+def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+    restore_endpoint(grant, row)
+    return Done(f"Endpoint {row} is in the catalog again.")
+
+
+def _is_live(row: CatalogEndpoint) -> bool:
+    return row.withdrawn_at is None
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("active", "active"), ("withdrawn", "withdrawn")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() is None:
+            return queryset
+        return queryset.filter(withdrawn_at__isnull=self.value() != "withdrawn")
+
+
+class CatalogEndpointAdmin(NounAdmin):
+    view_permissions = (P.CATALOG_READ,)
+    section, singular, plural = "Catalog", "Endpoint", "Endpoints"
+    change_list_template = "console/change_list_more.html"
+    asks = (
+        Ask(
+            "add",
+            "Add endpoint",
+            P.CATALOG_WRITE,
+            AddForm,
+            _add,
+            "An upstream service's endpoint: we do not serve it, we judge requests for it. Its service asks verify, or "
+            "a gateway asks forward-auth. It takes effect at once, in every process.",
+            "Add endpoint",
+        ),
+    )
+    acts = (
+        Act(
+            "edit",
+            "Change",
+            P.CATALOG_WRITE,
+            _change,
+            lambda row: "The next request for it is judged by the new rule.",
+            form=ChangeForm,
+            fits=_is_live,
+        ),
+        Act(
+            "withdraw",
+            "Withdraw",
+            P.CATALOG_WRITE,
+            _withdraw,
+            lambda row: "Requests for it are refused from now on, with endpoint_unknown, until it is restored.",
+            fits=_is_live,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "restore",
+            "Restore",
+            P.CATALOG_WRITE,
+            _restore,
+            lambda row: "It is an endpoint again, with the rule that it had.",
+            form=SeenForm,
+            fits=lambda row: not _is_live(row),
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("name", "method", "path_text", "keys", "bearer", "limit", "state")
+    list_filter = (StateFilter, "method", "bearer")
+    search_fields = ("name", "path")
+    ordering = ("name",)
+
+    # --- pages of all endpoints, ours and added ones ------------------------------------------------------
+
+    def get_urls(self) -> list[URLPattern]:
+        """No endpoint is called `panels`: a name has a dot."""
+        panels = self.guarded(self.view_permissions, ("GET", "HEAD"), self._panels_view)
+        return [path("panels/", panels, name="keyvault_catalogendpoint_panels"), *super().get_urls()]
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        context = {
+            "title": self.plural,
+            "plural": self.plural,
+            "asks": asks,
+            "looks": [Link("All authorization panels", panels_url())],
+            "more": [_built_in_table()],
+        }
+        return self.changelist_view(request, extra_context=context)
+
+    def _panels_view(self, request: HttpRequest) -> HttpResponse:
+        context = {
+            "title": "Authorization panels",
+            "crumbs": self._crumbs(),
+            "panels": [(endpoint, panel_facts(endpoint)) for endpoint in current_catalog().endpoints],
+        }
+        return page(self.admin_site, request, "panels", context)
+
+    # --- columns and pages of the added ones --------------------------------------------------------------
+
+    @admin.display(description="path", ordering="path")
+    def path_text(self, row: CatalogEndpoint) -> SafeString:
+        return mono(row.path)
+
+    @admin.display(description="keys")
+    def keys(self, row: CatalogEndpoint) -> str:
+        return endpoint_of(row).kinds
+
+    @admin.display(description="limit")
+    def limit(self, row: CatalogEndpoint) -> str:
+        return limit_words(endpoint_of(row).limit)
+
+    @admin.display(description="state", ordering="withdrawn_at")
+    def state(self, row: CatalogEndpoint) -> SafeString:
+        return badge(_state(row))
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).order_by("name")
+
+    def summary(self, row: CatalogEndpoint) -> Facts:
+        return panel_facts(endpoint_of(row))
+
+    def detail(self, request: HttpRequest, row: CatalogEndpoint) -> Detail:
+        life: list[tuple[str, Any]] = [("Added", moment(row.created_at))]
+        if row.withdrawn_at is not None:
+            life.append(("Withdrawn", moment(row.withdrawn_at)))
+        return Detail(
+            title=row.name,
+            state=_state(row),
+            notes=[row.summary] if row.summary else [],
+            sections=[self.summary(row), Facts("Life", life)],
+        )
+
+
+def panels_url() -> str:
+    return reverse("admin:keyvault_catalogendpoint_panels")
+
+
+def panel_facts(endpoint: Endpoint) -> Facts:
+    """The authorization panel, as everywhere."""
+    rows = [
+        (label, mono(text) if label in {"Method", "Path"} else text) for label, text in authorization_panel(endpoint)
+    ]
+    return Facts("Authorization", rows)
+
+
+def _state(row: CatalogEndpoint) -> str:
+    return "active" if _is_live(row) else "withdrawn"
+
+
+def _built_in_table() -> Table:
+    return Table(
+        "Built in",
+        ["name", "method", "path", "keys", "Bearer", "what it does"],
+        [
+            [
+                link(f"{panels_url()}#{endpoint.name}", endpoint.name),
+                endpoint.method,
+                mono(endpoint.path),
+                endpoint.kinds,
+                endpoint.bearer,
+                endpoint.summary,
+            ]
+            for endpoint in BUILT_IN.endpoints
+        ],
+    )

@@ -1,0 +1,249 @@
+"""Limits in the console: who may ask how often, seen and set. The next request spends by them."""
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Model, Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.endpoint_description import limit_words
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import Detail, Extras, Facts, Link, Table, badge, link, mono
+from keyvault.domain.environments import Environment
+from keyvault.models import Account, LimitOverride
+from keyvault.services.catalog.catalog import current_catalog, limit_of
+from keyvault.services.limits.defaults import default_limit
+from keyvault.services.limits.overrides import (
+    LimitSource,
+    account_limit_in_force,
+    set_account_limit,
+    set_endpoint_limit,
+)
+from keyvault.services.merchants.merchants import find_account
+
+_MOST_ACCOUNTS = 50
+
+
+def _endpoint_choices() -> list[tuple[str, str]]:
+    """What the catalog has at the moment, less what no limit holds back."""
+    names = sorted(endpoint.name for endpoint in current_catalog().endpoints if endpoint.spends)
+    return [("", "all together: the account's limit"), *((name, name) for name in names)]
+
+
+_DEFAULT_LABEL = "Back to the default"
+
+
+class LimitForm(ActForm):
+    """A limit is set by two numbers, and taken away by saying so: an empty form changes nothing."""
+
+    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    merchant = forms.CharField(
+        required=False,
+        max_length=64,
+        help_text="The merchant's id. Empty: every merchant without a limit of its own on the endpoint.",
+    )
+    endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
+    requests = forms.IntegerField(required=False, min_value=1, max_value=LARGEST_COUNT)
+    in_seconds = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=LONGEST_SECONDS,
+        help_text="As many requests in that time, and as many at once.",
+    )
+    default = forms.BooleanField(
+        required=False,
+        label=_DEFAULT_LABEL,
+        help_text="Takes away the limit that is set for it. Leave both numbers empty.",
+    )
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        names = {"requests", "in_seconds"}
+        given = [name for name in names if cleaned.get(name) is not None]
+        if cleaned.get("default") and given:
+            self.add_error("default", "Either two numbers or the default, not both.")
+        elif not cleaned.get("default") and not names & set(self.errors) and len(given) < len(names):
+            self.add_error(
+                "requests", f'Nothing was changed. Give both numbers, or tick "{_DEFAULT_LABEL}" to take a limit away.'
+            )
+        if not cleaned.get("merchant") and not cleaned.get("endpoint"):
+            self.add_error("merchant", "A merchant, an endpoint, or both.")
+        return cleaned
+
+
+def _account(cleaned: Cleaned) -> Account | None:
+    return find_account(cleaned["merchant"], cleaned["environment"]) if cleaned["merchant"] else None
+
+
+def _set(grant: Grant, cleaned: Cleaned) -> Done:
+    account, limit = _account(cleaned), limit_of(cleaned["requests"], cleaned["in_seconds"])
+    said = "the default again" if limit is None else limit_words(limit)
+    if not cleaned["endpoint"] and account is not None:
+        set_account_limit(grant, account, limit)
+        return Done(f"The limit of {account} is {said}, from the next request on.")
+    environment = Environment(cleaned["environment"])
+    row = set_endpoint_limit(grant, environment, cleaned["endpoint"], limit, account)
+    what = f"{cleaned['endpoint']} for {account or environment}"
+    return Done(f"The limit of {what} is {said}, from the next request on.", row=row)
+
+
+def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> Done:
+    set_endpoint_limit(grant, Environment(row.environment), row.endpoint, None, row.account)
+    return Done("Cleared: the next wider limit holds from the next request on.")
+
+
+def _is_set(row: LimitOverride) -> bool:
+    return row.limit_count is not None
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("active", "active"), ("cleared", "cleared")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() is None:
+            return queryset
+        return queryset.filter(limit_count__isnull=self.value() == "cleared")
+
+
+class LimitOverrideAdmin(NounAdmin):
+    view_permissions = (P.CATALOG_READ,)
+    section, singular, plural = "Catalog", "Limit", "Limits"
+    change_list_template = "console/change_list_more.html"
+    asks = (
+        Ask(
+            "set",
+            "Set limit",
+            P.LIMITS_WRITE,
+            LimitForm,
+            _set,
+            "A request has to pass its account's limit, and its endpoint's where that has one. The narrowest one that "
+            "is set holds: of the merchant on the endpoint, then of the endpoint, then what the catalog says.",
+            "Set limit",
+            account_of=_account,
+            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment", "endpoint")},
+        ),
+    )
+    acts = (
+        Act(
+            "clear",
+            "Clear",
+            P.LIMITS_WRITE,
+            _clear,
+            lambda row: "The next wider limit of the endpoint holds again, or none where there is none.",
+            fits=_is_set,
+        ),
+    )
+
+    list_display = ("endpoint", "environment_badge", "whose", "limit", "state")
+    list_filter = (StateFilter, "environment")
+    search_fields = ("endpoint", "account__merchant__merchant_id")
+    ordering = ("endpoint", "environment", "account__merchant_id")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("account__merchant")
+
+    @admin.display(description="environment", ordering="environment")
+    def environment_badge(self, row: LimitOverride) -> SafeString:
+        return badge(row.environment)
+
+    @admin.display(description="for")
+    def whose(self, row: LimitOverride) -> str:
+        return "accounts without their own" if row.account is None else row.account.merchant_id
+
+    @admin.display(description="limit")
+    def limit(self, row: LimitOverride) -> str:
+        return limit_words(limit_of(row.limit_count, row.limit_seconds))
+
+    @admin.display(description="state")
+    def state(self, row: LimitOverride) -> SafeString:
+        return badge(_state(row))
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        context = {
+            "title": "Limits of endpoints",
+            "plural": self.plural,
+            "asks": asks,
+            "more": [_defaults(), _account_table()],
+        }
+        return self.changelist_view(request, extra_context=context)
+
+    def name_of(self, row: LimitOverride) -> str:
+        return f"{row.endpoint} for {row.account or row.environment}"
+
+    def account_of(self, row: LimitOverride) -> Account | None:
+        return row.account
+
+    def summary(self, row: LimitOverride) -> Facts:
+        return Facts(
+            "Limit",
+            [
+                ("Endpoint", mono(row.endpoint)),
+                ("Environment", badge(row.environment)),
+                ("For", self.whose(row)),
+                ("Limit", self.limit(row)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: LimitOverride) -> Detail:
+        notes = [] if _is_set(row) else ["It was cleared: the next wider limit holds."]
+        return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """An account's page shows what limits it, and leads to where that is set."""
+        if not isinstance(row, Account) or not self.has_view_permission(request):
+            return None
+        found = account_limit_in_force(row)
+        set_for = "this account" if found.source is LimitSource.ACCOUNT else "accounts without their own"
+        rows: list[list[Any]] = [["all together", limit_words(found.limit), set_for]]
+        its = Q(account=row) | Q(account__isnull=True, environment=row.environment)
+        narrow = self.get_queryset(request).filter(its, limit_count__isnull=False).order_by("endpoint", "account")
+        rows += [
+            [
+                link(self.url_of(item), item.endpoint),
+                self.limit(item),
+                "this account" if item.account else self.whose(item),
+            ]
+            for item in narrow[:_MOST_ACCOUNTS]
+        ]
+        links = []
+        if may(request, P.LIMITS_WRITE, row):
+            query = f"?merchant={row.merchant_id}&environment={row.environment}"
+            links.append(Link("Set limit", reverse("admin:keyvault_limitoverride_set") + query))
+        return Extras(links=links, sections=[Table("Limits", ["endpoint", "limit", "set for"], rows)])
+
+
+def _state(row: LimitOverride) -> str:
+    return "active" if _is_set(row) else "cleared"
+
+
+def _defaults() -> Facts:
+    rows = [(env.value, limit_words(default_limit(env))) for env in Environment]
+    return Facts("Accounts without a limit of their own", rows)
+
+
+def _account_table() -> Table:
+    accounts = Account.objects.filter(limit_count__isnull=False).select_related("merchant").order_by("merchant_id")
+    return Table(
+        "Accounts with a limit of their own",
+        ["account", "limit"],
+        [
+            [
+                link(reverse("admin:keyvault_account_change", args=[account.pk]), account),
+                limit_words(Limit(account.limit_count, account.limit_seconds)),
+            ]
+            for account in accounts[:_MOST_ACCOUNTS]
+        ],
+    )

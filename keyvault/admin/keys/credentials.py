@@ -1,0 +1,177 @@
+"""Credentials in the console: looked at, and restricted to where they may be used from. Never edited."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html_join
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.admin.keys.keys import key_link, use_of
+from keyvault.admin.merchants.provider_connections import place_rows
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.networks import MOST_NETWORKS
+from keyvault.models import Account, Credential
+from keyvault.models.keys import OriginHeader
+from keyvault.services.keys.credentials import find_reading_place, restrict_credential
+
+ORIGIN_HEADER = {
+    OriginHeader.REFUSE: "refused: it may come from a browser",
+    OriginHeader.REPORT: "reported only: its backend forwards the header",
+}
+
+
+class RestrictForm(SeenForm):
+    networks = forms.CharField(
+        required=False,
+        max_length=MOST_NETWORKS * 66,
+        widget=forms.Textarea(attrs={"rows": 5, "class": "mono"}),
+        help_text="One CIDR block a line, such as 192.0.2.0/24 or 2001:db8::/32. Empty: good from everywhere.",
+    )
+    origin_header = forms.ChoiceField(
+        label="A private key with an Origin header",
+        choices=[(policy.value, words) for policy, words in ORIGIN_HEADER.items()],
+    )
+
+    @classmethod
+    def initial_for(cls, row: Any) -> dict[str, Any]:
+        return {"version": row.version, "networks": "\n".join(row.networks), "origin_header": row.origin_header}
+
+
+def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+    networks = cleaned["networks"].split()
+    try:
+        restrict_credential(grant, credential, networks, OriginHeader(cleaned["origin_header"]))
+    except RequestInvalidError as error:
+        raise RequestInvalidError(error.detail, [_by_line(fault, networks) for fault in error.faults]) from error
+    return Done("Restricted like that, from the next request on.")
+
+
+def _by_line(fault: Fault, networks: list[str]) -> Fault:
+    """The form has one field for all networks: the fault says which of them it is about."""
+    field, _, place = fault.pointer.removeprefix("/").partition("/")
+    return fault if not place else Fault(f"/{field}", f"{networks[int(place)][:64]}: {fault.detail}")
+
+
+class CredentialAdmin(NounAdmin):
+    view_permissions = (P.KEYS_READ,)
+    section, singular, plural = "Keys", "Credential", "Credentials"
+    acts: tuple[Act, ...] = (
+        Act(
+            "restrict",
+            "Restrict use",
+            P.CREDENTIALS_RESTRICT,
+            _restrict,
+            lambda credential: (
+                "Where the credential's keys may be used from. It holds from the next request on: whoever calls from "
+                "elsewhere, or without a client address while there is a list, is refused with ip_not_allowed."
+            ),
+            form=RestrictForm,
+        ),
+    )
+
+    list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
+    list_filter = ("account__environment", "kind", "delivery")
+    search_fields = ("=credential_id", "=keys__key_id", "account__merchant__merchant_id", "label")
+    search_help_text = "By credential id, key id, merchant or label. Never paste a whole key."
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("account__merchant").prefetch_related("keys")
+
+    @admin.display(description="keys")
+    def key_states(self, credential: Credential) -> SafeString | str:
+        return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
+
+    @admin.display(description="created (UTC)", ordering="created_at")
+    def created(self, credential: Credential) -> SafeString:
+        return short_moment(credential.created_at)
+
+    def account_of(self, row: Credential) -> Account:
+        return row.account
+
+    def summary(self, row: Credential) -> Facts:
+        return _facts(row)
+
+    def detail(self, request: HttpRequest, row: Credential) -> Detail:
+        keys = row.keys.select_related("use").order_by("-created_at")
+        return Detail(
+            title=f"{row.account} · {row.label}",
+            state=row.kind,
+            sections=[
+                _facts(row),
+                Table(
+                    "Keys",
+                    ["key id", "state", "activated (UTC)", "first used (UTC)", "last used (UTC)", "expires (UTC)"],
+                    [
+                        [
+                            key_link(key),
+                            badge(key.state),
+                            short_moment(key.activated_at),
+                            short_moment(use_of(key, "first_at"), missing="never"),
+                            short_moment(use_of(key, "last_at"), missing="never"),
+                            short_moment(key.expires_at, missing="never"),
+                        ]
+                        for key in keys
+                    ],
+                    empty="No key was issued yet.",
+                ),
+            ],
+        )
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """An account's page lists its credentials."""
+        if not isinstance(row, Account) or not self.has_view_permission(request):
+            return None
+        rows = self.get_queryset(request).filter(account=row).order_by("-created_at")[:50]
+        table = Table(
+            "Credentials",
+            ["credential", "kind", "label", "keys"],
+            [[link(self.url_of(item), item), item.kind, item.label, self.key_states(item)] for item in rows],
+            empty="None was issued yet.",
+        )
+        return Extras(sections=[table])
+
+
+def _facts(credential: Credential) -> Facts:
+    account = credential.account
+    return Facts(
+        "Credential",
+        [
+            ("Credential id", mono(credential)),
+            ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+            ("Kind", f"{credential.kind} API key"),
+            ("Label", credential.label),
+            ("Delivery", credential.get_delivery_display()),
+            *place_rows(find_reading_place(credential)),
+            *_restrictions(credential),
+            ("Created", moment(credential.created_at)),
+        ],
+    )
+
+
+def _restrictions(credential: Credential) -> Iterable[tuple[str, Any]]:
+    yield "Good from", format_html_join(" ", "{}", ((mono(text),) for text in credential.networks)) or "everywhere"
+    if credential.kind == KeyKind.PRIVATE:
+        yield "A private key with an Origin header", ORIGIN_HEADER[OriginHeader(credential.origin_header)]

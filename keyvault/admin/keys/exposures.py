@@ -1,0 +1,54 @@
+"""Suspected exposures: keys that were proved to have stood in a URL, or to have come from a browser."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+
+from keyvault.admin.framework.widgets import NOTHING, Table, badge, mono, short_moment
+from keyvault.models import Key, UseBucket
+from keyvault.models.usage import EXPOSURES
+
+_EXPOSED_FOR_DAYS = 30
+"""As long does a suspected exposure wait for somebody to look at it."""
+
+
+def exposures() -> QuerySet[UseBucket]:
+    """Of the last days, newest first: proved to be the key's own, but only suspected to be seen by others."""
+    since = datetime.now(UTC) - timedelta(days=_EXPOSED_FOR_DAYS)
+    return UseBucket.objects.filter(outcome__in=EXPOSURES, last_at__gte=since).order_by("-last_at")
+
+
+def exposure_tables(key: Key) -> Iterable[Table]:
+    """All that there ever were; none, no table."""
+    found = UseBucket.objects.filter(key=key, outcome__in=EXPOSURES).order_by("-last_at")[:20]
+    if found:
+        yield Table(
+            "Suspected exposures",
+            ["how", "source", "user agent", "endpoint", "in that minute", "last seen (UTC)"],
+            [
+                [
+                    badge(use.outcome),
+                    mono(use.source),
+                    use.user_agent or NOTHING,
+                    use.endpoint or NOTHING,
+                    use.count,
+                    short_moment(use.last_at),
+                ]
+                for use in found
+            ],
+        )
+
+
+class ExposedFilter(admin.SimpleListFilter):
+    title = "suspected exposure"
+    parameter_name = "exposed"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("lately", f"in the last {_EXPOSED_FOR_DAYS} days")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset if self.value() is None else queryset.filter(pk__in=exposures().values("key_id"))

@@ -1,0 +1,321 @@
+"""Issuance in the console: asked for, approved by a second person, collected once."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, RowChoice, Tone, WhyForm
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    Detail,
+    Extras,
+    Facts,
+    Line,
+    Link,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.admin.keys.keys import key_link
+from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, may_become
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account, IssuanceRequest
+from keyvault.services.issuance.requests import (
+    approve_issuance,
+    collect_key,
+    reject_issuance,
+    request_issuance,
+    withdraw_issuance,
+)
+
+S = IssuanceState
+
+DELIVERIES = {
+    Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
+    Delivery.SHOW_ONCE: "show once: in this console, to whoever asks for it",
+    Delivery.SEALED: "sealed: to the recipient's public key, for the service that asks for it",
+}
+KINDS = {
+    KeyKind.PRIVATE: "private: for a trusted backend, in X-Api-Key",
+    KeyKind.PUBLIC: "public: for browsers and mobile apps",
+}
+
+
+def _account_words(account: Account) -> str:
+    return f"{account.merchant.name} ({account.merchant_id}) · {account.environment}"
+
+
+def _delivery_choices() -> list[tuple[str, str]]:
+    """Those that people may ask for: a sealed key goes to the service that asked over REST."""
+    return [(way.value, words) for way, words in DELIVERIES.items() if way is not Delivery.SEALED]
+
+
+class RequestForm(ActForm):
+    account = RowChoice(
+        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), words=_account_words
+    )
+    kind = forms.ChoiceField(choices=[(kind.value, words) for kind, words in KINDS.items()])
+    label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
+    delivery = forms.ChoiceField(
+        choices=_delivery_choices,
+        help_text="Showing a production key to a person is break-glass: recorded, and reviewed by a second person.",
+    )
+    expires_in_days = forms.IntegerField(
+        required=False, min_value=1, max_value=3650, label="Expires in days", help_text="Empty: it does not expire."
+    )
+
+
+def _request(grant: Grant, cleaned: Cleaned) -> Done:
+    request = request_issuance(
+        grant,
+        cleaned["account"],
+        kind=KeyKind(cleaned["kind"]),
+        label=cleaned["label"],
+        delivery=Delivery(cleaned["delivery"]),
+        expires_in_days=cleaned["expires_in_days"],
+    )
+    if request.state == S.PENDING:
+        return Done("Asked. It now waits for the approval of a second person.", row=request)
+    return Done("Asked. This environment wants no second person: the worker issues it now.", row=request)
+
+
+def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+    approve_issuance(grant, request, cleaned["plan_digest"])
+    if request.state == S.APPROVED:
+        return Done("Approved. The worker issues the key now; you will not see it.")
+    return Done("Your approval is noted; it takes another person's too.")
+
+
+def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+    reject_issuance(grant, request, cleaned["why"])
+    return Done("Rejected.")
+
+
+def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+    withdraw_issuance(grant, request)
+    return Done("Withdrawn.")
+
+
+def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+    return Done("The new key", secret=collect_key(grant, request))
+
+
+def _what_collecting_does(request: IssuanceRequest) -> str:
+    if request.delivery == Delivery.SHOW_ONCE and request.kind == KeyKind.PRIVATE:
+        return (
+            "The key is shown on the next page, this once, and its copy here is destroyed afterwards. "
+            "Have the place ready where it will be kept."
+        )
+    return "The key is shown on the next page, this once. The secret backend keeps its copy for the merchant."
+
+
+class IssuanceRequestAdmin(NounAdmin):
+    view_permissions = (P.ISSUANCE_READ,)
+    section, singular, plural = "Keys", "Issuance request", "Issuance requests"
+    asks = (
+        Ask(
+            "request",
+            "Request a key",
+            P.ISSUANCE_REQUEST,
+            RequestForm,
+            _request,
+            "A new credential with its first key. In production a second person approves it before it is made.",
+            "Ask for it",
+            account_of=lambda cleaned: cleaned["account"],
+            preset=lambda query: {"account": query.get("account")},
+        ),
+    )
+    acts = (
+        Act(
+            "approve",
+            "Approve",
+            P.ISSUANCE_APPROVE,
+            _approve,
+            lambda request: "You approve exactly what stands here. The key will be made by the worker, unseen by you.",
+            form=ApproveForm,
+            fits=lambda request: request.state == S.PENDING,
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "reject",
+            "Reject",
+            P.ISSUANCE_REJECT,
+            _reject,
+            lambda request: "Nothing is issued. Whoever asked reads why.",
+            form=WhyForm,
+            fits=lambda request: may_become(S(request.state), S.REJECTED),
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "withdraw",
+            "Withdraw",
+            P.ISSUANCE_WITHDRAW,
+            _withdraw,
+            lambda request: "Nothing is issued. Only whoever asked can withdraw.",
+            fits=lambda request: may_become(S(request.state), S.WITHDRAWN),
+            for_requester=True,
+        ),
+        Act(
+            "collect",
+            "Collect the key",
+            P.ISSUANCE_COLLECT,
+            _collect,
+            _what_collecting_does,
+            fits=lambda request: request.state == S.ISSUED and request.requested_via is None,
+            for_requester=True,
+            warn=lambda request: break_glass_warning(request.account),
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("request_id", "state_badge", "account", "kind", "label", "asked_by", "created")
+    list_filter = ("state", "account__environment", "kind", "delivery")
+    search_fields = ("=request_id", "=key__key_id", "=credential__credential_id", "account__merchant__merchant_id")
+    search_help_text = "By request id, key id, credential id or merchant."
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows = super().get_queryset(request)
+        return rows.select_related(
+            "account__merchant",
+            "requester",
+            "requested_via",
+            "credential__account__merchant",
+            "key__credential__account__merchant",
+        )
+
+    @admin.display(description="state", ordering="state")
+    def state_badge(self, row: IssuanceRequest) -> SafeString:
+        return badge(row.state)
+
+    @admin.display(description="asked by", ordering="requester__username")
+    def asked_by(self, row: IssuanceRequest) -> str:
+        return requester_name(row.requester, row.requested_via)
+
+    @admin.display(description="asked (UTC)", ordering="created_at")
+    def created(self, row: IssuanceRequest) -> SafeString:
+        return short_moment(row.created_at)
+
+    def name_of(self, row: IssuanceRequest) -> str:
+        return f"{row.account} · {row.label}"
+
+    def account_of(self, row: IssuanceRequest) -> Account:
+        return row.account
+
+    def requester_person_of(self, row: IssuanceRequest) -> str:
+        return row.requester_person
+
+    def summary(self, row: IssuanceRequest) -> Facts:
+        """Exactly what is asked, field by field as its digest covers it."""
+        plan = row.plan()
+        recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
+        return Facts(
+            "Exactly what is asked",
+            [
+                ("Merchant", f"{row.account.merchant.name} ({plan.merchant_id})"),
+                ("Environment", badge(plan.environment)),
+                ("Kind", KINDS[plan.kind]),
+                ("Label", plan.label),
+                ("Delivery", DELIVERIES[plan.delivery]),
+                *(recipient if plan.recipient_public_key else []),
+                ("Expires in days", plan.expires_in_days or "it does not expire"),
+                ("Digest of all this (SHA-256)", mono(plan.digest())),
+                ("Asked by", requester_name(row.requester, row.requested_via)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: IssuanceRequest) -> Detail:
+        account = row.account
+        outcome: list[tuple[str, Any]] = [
+            ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+            ("Asked", moment(row.created_at)),
+            ("Decided", moment(row.decided_at, missing="not yet")),
+            ("Issued", moment(row.issued_at, missing="not yet")),
+            ("Collected", moment(row.collected_at, missing="never" if row.state == S.BURNED else "not yet")),
+        ]
+        if row.state == S.PENDING:
+            outcome.append(("Falls due unapproved", moment(row.expires_at)))
+        if (
+            row.state == S.ISSUED
+            and row.issued_at is not None
+            and row.delivery in HANDED_OVER
+            and row.kind == KeyKind.PRIVATE
+        ):
+            outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))
+        if row.credential is not None:
+            url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
+            outcome.append(("Credential", link(url, row.credential)))
+        if row.key is not None:
+            outcome.append(("Key", key_link(row.key)))
+        return Detail(
+            title=self.name_of(row),
+            state=row.state,
+            notes=list(self._notes(request, row)),
+            refresh_seconds=3 if row.state == S.APPROVED else None,
+            sections=[
+                self.summary(row),
+                Facts("What became of it", outcome),
+                approvals_table(row),
+            ],
+        )
+
+    def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
+        mine = row.requester_person == operator_of(request).person
+        if row.state == S.PENDING and mine:
+            yield "You asked for this: it takes a second person to approve it."
+        elif row.state == S.PENDING:
+            yield "It waits for approval."
+        elif row.state == S.APPROVED:
+            yield "Approved. The worker issues it in a moment; this page looks again by itself."
+        elif row.state == S.ISSUED and row.requested_via is not None:
+            yield "Issued. Only the service that asked for it may collect it."
+        elif row.state == S.ISSUED and mine:
+            yield "Issued. You asked for it, so it is you who may collect it, once."
+        elif row.state == S.ISSUED:
+            yield "Issued. Only whoever asked for it may collect it."
+        elif row.state == S.COLLECTED:
+            yield "The key was collected already; nobody can see it again."
+        elif row.state == S.BURNED:
+            yield "Nobody collected the key in time, so it was ended and its copy destroyed. Ask for another one."
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        rows = self.get_queryset(request).order_by("created_at")
+        now, me = datetime.now(UTC), operator_of(request).person
+        pending = rows.filter(state=S.PENDING, expires_at__gt=now)
+        where = f"?state__exact={S.PENDING}"
+        if may(request, P.ISSUANCE_APPROVE):
+            others = self.for_me(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
+            yield self.waits("Keys that you may approve", others, where, "act")
+        if may(request, P.ISSUANCE_REQUEST):
+            yield self.waits("Asked for by you, not approved yet", pending.filter(requester_person=me), where)
+        if may(request, P.ISSUANCE_COLLECT):
+            mine = rows.filter(requester_person=me, requested_via=None)
+            issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
+            yield self.waits("Keys for you to collect", issued, f"?state__exact={S.ISSUED}", "act")
+        approved = rows.filter(state=S.APPROVED)
+        yield self.waits("Approved, not issued yet", approved, f"?state__exact={S.APPROVED}")
+
+    def line_of(self, row: IssuanceRequest) -> Line:
+        asked = f"{row.kind}, asked for by {requester_name(row.requester, row.requested_via)}"
+        return Line(self.url_of(row), self.name_of(row), asked, row.created_at)
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """An account's page offers to ask for a key of it."""
+        if not isinstance(row, Account) or not may(request, P.ISSUANCE_REQUEST, row):
+            return None
+        url = reverse("admin:keyvault_issuancerequest_request")
+        return Extras(links=[Link("Request a key", f"{url}?account={row.pk}")])

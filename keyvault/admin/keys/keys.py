@@ -1,0 +1,315 @@
+"""Keys in the console: looked at, suspended, resumed, ended. Never edited."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.widgets import Detail, Facts, Line, Link, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.keys.exposures import ExposedFilter, exposure_tables, exposures
+from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
+from keyvault.admin.keys.usage import use_facts, use_tables
+from keyvault.domain.errors import NotFoundError
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, Key, KeyUse
+from keyvault.services.change_feed.receipts import find_receipt
+from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
+from keyvault.services.secrets.stored_copies import read_public_string
+
+REASONS = {
+    RevocationReason.SUPERSEDED: "superseded: another key took its place",
+    RevocationReason.CESSATION_OF_OPERATION: "cessation of operation: it is no longer needed",
+    RevocationReason.AFFILIATION_CHANGED: "affiliation changed: its holder works for somebody else now",
+    RevocationReason.PRIVILEGE_WITHDRAWN: "privilege withdrawn: its holder may no longer do this",
+    RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected to be in wrong hands",
+    RevocationReason.UNSPECIFIED: "unspecified",
+}
+"""The reasons of RFC 5280, section 5.3.1, in words."""
+
+
+WHAT_REPORTING_DOES = (
+    "For what is known or suspected to be in wrong hands. It is refused at once and for ever, by every verifier, even "
+    "while the secret backend and the broker are down; nothing brings it back, no rotation either. "
+    "One person is enough."
+)
+
+
+class RevokeForm(ActForm):
+    reason = forms.ChoiceField(
+        label="Reason (RFC 5280)",
+        choices=[("", "Choose one"), *((reason.value, words) for reason, words in REASONS.items())],
+    )
+
+
+def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+    suspend_key(grant, key)
+    return Done(f"Key {key} is suspended: refused until it is resumed.")
+
+
+def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+    resume_key(grant, key)
+    return Done(f"Key {key} is active again.")
+
+
+def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+    record = revoke_key(grant, key, RevocationReason(cleaned["reason"]))
+    return Done(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
+
+
+def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+    record = report_compromise(grant, key)
+    return Done(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
+
+
+def _can_become(state: KeyState) -> Any:
+    return lambda key: may_become(KeyState(key.state), state)
+
+
+def is_last(key: Key) -> bool:
+    """Whether its credential has no other key that is good."""
+    usable = set(usable_keys(key.credential_id, datetime.now(UTC)).values_list("pk", flat=True))
+    return usable == {key.pk}
+
+
+def warn_of_last(key: Key) -> str:
+    """What taking this key away would mean for its holder."""
+    if not is_last(key):
+        return ""
+    return "This is the credential's only active key. Whoever uses it is refused from this moment on."
+
+
+def _warn_before_revoking(key: Key) -> str:
+    warning = warn_of_last(key)
+    return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
+
+
+def _what_revoking_does(key: Key) -> str:
+    at = use_of(key, "last_at")
+    used = "It was never used." if at is None else f"It was last used at {at:%Y-%m-%d %H:%M} UTC."
+    return (
+        "The key is refused at once and for ever, by every verifier, even while the secret backend and the broker are "
+        "down; its copy in the backend is destroyed later. There is no way back; a new key can be issued. "
+        f"The merchant is told. {used}"
+    )
+
+
+class KeyAdmin(NounAdmin):
+    view_permissions = (P.KEYS_READ,)
+    section, singular, plural = "Keys", "Key", "Keys"
+    looks = (
+        Look(
+            "show",
+            "Show",
+            P.KEYS_READ,
+            read_public_string,
+            "A public key stands in browsers and apps; it may be shown again at any time.",
+            fits=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
+        ),
+    )
+    acts: tuple[Act, ...] = (
+        Act(
+            "suspend",
+            "Suspend",
+            P.KEYS_SUSPEND,
+            _suspend,
+            lambda key: "The key is refused from now on, until somebody resumes it. An open rotation stalls.",
+            fits=_can_become(KeyState.SUSPENDED),
+            warn=warn_of_last,
+        ),
+        Act(
+            "resume",
+            "Resume",
+            P.KEYS_RESUME,
+            _resume,
+            lambda key: "The key is good again, for everybody who holds it.",
+            form=SeenForm,
+            fits=lambda key: key.state == KeyState.SUSPENDED,
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "revoke",
+            "Revoke",
+            P.KEYS_REVOKE,
+            _revoke,
+            _what_revoking_does,
+            form=RevokeForm,
+            fits=lambda key: key.state not in DEAD_STATES,
+            warn=_warn_before_revoking,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "report-compromise",
+            "Report compromise",
+            P.KEYS_REPORT_COMPROMISE,
+            _report,
+            lambda key: WHAT_REPORTING_DOES,
+            fits=_can_become(KeyState.COMPROMISED),
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
+    list_filter = ("state", "credential__account__environment", "credential__kind", ExposedFilter)
+    search_fields = ("=key_id", "=credential__credential_id", "credential__account__merchant__merchant_id")
+    search_help_text = (
+        "By key id (the 16 characters after the third underscore), credential id or merchant. Times are UTC."
+    )
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("credential__account__merchant", "use")
+
+    def get_urls(self) -> list[URLPattern]:
+        show = self.guarded(self.view_permissions, ("GET", "HEAD"), self._receipt_view)
+        return [
+            *super().get_urls(),
+            path("<str:object_id>/receipt/<int:sequence>/", show, name="keyvault_key_receipt"),
+        ]
+
+    def _receipt_view(self, request: HttpRequest, object_id: str, sequence: int) -> HttpResponse:
+        """Who has confirmed a change of the key. Raises NotFoundError on a change of anything else."""
+        key = self.fresh(request, object_id)
+        receipt = find_receipt(sequence)
+        if receipt is None or receipt.subject != key.alters():
+            raise NotFoundError("The key has no such change.")
+        detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
+        crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
+        context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
+        return page(self.admin_site, request, "detail", context)
+
+    @admin.display(ordering="credential__account__merchant_id")
+    def account(self, key: Key) -> str:
+        return str(key.credential.account)
+
+    @admin.display(ordering="credential__kind")
+    def kind(self, key: Key) -> str:
+        return str(key.credential.kind)
+
+    @admin.display(description="state", ordering="state")
+    def state_badge(self, key: Key) -> SafeString:
+        return badge(key.state)
+
+    @admin.display(description="first used", ordering="use__first_at")
+    def first_used(self, key: Key) -> SafeString:
+        return short_moment(use_of(key, "first_at"), missing="never")
+
+    @admin.display(description="last used", ordering="use__last_at")
+    def last_used(self, key: Key) -> SafeString:
+        return short_moment(use_of(key, "last_at"), missing="never")
+
+    @admin.display(description="expires", ordering="expires_at")
+    def expires(self, key: Key) -> SafeString:
+        return short_moment(key.expires_at, missing="never")
+
+    def account_of(self, row: Key) -> Account:
+        return row.credential.account
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        """Keys that are still good and may have been seen by others, for whoever may end them."""
+        if not may(request, P.KEYS_REVOKE):
+            return
+        living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
+        exposed = living.filter(pk__in=exposures().values("key_id"))
+        yield self.waits("Suspected exposures", exposed, "?exposed=lately", "alarm")
+
+    def line_of(self, row: Key) -> Line:
+        last = exposures().filter(key=row).first()
+        how = "" if last is None else f", {last.get_outcome_display()}"
+        about = f"{row.credential.account} · {row.credential.label}{how}"
+        return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
+
+    def summary(self, row: Key) -> Facts:
+        return Facts(
+            "Key",
+            [
+                ("Key id", mono(row)),
+                ("State", badge(row.state)),
+                ("Account", row.credential.account),
+                ("Kind", row.credential.kind),
+                ("Label", row.credential.label),
+                ("Last used", moment(use_of(row, "last_at"), missing="never")),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Key) -> Detail:
+        credential = row.credential
+        account = credential.account
+        return Detail(
+            title=f"Key {row}",
+            state=row.state,
+            notes=list(_notes(row)),
+            sections=[
+                Facts(
+                    "Key",
+                    [
+                        ("Key id", mono(row)),
+                        (
+                            "Credential",
+                            link(reverse("admin:keyvault_credential_change", args=[credential]), credential),
+                        ),
+                        ("Account", link(reverse("admin:keyvault_account_change", args=[account.pk]), account)),
+                        ("Kind", f"{credential.kind} API key"),
+                        ("Label", credential.label),
+                        ("String in the secret backend", row.get_material_display()),
+                    ],
+                ),
+                Facts("Life", list(_life(row))),
+                *exposure_tables(row),
+                *use_tables(row),
+            ],
+        )
+
+
+def key_link(key: Key) -> SafeString:
+    return link(reverse("admin:keyvault_key_change", args=[key.key_id]), mono(key))
+
+
+def _life(key: Key) -> Iterable[tuple[str, Any]]:
+    """The times that NIST SP 800-57 wants recorded, and those of its use."""
+    yield "Created", moment(key.created_at)
+    for label, at in (
+        ("Activated", key.activated_at),
+        ("Suspended last", key.suspended_at),
+        ("Deactivated", key.deactivated_at),
+        ("Compromised", key.compromised_at),
+        ("Destroyed", key.destroyed_at),
+    ):
+        if at is not None:
+            yield label, moment(at)
+    if key.retirement:
+        yield "Ended by", key.get_retirement_display()
+    if key.reason:
+        yield "Reason", REASONS[RevocationReason(key.reason)]
+    if key.state in DEAD_STATES:
+        yield "End confirmed by", receipt_cell(key)
+    yield "Expires", moment(key.expires_at, missing="never")
+    yield from use_facts(key)
+
+
+def _notes(key: Key) -> Iterable[str]:
+    account = key.credential.account
+    if key.state == KeyState.ACTIVE and key.expires_at is not None and key.expires_at <= datetime.now(UTC):
+        yield "It has expired and is refused; the record of that follows in a moment."
+    if key.state == KeyState.ACTIVE and account.status != "active":
+        yield "Its account is suspended: the key is refused."
+    elif key.state == KeyState.ACTIVE and account.merchant.status != "active":
+        yield "Its merchant is suspended: the key is refused."
+
+
+def use_of(key: Key, name: str) -> Any:
+    """A fact of the key's use. A key that was never used has no such row."""
+    use: KeyUse | None = getattr(key, "use", None)
+    return None if use is None else getattr(use, name)

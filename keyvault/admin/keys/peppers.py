@@ -1,0 +1,141 @@
+"""The pepper versions in the console: what `manage.py pepper_status` tells. Made and retired on the host only."""
+
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import Detail, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.domain.digests import PepperSet
+from keyvault.models import PepperVersion
+from keyvault.services.pepper_rotation.status import DORMANT_DAYS, PepperState, describe_version, list_dormant_keys
+from keyvault.services.peppers.ring import list_served_sets
+
+_MOST_DORMANT = 100
+_NOTE = (
+    "A key moves to the newest version when it is used. manage.py retire_pepper ends a version that nothing leans on: "
+    "rotate or revoke the keys that are not used."
+)
+_STORED = {True: "yes", False: "no", None: "it does not answer"}
+
+
+class PepperVersionAdmin(NounAdmin):
+    view_permissions = (P.PEPPERS_READ,)
+    section, singular, plural = "Oversight", "Pepper version", "Pepper versions"
+
+    list_display = ("version_of_set", "stage", "since", "made_at")
+    list_display_links = ("version_of_set",)
+    list_filter = ("pepper_set",)
+    ordering = ("pepper_set", "-number")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[PepperVersion]:
+        """Of the sets that this process serves: of no other one it may read anything."""
+        rows: QuerySet[PepperVersion] = super().get_queryset(request)
+        return rows.filter(pepper_set__in=list_served_sets())
+
+    @admin.display(description="version", ordering="number")
+    def version_of_set(self, row: PepperVersion) -> str:
+        return str(row)
+
+    @admin.display(description="stage")
+    def stage(self, row: PepperVersion) -> SafeString:
+        return badge(_stage(row))
+
+    @admin.display(description="makes digests from (UTC)", ordering="hashes_from_at")
+    def since(self, row: PepperVersion) -> SafeString:
+        return short_moment(row.hashes_from_at, missing=_missing(row.number))
+
+    @admin.display(description="made (UTC)", ordering="created_at")
+    def made_at(self, row: PepperVersion) -> SafeString:
+        return short_moment(row.created_at)
+
+    def summary(self, row: PepperVersion) -> Facts:
+        return Facts("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])
+
+    def detail(self, request: HttpRequest, row: PepperVersion) -> Detail:
+        now = datetime.now(UTC)
+        state = describe_version(row, now)
+        sections: list[Any] = [_times(state), _leaning(state), _whereabouts(state)]
+        if state.dormant:
+            sections.append(_dormant(row, now))
+        return Detail(
+            title=f"Pepper {row}",
+            state=_stage(row),
+            sections=sections,
+            alarms=[state.fault] if state.fault else [],
+            notes=[_NOTE],
+        )
+
+
+def _stage(row: PepperVersion) -> str:
+    if row.destroyed_at is not None:
+        return "destroyed"
+    if row.retired_at is not None:
+        return "retired"
+    return "staged" if row.is_staged else "active"
+
+
+def _missing(number: int) -> str:
+    return "the beginning" if number == 1 else "not yet"
+
+
+def _times(state: PepperState) -> Facts:
+    return Facts(
+        "Life",
+        [
+            ("Made", moment(state.created_at)),
+            ("Makes digests from", moment(state.hashes_from_at, missing=_missing(state.number))),
+            ("Processes that have not loaded it yet", ", ".join(state.lagging) or "none"),
+            ("Makes the digests now", "yes" if state.is_hashing else "no"),
+            ("Retired", moment(state.retired_at)),
+            ("Material may be destroyed from", moment(state.destroyable_from)),
+            ("Material destroyed", moment(state.destroyed_at)),
+        ],
+    )
+
+
+def _leaning(state: PepperState) -> Facts:
+    noun = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
+    return Facts(
+        "Who leans on it",
+        [
+            (f"Living {noun}", state.living),
+            (f"Of them not used for {DORMANT_DAYS} days", state.dormant),
+            (f"Dead {noun}", state.dead),
+            ("In the way of its retirement", state.leaning or "nothing"),
+        ],
+    )
+
+
+def _whereabouts(state: PepperState) -> Facts:
+    return Facts(
+        "Where it is",
+        [
+            ("In this process, check value right", "yes" if state.is_loaded else "no"),
+            ("In the secret backend", _STORED[state.stored]),
+        ],
+    )
+
+
+def _dormant(row: PepperVersion, now: datetime) -> Table:
+    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MOST_DORMANT)
+    return Table(
+        f"Keys not used for {DORMANT_DAYS} days",
+        ["Key", "Merchant", "Credential", "Last used (UTC)"],
+        [
+            [
+                link(reverse("admin:keyvault_key_change", args=[key.key_id]), mono(key.key_id)),
+                key.merchant_id,
+                mono(key.credential_id),
+                short_moment(key.last_used_at, missing="never"),
+            ]
+            for key in keys
+        ],
+    )

@@ -1,0 +1,101 @@
+"""The receipt of a key's change in the console: which verifiers have confirmed it, when, and who is waited for."""
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.widgets import NOTHING, Detail, Facts, Table, badge, link, moment, mono
+from keyvault.models import Key
+from keyvault.services.change_feed.receipts import Receipt, Standing, VerifierStanding, find_receipt
+from keyvault.services.keys.lifecycle import last_sequence
+
+_REFRESH_SECONDS = 1
+
+
+def receipt_url(key: Key, sequence: int | None = None) -> str:
+    """Of that change of the key, or of the one with which it ended."""
+    return reverse("admin:keyvault_key_receipt", args=[key.key_id, sequence or last_sequence(key)])
+
+
+def receipt_cell(key: Key) -> SafeString:
+    """How the verifiers stand to the key's end, leading to its receipt."""
+    receipt = find_receipt(last_sequence(key))
+    if receipt is None:
+        return format_html('<span class="quiet">{}</span>', NOTHING)
+    return link(receipt_url(key), _in_short(receipt))
+
+
+def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
+    """The page of it, which renews itself until nobody is waited for."""
+    return Detail(
+        title=f"Receipt of change {receipt.sequence}",
+        state="complete" if receipt.is_complete else "waiting",
+        notes=list(_notes(receipt)),
+        sections=[
+            Facts(
+                "Change",
+                [
+                    ("Key", about),
+                    ("Account", account),
+                    ("Sequence", receipt.sequence),
+                    ("Changed", moment(receipt.changed_at)),
+                    ("Confirmed by", _in_short(receipt)),
+                ],
+            ),
+            Table(
+                "Verifiers",
+                ("Verifier", "Door", "State", "Confirmed (UTC)", "After", "Heard of last (UTC)"),
+                [_row(receipt, verifier) for verifier in receipt.verifiers],
+                empty="None is known: every verdict is made from the database.",
+            ),
+        ],
+        refresh_seconds=None if receipt.is_complete else _REFRESH_SECONDS,
+    )
+
+
+def _in_short(receipt: Receipt) -> str:
+    confirmed, waiting = len(receipt.of(Standing.CONFIRMED)), len(receipt.of(Standing.WAITING))
+    if not confirmed + waiting:
+        return "no verifier: none is live"
+    return f"{confirmed} of {confirmed + waiting} verifiers"
+
+
+def _notes(receipt: Receipt) -> Iterable[str]:
+    if not receipt.is_complete:
+        yield "Waits for the verifiers that have not confirmed yet; this page looks again by itself."
+    if receipt.of(Standing.EXPIRED):
+        yield (
+            "An expired verifier was silent for longer than its staleness bound: it answers from memory no longer, "
+            "and is not waited for."
+        )
+
+
+def _row(receipt: Receipt, verifier: VerifierStanding) -> list[Any]:
+    return [
+        mono(verifier.verifier_id),
+        verifier.door,
+        badge(verifier.standing),
+        _to_the_millisecond(verifier.confirmed_at),
+        _after(receipt, verifier),
+        _to_the_millisecond(verifier.seen_at),
+    ]
+
+
+def _after(receipt: Receipt, verifier: VerifierStanding) -> SafeString | str:
+    seconds = receipt.seconds_until(verifier)
+    if seconds is None or receipt.changed_at is None:
+        return ""
+    if verifier.started_at > receipt.changed_at:
+        return format_html('<span class="quiet">{}</span>', "as it started")
+    return f"{seconds * 1000:,.0f} ms"
+
+
+def _to_the_millisecond(at: datetime | None) -> SafeString:
+    if at is None:
+        return format_html('<span class="quiet">{}</span>', "not yet")
+    text = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
+    return format_html('<time datetime="{}">{}</time>', at.isoformat(), text)

@@ -1,0 +1,206 @@
+"""Service tokens in the console: made, shown once, rotated, revoked."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, Tone
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import Detail, Facts, badge, moment, mono, short_moment
+from keyvault.domain.keystring import StringScope
+from keyvault.models import Merchant, ServiceToken
+from keyvault.services.tokens.service_tokens import (
+    DEFAULT_DAYS,
+    LONGEST_DAYS,
+    LONGEST_OVERLAP_HOURS,
+    create_service_token,
+    revoke_service_token,
+    rotate_service_token,
+)
+
+SCOPES = {
+    StringScope.SANDBOX: "sandbox",
+    StringScope.PRODUCTION: "production",
+    StringScope.ALL: "sandbox and production",
+}
+
+
+class TokenForm(ActForm):
+    name = forms.CharField(max_length=100, help_text="Which service will hold it.")
+    scope = forms.ChoiceField(label="Environments", choices=[(scope.value, words) for scope, words in SCOPES.items()])
+    permissions = forms.MultipleChoiceField(
+        choices=[(permission.value, permission.value) for permission in sorted(SERVICE_PERMISSIONS)],
+        widget=forms.CheckboxSelectMultiple,
+        help_text="A service never approves anything: that is for people.",
+    )
+    merchants = forms.ModelMultipleChoiceField(
+        queryset=Merchant.objects.order_by("merchant_id"), required=False, widget=forms.CheckboxSelectMultiple
+    )
+    all_merchants = forms.BooleanField(required=False, label="All merchants, those of the future too")
+    lifetime_days = forms.IntegerField(
+        label="Lifetime in days", min_value=1, max_value=LONGEST_DAYS, initial=DEFAULT_DAYS
+    )
+    is_probe = forms.BooleanField(
+        required=False,
+        label="For test calls of our own",
+        help_text="What it verifies is shown as a probe, and counts as no use of a key: no rotation goes by it.",
+    )
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        if bool(cleaned.get("merchants")) == bool(cleaned.get("all_merchants")):
+            self.add_error("merchants", "Choose merchants, or all of them; not both, not neither.")
+        return cleaned
+
+
+class RotateForm(ActForm):
+    overlap_hours = forms.IntegerField(
+        label="Overlap in hours",
+        min_value=0,
+        max_value=LONGEST_OVERLAP_HOURS,
+        initial=24,
+        help_text="So long the old token stays good beside the new one, but never longer than it was to be anyway.",
+    )
+
+
+def _create(grant: Grant, cleaned: Cleaned) -> Done:
+    token, secret = create_service_token(
+        grant,
+        name=cleaned["name"],
+        scope=StringScope(cleaned["scope"]),
+        permissions=[Permission(name) for name in cleaned["permissions"]],
+        merchants=None if cleaned["all_merchants"] else [merchant.pk for merchant in cleaned["merchants"]],
+        lifetime_days=cleaned["lifetime_days"],
+        is_probe=cleaned["is_probe"],
+    )
+    return Done(f"The new token of {token.name}", secret=secret, row=token)
+
+
+def _rotate(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
+    successor, secret = rotate_service_token(grant, token, cleaned["overlap_hours"])
+    return Done(f"The new token of {successor.name}", secret=secret, row=successor)
+
+
+def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
+    revoke_service_token(grant, token)
+    return Done(f"{token} is revoked.")
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [(state, state) for state in ("active", "expired", "revoked")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        now = datetime.now(UTC)
+        if self.value() == "revoked":
+            return queryset.filter(revoked_at__isnull=False)
+        if self.value() == "expired":
+            return queryset.filter(revoked_at__isnull=True, expires_at__lte=now)
+        if self.value() == "active":
+            return queryset.filter(revoked_at__isnull=True, expires_at__gt=now)
+        return queryset
+
+
+class ServiceTokenAdmin(NounAdmin):
+    view_permissions = (P.TOKENS_READ,)
+    section, singular, plural = "Access", "Service token", "Service tokens"
+    asks = (
+        Ask(
+            "create",
+            "Create service token",
+            P.TOKENS_WRITE,
+            TokenForm,
+            _create,
+            "A backend service proves itself with it on /v1. You answer for what it asks: whoever made a token "
+            "cannot approve what is asked with it.",
+            "Create and show once",
+        ),
+    )
+    acts = (
+        Act(
+            "rotate",
+            "Rotate token",
+            P.TOKENS_WRITE,
+            _rotate,
+            lambda token: (
+                "A new token with the same rights is shown on the next page, this once, and the old one ends "
+                "after the overlap. From now on you answer for what the new one asks."
+            ),
+            form=RotateForm,
+            fits=lambda token: token_state(token) == "active",
+        ),
+        Act(
+            "revoke",
+            "Revoke token",
+            P.TOKENS_WRITE,
+            _revoke,
+            lambda token: "The service that holds it is refused at once and for ever.",
+            fits=lambda token: token.revoked_at is None,
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("token_id", "name", "state_badge", "environments_text", "merchants_text", "expires", "creator_name")
+    list_filter = (StateFilter,)
+    search_fields = ("=token_id", "name")
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("creator")
+
+    @admin.display(description="state")
+    def state_badge(self, token: ServiceToken) -> SafeString:
+        return badge(token_state(token))
+
+    @admin.display(description="environments", ordering="scope")
+    def environments_text(self, token: ServiceToken) -> str:
+        return SCOPES[StringScope(token.scope)]
+
+    @admin.display(description="merchants")
+    def merchants_text(self, token: ServiceToken) -> str:
+        return "all" if token.merchants is None else ", ".join(token.merchants)
+
+    @admin.display(description="expires (UTC)", ordering="expires_at")
+    def expires(self, token: ServiceToken) -> SafeString:
+        return short_moment(token.expires_at)
+
+    @admin.display(description="made by", ordering="creator__username")
+    def creator_name(self, token: ServiceToken) -> str:
+        return "the host's command line" if token.creator is None else token.creator.username
+
+    def summary(self, row: ServiceToken) -> Facts:
+        return Facts("Service token", list(self._facts(row)))
+
+    def detail(self, request: HttpRequest, row: ServiceToken) -> Detail:
+        life: list[tuple[str, Any]] = [("Created", moment(row.created_at)), ("Expires", moment(row.expires_at))]
+        if row.revoked_at is not None:
+            life.append(("Revoked", moment(row.revoked_at)))
+        return Detail(title=row.name, state=token_state(row), sections=[self.summary(row), Facts("Life", life)])
+
+    def _facts(self, token: ServiceToken) -> Iterable[tuple[str, Any]]:
+        yield "Token id", mono(token.token_id)
+        yield "Name", token.name
+        yield "Environments", self.environments_text(token)
+        yield "Permissions", ", ".join(token.permissions)
+        yield "Merchants", self.merchants_text(token)
+        if token.is_probe:
+            yield "Use", "probes: test calls of our own, which count as no use of a key"
+        yield "Made by", self.creator_name(token)
+
+
+def token_state(token: ServiceToken) -> str:
+    if token.revoked_at is not None:
+        return "revoked"
+    return "expired" if token.expires_at <= datetime.now(UTC) else "active"

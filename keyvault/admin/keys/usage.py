@@ -1,0 +1,102 @@
+"""Who uses a key, in the console: what rotation waits for, and what whoever ends a key should have seen."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono, short_moment
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Key
+from keyvault.services.usage.reports import describe_use, find_users, list_networks, list_versions
+
+T = TypeVar("T")
+
+_MOST_ROWS = 20
+
+
+def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
+    """Real use in total; and when it was last presented otherwise, where it ever was."""
+    use = describe_use(key)
+    yield "First used", moment(use.first_at, missing="never")
+    yield "Last used", moment(use.last_at, missing="never")
+    yield "Uses", use.count
+    for label, at in (
+        ("Last denied for another reason", use.denied_at),
+        ("Last tried while suspended", use.tried_at),
+        ("Last probed by us", use.probed_at),
+    ):
+        if at is not None:
+            yield label, moment(at)
+
+
+def use_tables(key: Key) -> Iterable[Table]:
+    """Of a public key its shops and app versions come first; where nothing was seen there is one empty table."""
+    if key.credential.kind == KeyKind.PUBLIC:
+        yield from _versions(key)
+    title, users = _latest("Who uses it", find_users(key.key_id, limit=_MOST_ROWS + 1))
+    has_pages = any(user.origin for user in users)
+    yield Table(
+        title,
+        [
+            *("source", "user agent", *(["origin"] if has_pages else []), "endpoint", "outcome", "times"),
+            *("first seen (UTC)", "last seen (UTC)"),
+        ],
+        [
+            [
+                mono(user.source),
+                user.user_agent or NOTHING,
+                *([user.origin or NOTHING] if has_pages else []),
+                user.endpoint or NOTHING,
+                badge(user.outcome),
+                user.count,
+                short_moment(user.first_at),
+                short_moment(user.last_at),
+            ]
+            for user in users
+        ],
+        empty="Nobody has used it.",
+    )
+    yield from _networks(key)
+
+
+def _latest(title: str, found: list[T]) -> tuple[str, list[T]]:
+    """What fits, under a title that says so where there is more."""
+    return (f"{title}: the latest {_MOST_ROWS}" if len(found) > _MOST_ROWS else title), found[:_MOST_ROWS]
+
+
+def _versions(key: Key) -> Iterable[Table]:
+    title, versions = _latest("Shops and app versions", list_versions(key.key_id, limit=_MOST_ROWS + 1))
+    if versions:
+        yield Table(
+            title,
+            ["origin", "user agent", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
+            [
+                [
+                    version.origin or NOTHING,
+                    version.user_agent or NOTHING,
+                    version.sources,
+                    version.count,
+                    short_moment(version.first_at),
+                    short_moment(version.last_at),
+                ]
+                for version in versions
+            ],
+        )
+
+
+def _networks(key: Key) -> Iterable[Table]:
+    title, networks = _latest("From which networks", list_networks(key.key_id, limit=_MOST_ROWS + 1))
+    if networks:
+        yield Table(
+            title,
+            ["network", "sources", "times", "first seen (UTC)", "last seen (UTC)"],
+            [
+                [
+                    mono(network.network),
+                    network.sources,
+                    network.count,
+                    short_moment(network.first_at),
+                    short_moment(network.last_at),
+                ]
+                for network in networks
+            ],
+        )

@@ -1,0 +1,115 @@
+"""What an account gives to browsers and apps, as acts on the account's page in the console."""
+
+import json
+from typing import Any
+
+from django import forms
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm
+from keyvault.admin.framework.widgets import seconds
+from keyvault.models import Account
+from keyvault.services.merchants.client_configuration import (
+    LONGEST_SECONDS,
+    SHORTEST_SECONDS,
+    set_allowed_origins,
+    set_client_configuration,
+    set_customer_token_bound,
+)
+
+
+class ConfigurationForm(SeenForm):
+    configuration = forms.CharField(
+        label="Client configuration",
+        widget=forms.Textarea(attrs={"rows": 16, "class": "mono"}),
+        help_text="A JSON object, at most 16 KiB, in place of the present one. Whoever has a public key can read it.",
+    )
+
+    @classmethod
+    def initial_for(cls, row: Account) -> Cleaned:
+        text = json.dumps(row.client_configuration, sort_keys=True, indent=2, ensure_ascii=False)
+        return {**super().initial_for(row), "configuration": text}
+
+    def clean_configuration(self) -> Any:
+        try:
+            return json.loads(self.cleaned_data["configuration"], object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            where = f" Line {error.lineno}, column {error.colno}." if isinstance(error, json.JSONDecodeError) else ""
+            raise forms.ValidationError(f"This is not JSON, or a name appears twice.{where}") from None
+
+
+class OriginsForm(SeenForm):
+    origins = forms.CharField(
+        label="Allowed origins",
+        required=False,
+        widget=forms.Textarea(attrs={"rows": 8, "class": "mono"}),
+        help_text="One a line, such as https://shop.example. Empty: no browser reads an answer of this account.",
+    )
+
+    @classmethod
+    def initial_for(cls, row: Account) -> Cleaned:
+        return {**super().initial_for(row), "origins": "\n".join(row.allowed_origins)}
+
+
+class TokenBoundForm(SeenForm):
+    seconds = forms.IntegerField(
+        label="Longest lifetime in seconds", help_text=f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}."
+    )
+
+    @classmethod
+    def initial_for(cls, row: Account) -> Cleaned:
+        return {**super().initial_for(row), "seconds": row.customer_token_seconds}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name appears twice")
+    return value
+
+
+def _configure(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    set_client_configuration(grant, account, cleaned["configuration"])
+    return Done(f"{account} has a new client configuration.")
+
+
+def _list_origins(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    set_allowed_origins(grant, account, cleaned["origins"].split())
+    return Done(f"{account} is used from {len(account.allowed_origins)} origins.")
+
+
+def _bound_tokens(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    set_customer_token_bound(grant, account, cleaned["seconds"])
+    return Done(f"Customer access tokens of {account} live {seconds(account.customer_token_seconds)} at the longest.")
+
+
+BROWSER_ACTS = (
+    Act(
+        "configure",
+        "Change client configuration",
+        P.MERCHANTS_WRITE,
+        _configure,
+        lambda account: "What client.configuration answers from now on. It must hold no secret.",
+        form=ConfigurationForm,
+    ),
+    Act(
+        "origins",
+        "Change allowed origins",
+        P.MERCHANTS_WRITE,
+        _list_origins,
+        lambda account: (
+            "Browsers at these origins may read what this account's public keys are answered (CORS). This is no "
+            "authorization: whoever has a public key can use it without a browser."
+        ),
+        form=OriginsForm,
+    ),
+    Act(
+        "token-bound",
+        "Change customer token lifetime",
+        P.MERCHANTS_WRITE,
+        _bound_tokens,
+        lambda account: "The longest that a merchant may ask for. Tokens that were issued keep theirs.",
+        form=TokenBoundForm,
+    ),
+)

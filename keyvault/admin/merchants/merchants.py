@@ -1,0 +1,331 @@
+"""Merchants and their accounts in the console."""
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Count, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    seconds,
+    short_moment,
+)
+from keyvault.admin.merchants.client_configuration import BROWSER_ACTS
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.models import Account, Merchant, MerchantStatus
+from keyvault.services.catalog.base_urls import BASE_URLS
+from keyvault.services.catalog.catalog import limit_of
+from keyvault.services.limits.defaults import default_limit
+from keyvault.services.merchants.merchants import (
+    create_merchant,
+    resume_account,
+    resume_merchant,
+    suspend_account,
+    suspend_merchant,
+)
+from keyvault.services.offboarding import Belongings, count_belongings, offboard_merchant
+
+
+class MerchantForm(ActForm):
+    merchant_id = forms.CharField(
+        label="Merchant id", max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes."
+    )
+    name = forms.CharField(label="Name", max_length=200)
+
+
+class OffboardForm(WhyForm):
+    merchant_id = forms.CharField(
+        label="The merchant's id, typed once more",
+        max_length=64,
+        widget=forms.TextInput(attrs={"autocomplete": "off", "class": "mono"}),
+        help_text="There is no way back: this is to be sure that it is the right one.",
+    )
+
+
+def _create(grant: Grant, cleaned: Cleaned) -> Done:
+    merchant = create_merchant(grant, **cleaned)
+    return Done(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
+
+
+def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    suspend_merchant(grant, merchant)
+    return Done(f"{merchant} is suspended in both environments.")
+
+
+def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    resume_merchant(grant, merchant)
+    return Done(f"{merchant} is active again.")
+
+
+def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+    if cleaned["merchant_id"].strip() != merchant.merchant_id:
+        raise RequestInvalidError(
+            "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
+        )
+    done = offboard_merchant(grant, merchant, cleaned["why"])
+    left = f"Left, offboard it again: {done.left.words()}." if done.left else "Nothing is left."
+    return Done(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
+
+
+def _belongings(merchant: Merchant) -> Belongings:
+    return count_belongings(merchant, datetime.now(UTC))
+
+
+def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    suspend_account(grant, account)
+    return Done(f"{account} is suspended.")
+
+
+def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+    resume_account(grant, account)
+    return Done(f"{account} is active again.")
+
+
+def _limit(account: Account) -> str:
+    """The account's own, or what it has by default."""
+    own = limit_of(account.limit_count, account.limit_seconds)
+    limit = own or default_limit(Environment(account.environment))
+    return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (the environment's default)")
+
+
+def _is_active(row: Merchant | Account) -> bool:
+    return MerchantStatus(row.status) is MerchantStatus.ACTIVE
+
+
+def _is_suspended(row: Merchant | Account) -> bool:
+    return MerchantStatus(row.status) is MerchantStatus.SUSPENDED
+
+
+def _has_left(merchant: Merchant) -> bool:
+    return MerchantStatus(merchant.status) is MerchantStatus.OFFBOARDED
+
+
+class MerchantAdmin(NounAdmin):
+    view_permissions = (P.MERCHANTS_READ,)
+    section, singular, plural = "Merchants", "Merchant", "Merchants"
+    acts = (
+        Act(
+            "suspend",
+            "Suspend merchant",
+            P.MERCHANTS_WRITE,
+            _suspend_merchant,
+            lambda merchant: "Every key of the merchant is refused, in sandbox and in production, until it is resumed.",
+            fits=_is_active,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "resume",
+            "Resume merchant",
+            P.MERCHANTS_WRITE,
+            _resume_merchant,
+            lambda merchant: "The merchant's active keys are good again, where the account is not suspended by itself.",
+            form=SeenForm,
+            fits=_is_suspended,
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "offboard",
+            "Offboard",
+            P.MERCHANTS_OFFBOARD,
+            _offboard,
+            lambda merchant: (
+                "The merchant leaves: all that is counted here is revoked, at once and for ever, in sandbox and in "
+                "production, even while the secret backend and the broker are down. Open rotations end, and copies in "
+                "the secret backend are destroyed, as soon as the workers can. The merchant stays listed with its "
+                "history, and never becomes active again. If this is interrupted, do it again."
+            ),
+            form=OffboardForm,
+            fits=lambda merchant: not _has_left(merchant) or bool(_belongings(merchant)),
+            tone=Tone.DANGER,
+        ),
+    )
+    asks = (
+        Ask(
+            "create",
+            "Create merchant",
+            P.MERCHANTS_WRITE,
+            MerchantForm,
+            _create,
+            "A merchant gets an account in each environment, and each account an audit chain of its own.",
+            "Create merchant",
+        ),
+    )
+
+    list_display = ("merchant_id", "name", "status_badge", "created")
+    list_filter = ("status",)
+    search_fields = ("merchant_id", "name")
+    ordering = ("merchant_id",)
+
+    @admin.display(description="status", ordering="status")
+    def status_badge(self, merchant: Merchant) -> SafeString:
+        return badge(merchant.status)
+
+    @admin.display(description="created (UTC)", ordering="created_at")
+    def created(self, merchant: Merchant) -> SafeString:
+        return short_moment(merchant.created_at)
+
+    def summary(self, row: Merchant) -> Facts:
+        has = _belongings(row)
+        return Facts(
+            "Merchant",
+            [
+                ("Merchant id", mono(row)),
+                ("Name", row.name),
+                ("Status", badge(row.status)),
+                *((f"Has in {environment}", held.words()) for environment, held in has.accounts.items()),
+                ("Service tokens for it alone", has.service_tokens),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Merchant) -> Detail:
+        accounts = row.accounts.annotate(count=Count("credentials")).order_by("environment")
+        return Detail(
+            title=row.name,
+            state=row.status,
+            notes=list(_notes(row)),
+            sections=[
+                Facts("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
+                Table(
+                    "Accounts",
+                    ["environment", "status", "base URL", "credentials"],
+                    [
+                        [
+                            link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
+                            badge(row.status if _has_left(row) else account.status),
+                            mono(BASE_URLS[Environment(account.environment)]),
+                            account.count,
+                        ]
+                        for account in accounts
+                    ],
+                ),
+            ],
+        )
+
+
+def _refused_as_a_whole(merchant: Merchant) -> str:
+    if _has_left(merchant):
+        return "The merchant has left: no key is good here, nor will be."
+    return "The merchant as a whole is suspended: no key is good here."
+
+
+def _notes(merchant: Merchant) -> Iterable[str]:
+    if _has_left(merchant):
+        yield "It has left, and does not come back. No key of it is good."
+        if left := _belongings(merchant):
+            yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
+
+
+class AccountAdmin(NounAdmin):
+    view_permissions = (P.MERCHANTS_READ,)
+    section, singular, plural = "Merchants", "Account", "Accounts"
+    acts = (
+        Act(
+            "suspend",
+            "Suspend account",
+            P.MERCHANTS_WRITE,
+            _suspend_account,
+            lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
+            fits=lambda account: _is_active(account) and not _has_left(account.merchant),
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "resume",
+            "Resume account",
+            P.MERCHANTS_WRITE,
+            _resume_account,
+            lambda account: f"The merchant's active keys are good again in {account.environment}.",
+            form=SeenForm,
+            fits=lambda account: _is_suspended(account) and not _has_left(account.merchant),
+            tone=Tone.GOOD,
+        ),
+        *BROWSER_ACTS,
+    )
+
+    list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")
+    list_filter = ("environment", "status")
+    list_select_related = ("merchant",)
+    search_fields = ("merchant__merchant_id", "merchant__name")
+    ordering = ("merchant_id", "environment")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("merchant")
+
+    @admin.display(ordering="merchant_id")
+    def account(self, account: Account) -> str:
+        return str(account)
+
+    @admin.display(description="merchant", ordering="merchant__name")
+    def name(self, account: Account) -> str:
+        return account.merchant.name
+
+    @admin.display(description="environment", ordering="environment")
+    def environment_badge(self, account: Account) -> SafeString:
+        return badge(account.environment)
+
+    @admin.display(description="status", ordering="status")
+    def status_badge(self, account: Account) -> SafeString:
+        return badge(account.status)
+
+    @admin.display(description="the merchant's status", ordering="merchant__status")
+    def merchant_badge(self, account: Account) -> SafeString:
+        return badge(account.merchant.status)
+
+    def account_of(self, row: Account) -> Account:
+        return row
+
+    def summary(self, row: Account) -> Facts:
+        return Facts(
+            "Account",
+            [
+                ("Merchant", f"{row.merchant.name} ({row.merchant_id})"),
+                ("Environment", badge(row.environment)),
+                ("Status", badge(row.status)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Account) -> Detail:
+        merchant = link(reverse("admin:keyvault_merchant_change", args=[row.merchant_id]), row.merchant.name)
+        return Detail(
+            title=str(row),
+            state=row.status,
+            notes=[] if _is_active(row.merchant) else [_refused_as_a_whole(row.merchant)],
+            sections=[
+                Facts(
+                    "Account",
+                    [
+                        ("Merchant", merchant),
+                        ("Environment", badge(row.environment)),
+                        ("Base URL", mono(BASE_URLS[Environment(row.environment)])),
+                        ("Limit", _limit(row)),
+                        ("Created", moment(row.created_at)),
+                    ],
+                ),
+                Facts(
+                    "For browsers and apps",
+                    [
+                        ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),
+                        ("Allowed origins", mono(" ".join(row.allowed_origins)) if row.allowed_origins else NOTHING),
+                        ("Customer tokens live at most", seconds(row.customer_token_seconds)),
+                    ],
+                ),
+            ],
+        )

@@ -1,0 +1,255 @@
+"""Provider connections in the console: set, replaced and removed; what is stored is never shown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.domain.connections import MOST_BYTES
+from keyvault.domain.environments import Environment
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, ProviderConnection
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.secrets.backend import find_place
+from keyvault.services.secrets.provider_connections import (
+    connection_id,
+    list_connections,
+    remove_connection,
+    replace_connection,
+    set_connection,
+)
+
+
+class ConcealedText(forms.Textarea):
+    """Shows dots for what is typed, and never what was sent: a form that comes back with a fault comes back empty."""
+
+    def __init__(self) -> None:
+        attrs = {"rows": 5, "class": "mono concealed", "autocomplete": "off", "spellcheck": "false"}
+        super().__init__({**attrs, "autocapitalize": "off"})
+
+    def format_value(self, value: Any) -> str:
+        return ""
+
+
+class SecretField(forms.CharField):
+    """Text that is a `Plaintext` from here on, in the cleaned data too."""
+
+    widget = ConcealedText
+
+    def clean(self, value: Any) -> Plaintext:
+        return Plaintext(super().clean(value))
+
+
+class CredentialsForm(ActForm):
+    credentials = SecretField(
+        label="Credentials",
+        max_length=2 * MOST_BYTES,
+        help_text=f"One secret text, or a flat JSON object of texts; at most {MOST_BYTES} bytes. Never shown again.",
+    )
+
+
+class ConnectionForm(CredentialsForm):
+    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+    environment = forms.ChoiceField(
+        choices=[(env.value, env.value) for env in Environment],
+        help_text="Test mode in sandbox, live mode in production: it follows from this.",
+    )
+    provider = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens, such as stripe.")
+
+    field_order = ("merchant", "environment", "provider", "credentials")
+
+
+class ReplaceForm(SeenForm, CredentialsForm):
+    """Both."""
+
+
+def _account(cleaned: Cleaned) -> Account:
+    return find_account(cleaned["merchant"], cleaned["environment"])
+
+
+def _set(grant: Grant, cleaned: Cleaned) -> Done:
+    account = _account(cleaned)
+    connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
+    return Done(f"Stored: {connection} of {account}.", row=connection)
+
+
+def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> Done:
+    replace_connection(grant, connection, cleaned["credentials"])
+    return Done("Replaced. What was stored before is destroyed by a worker.")
+
+
+def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> Done:
+    remove_connection(grant, connection)
+    return Done("Removed. What was stored is erased by a worker.")
+
+
+def _is_there(connection: ProviderConnection) -> bool:
+    return connection.removed_at is None
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("enabled", "enabled"), ("removed", "removed")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() is None:
+            return queryset
+        return queryset.filter(removed_at__isnull=self.value() == "enabled")
+
+
+class ProviderConnectionAdmin(NounAdmin):
+    view_permissions = (P.CONNECTIONS_READ,)
+    section, singular, plural = "Merchants", "Provider connection", "Provider connections"
+    asks = (
+        Ask(
+            "set",
+            "Set provider connection",
+            P.CONNECTIONS_WRITE,
+            ConnectionForm,
+            _set,
+            "The credentials go to the secret backend, where the merchant's own backend reads them as it reads its "
+            "private keys, and in place of those that the account has for this provider. No page shows them again.",
+            "Store",
+            account_of=_account,
+            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
+        ),
+    )
+    acts = (
+        Act(
+            "replace",
+            "Replace credentials",
+            P.CONNECTIONS_WRITE,
+            _replace,
+            lambda connection: (
+                "Whoever reads the connection gets the new credentials from this moment on; those that are stored now "
+                f"are destroyed. They are in {connection.mode} mode, as the environment is."
+            ),
+            form=ReplaceForm,
+            fits=_is_there,
+        ),
+        Act(
+            "remove",
+            "Remove",
+            P.CONNECTIONS_WRITE,
+            _remove,
+            lambda connection: (
+                "The credentials are erased from the secret backend, for ever. Whoever pays with them has to stop "
+                "first; at the provider they are good until they are revoked there."
+            ),
+            fits=_is_there,
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("provider", "merchant", "environment_badge", "mode", "state_badge", "stored")
+    list_filter = (StateFilter, "account__environment", "mode")
+    search_fields = ("provider", "account__merchant__merchant_id")
+    ordering = ("account__merchant_id", "account__environment", "provider", "created_at")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("account__merchant")
+
+    @admin.display(ordering="account__merchant_id")
+    def merchant(self, connection: ProviderConnection) -> str:
+        return str(connection.account.merchant_id)
+
+    @admin.display(description="environment", ordering="account__environment")
+    def environment_badge(self, connection: ProviderConnection) -> SafeString:
+        return badge(connection.account.environment)
+
+    @admin.display(description="state", ordering="removed_at")
+    def state_badge(self, connection: ProviderConnection) -> SafeString:
+        return badge(_state(connection))
+
+    @admin.display(description="stored (UTC)", ordering="stored_at")
+    def stored(self, connection: ProviderConnection) -> SafeString:
+        return short_moment(connection.stored_at, missing="not yet")
+
+    def account_of(self, row: ProviderConnection) -> Account:
+        account: Account = row.account
+        return account
+
+    def summary(self, row: ProviderConnection) -> Facts:
+        return Facts(
+            "Provider connection",
+            [
+                ("Provider", row.provider),
+                ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
+                ("Environment", badge(row.account.environment)),
+                ("Mode", row.mode),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: ProviderConnection) -> Detail:
+        place = find_place(Environment(row.account.environment), row.backend_path)
+        stored: list[tuple[str, Any]] = [
+            ("Connection id", mono(connection_id(row))),
+            ("Stored", moment(row.stored_at, missing="not yet")),
+            ("By", row.stored_by or NOTHING),
+            ("Version", row.backend_version or NOTHING),
+            *place_rows(place),
+            ("Created", moment(row.created_at)),
+        ]
+        if row.removed_at is not None:
+            stored += [("Removed", moment(row.removed_at)), ("Erased", moment(row.forgotten_at, missing="not yet"))]
+        return Detail(
+            title=f"{row.account} · {row.provider}",
+            state=_state(row),
+            sections=[self.summary(row), Facts("Credentials", stored)],
+        )
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """An account's page lists those that it has."""
+        if not isinstance(row, Account) or not self.has_view_permission(request):
+            return None
+        links = []
+        if may(request, P.CONNECTIONS_WRITE, row):
+            query = f"?merchant={row.merchant_id}&environment={row.environment}"
+            links.append(Link("Set provider connection", reverse("admin:keyvault_providerconnection_set") + query))
+        table = Table(
+            "Provider connections",
+            ["provider", "mode", "state", "stored (UTC)"],
+            [
+                [link(self.url_of(each), each.provider), each.mode, badge(_state(each)), self.stored(each)]
+                for each in list_connections(row)
+            ],
+        )
+        return Extras(links=links, sections=[table])
+
+
+def place_rows(place: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Where a merchant's backend reads something, as rows of a page; none where it does not."""
+    words = {"backend_mount": "The merchant reads it in the mount", "backend_path": "At the path"}
+    return [(words[name], mono(text)) for name, text in place.items()]
+
+
+def _state(connection: ProviderConnection) -> str:
+    if not _is_there(connection):
+        return "removed"
+    return "pending" if connection.stored_at is None else "enabled"

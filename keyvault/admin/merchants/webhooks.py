@@ -1,0 +1,284 @@
+"""Webhook endpoints in the console: where an account is told of what happens, whether it arrives, and its secrets."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.domain.environments import Environment
+from keyvault.models import Account, DeliveryState, WebhookDelivery, WebhookEndpoint
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.webhooks.endpoints import (
+    DEFAULT_OVERLAP_HOURS,
+    LONGEST_OVERLAP_HOURS,
+    add_endpoint,
+    disable_endpoint,
+    enable_endpoint,
+    host_of,
+    rotate_secret,
+    send_test,
+)
+from keyvault.wire.destinations import LONGEST_URL
+from keyvault.wire.webhooks import MOST_ATTEMPTS
+
+_LAST_DELIVERIES = 25
+
+
+class EndpointForm(ActForm):
+    merchant = forms.CharField(max_length=64, help_text="The merchant's id.")
+    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    url = forms.CharField(
+        label="Address",
+        max_length=LONGEST_URL,
+        help_text="https, such as https://acme.example/hooks/keys. Nothing is sent before something happens; "
+        "a test can be sent from its page.",
+    )
+
+
+class RotateForm(ActForm):
+    overlap_hours = forms.IntegerField(
+        label="Overlap in hours",
+        min_value=0,
+        max_value=LONGEST_OVERLAP_HOURS,
+        initial=DEFAULT_OVERLAP_HOURS,
+        help_text="So long both secrets sign each message, so that the merchant can change over in between.",
+    )
+
+
+def _account(cleaned: Cleaned) -> Account:
+    return find_account(cleaned["merchant"], cleaned["environment"])
+
+
+def _add(grant: Grant, cleaned: Cleaned) -> Done:
+    endpoint, secret = add_endpoint(grant, _account(cleaned), cleaned["url"])
+    return Done(f"The signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
+
+
+def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+    secret = rotate_secret(grant, endpoint, cleaned["overlap_hours"])
+    return Done(f"The new signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
+
+
+def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+    disable_endpoint(grant, endpoint, cleaned["why"])
+    return Done("Disabled: nothing is sent there any more.")
+
+
+def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+    again = enable_endpoint(grant, endpoint)
+    return Done(f"Enabled. Messages that had been given up and are sent again: {again}.")
+
+
+def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+    send_test(grant, endpoint)
+    return Done("The test is on its way: in a moment it stands first among the deliveries.")
+
+
+def _is_enabled(endpoint: WebhookEndpoint) -> bool:
+    return endpoint.disabled_at is None
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("enabled", "enabled"), ("disabled", "disabled")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() is None:
+            return queryset
+        return queryset.filter(disabled_at__isnull=self.value() == "enabled")
+
+
+class WebhookEndpointAdmin(NounAdmin):
+    view_permissions = (P.MERCHANTS_READ,)
+    section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
+    asks = (
+        Ask(
+            "add",
+            "Add webhook endpoint",
+            P.WEBHOOKS_WRITE,
+            EndpointForm,
+            _add,
+            "The account is told there of what happens to its keys, in the Standard Webhooks format. Its signing "
+            "secret is shown on the next page, this once: the merchant proves each message with it.",
+            "Add and show the secret once",
+            account_of=_account,
+            preset=lambda query: {name: query.get(name) for name in ("merchant", "environment")},
+        ),
+    )
+    acts = (
+        Act(
+            "test",
+            "Send a test",
+            P.WEBHOOKS_WRITE,
+            _test,
+            lambda endpoint: "A message of the type webhook.test, signed as every other, and tried once.",
+            fits=_is_enabled,
+        ),
+        Act(
+            "rotate",
+            "Rotate secret",
+            P.WEBHOOKS_WRITE,
+            _rotate,
+            lambda endpoint: "A new signing secret is shown on the next page, this once.",
+            form=RotateForm,
+            warn=lambda endpoint: (
+                "The overlap of the last rotation goes on: the secret before that one ends at once."
+                if _overlap_goes_on(endpoint)
+                else ""
+            ),
+        ),
+        Act(
+            "enable",
+            "Enable",
+            P.WEBHOOKS_WRITE,
+            _enable,
+            lambda endpoint: "Messages go there again, and first those of the last 7 days that were given up.",
+            form=SeenForm,
+            fits=lambda endpoint: not _is_enabled(endpoint),
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "disable",
+            "Disable",
+            P.WEBHOOKS_WRITE,
+            _disable,
+            lambda endpoint: "Nothing is sent there any more, and what is on its way is given up.",
+            form=WhyForm,
+            fits=_is_enabled,
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
+    list_filter = (StateFilter, "account__environment")
+    search_fields = ("url", "account__merchant__merchant_id")
+    ordering = ("account__merchant_id", "account__environment", "created_at")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("account__merchant")
+
+    @admin.display(ordering="account__merchant_id")
+    def merchant(self, endpoint: WebhookEndpoint) -> str:
+        return str(endpoint.account.merchant_id)
+
+    @admin.display(description="environment", ordering="account__environment")
+    def environment_badge(self, endpoint: WebhookEndpoint) -> SafeString:
+        return badge(endpoint.account.environment)
+
+    @admin.display(description="state", ordering="disabled_at")
+    def state_badge(self, endpoint: WebhookEndpoint) -> SafeString:
+        return badge(_state(endpoint))
+
+    @admin.display(description="created (UTC)", ordering="created_at")
+    def created(self, endpoint: WebhookEndpoint) -> SafeString:
+        return short_moment(endpoint.created_at)
+
+    def name_of(self, row: WebhookEndpoint) -> str:
+        return host_of(row)
+
+    def account_of(self, row: WebhookEndpoint) -> Account:
+        account: Account = row.account
+        return account
+
+    def summary(self, row: WebhookEndpoint) -> Facts:
+        return Facts(
+            "Webhook endpoint",
+            [
+                ("Address", mono(row.url)),
+                ("Account", link(reverse("admin:keyvault_account_change", args=[row.account_id]), row.account)),
+                ("Environment", badge(row.account.environment)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: WebhookEndpoint) -> Detail:
+        life: list[tuple[str, Any]] = [("Created", moment(row.created_at))]
+        if _overlap_goes_on(row):
+            life.append(("The secret before signs too until", moment(row.previous_until)))
+        if row.disabled_at is not None:
+            life += [("Disabled", moment(row.disabled_at)), ("Why", row.disabled_why)]
+        return Detail(
+            title=host_of(row),
+            state=_state(row),
+            sections=[self.summary(row), Facts("Life", life), _deliveries(request, row)],
+        )
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        if not isinstance(row, Account):
+            return None
+        links = []
+        if may(request, P.WEBHOOKS_WRITE, row):
+            query = f"?merchant={row.merchant_id}&environment={row.environment}"
+            links.append(Link("Add webhook endpoint", reverse("admin:keyvault_webhookendpoint_add") + query))
+        endpoints = row.webhook_endpoints.order_by("created_at")
+        table = Table(
+            "Webhook endpoints",
+            ["address", "state", "created (UTC)"],
+            [
+                [link(self.url_of(each), each.url), badge(_state(each)), short_moment(each.created_at)]
+                for each in endpoints
+            ],
+        )
+        return Extras(links=links, sections=[table])
+
+
+def _state(endpoint: WebhookEndpoint) -> str:
+    return "enabled" if _is_enabled(endpoint) else "disabled"
+
+
+def _overlap_goes_on(endpoint: WebhookEndpoint) -> bool:
+    return endpoint.previous_until is not None and endpoint.previous_until > datetime.now(UTC)
+
+
+def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
+    rows = WebhookDelivery.objects.filter(endpoint=endpoint).select_related("notice").order_by("-pk")[:_LAST_DELIVERIES]
+    is_linked = may(request, P.NOTICES_READ)
+    return Table(
+        "Last deliveries",
+        ["what", "announced (UTC)", "state", "attempts", "last answer", "delivered, or next attempt (UTC)"],
+        [
+            [
+                link(reverse("admin:keyvault_notice_change", args=[row.notice_id]), row.notice.kind)
+                if is_linked
+                else row.notice.kind,
+                short_moment(row.notice.created_at),
+                badge(row.state),
+                f"{row.attempts} of {MOST_ATTEMPTS}",
+                row.last_error or row.last_status or NOTHING,
+                _when(row),
+            ]
+            for row in rows
+        ],
+        empty="Nothing was sent there yet.",
+    )
+
+
+def _when(delivery: WebhookDelivery) -> SafeString:
+    if delivery.state == DeliveryState.DUE:
+        return short_moment(delivery.due_at)
+    return short_moment(delivery.delivered_at, missing="never")

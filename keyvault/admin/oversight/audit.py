@@ -1,0 +1,239 @@
+"""The audit chains in the console: read, filtered, searched, with the newest signed checkpoint of each scope.
+
+Nothing here is ever written.
+"""
+
+import json
+from typing import Any
+
+from django.contrib import admin
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import F, Model, QuerySet, Value
+from django.db.models.expressions import Func
+from django.db.models.sql.compiler import SQLCompiler
+from django.http import HttpRequest, HttpResponse
+from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html
+from django.utils.http import urlencode
+from django.utils.safestring import SafeString
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.domain.audit import account_chain
+from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
+from keyvault.services.audit.checkpoints import Standing, list_standings
+
+PAGES = {
+    "key_id": "keyvault_key",
+    "rotation_id": "rotation_rotation",
+    "request_id": "keyvault_issuancerequest",
+    "token_id": "keyvault_servicetoken",
+    "act_id": "keyvault_breakglass",
+    "credential_id": "keyvault_credential",
+    "merchant_id": "keyvault_merchant",
+}
+"""Where an id in an entry's details leads to, by the name of its field; the most telling ones first."""
+
+_MOST_CHAINS = 40
+_ACCOUNT = "account:"
+
+
+class BytesPosition(Func):
+    """Where bytes stand in other bytes, from 1 on; 0: nowhere. No collation, no index."""
+
+    output_field = models.IntegerField()
+    function = "INSTR"
+
+    def as_postgresql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **more: Any
+    ) -> tuple[str, list[Any]]:
+        within, sought = self.get_source_expressions()
+        turned = Func(sought, within, function="POSITION", arg_joiner=" IN ", output_field=models.IntegerField())
+        sql, params = turned.as_sql(compiler, connection, **more)
+        return sql, list(params)
+
+
+class ChainFilter(admin.SimpleListFilter):
+    """The platform's chain and the first accounts'; any other by its account's page, or by the address."""
+
+    title = "chain"
+    parameter_name = "chain"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        names = list(AuditChain.objects.order_by("name").values_list("name", flat=True)[:_MOST_CHAINS])
+        chosen = request.GET.get(self.parameter_name)
+        names.sort(key=lambda name: (name.startswith(_ACCOUNT), name))
+        if chosen and chosen not in names:
+            names.append(chosen[:96])
+        return [(name, name.removeprefix(_ACCOUNT)) for name in names]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        value = self.value()
+        return queryset.filter(chain_id=value) if value else queryset
+
+
+class WhenFilter(admin.DateFieldListFilter):
+    """The stock one, under a name that says what it is about."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.title = "time"
+
+
+class AuditEntryAdmin(NounAdmin):
+    view_permissions = (P.AUDIT_READ,)
+    section, singular, plural = "Oversight", "Audit entry", "Audit entries"
+    change_list_template = "console/audit_list.html"
+
+    list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")
+    list_display_links = ("when",)
+    list_filter = (ChainFilter, ("at", WhenFilter), ("event", admin.AllValuesFieldListFilter))
+    search_fields = ("event",)  # what is searched stands in get_search_results; this shows the box
+    search_help_text = "By any id or name in an entry: key id, credential id, request id, operator."
+    ordering = ("-at", "-id")
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        context = {"title": self.plural, "plural": self.plural, "checkpoints": _checkpoints()}
+        return self.changelist_view(request, extra_context=context)
+
+    @admin.display(description="#", ordering="sequence")
+    def sequence_number(self, entry: AuditEntry) -> int:
+        return entry.sequence
+
+    @admin.display(description="chain", ordering="chain_id")
+    def chain_name(self, entry: AuditEntry) -> str:
+        return entry.chain_id.removeprefix(_ACCOUNT)
+
+    @admin.display(description="when (UTC)", ordering="at")
+    def when(self, entry: AuditEntry) -> SafeString:
+        return short_moment(entry.at)
+
+    @admin.display(description="about")
+    def about(self, entry: AuditEntry) -> str:
+        details = _body(entry).get("details", {})
+        shown = (str(details[name]) for name in (*PAGES, "username") if name in details)
+        return next(shown, NOTHING)
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Entries whose bytes hold the text; those about a known key in its account's chain only."""
+        term = search_term.strip()
+        if not term:
+            return queryset, False
+        account = Account.objects.filter(credentials__keys=term).first()
+        if account is not None:
+            queryset = queryset.filter(chain_id=account_chain(account.merchant_id, account.environment))
+        sought = Value(term.encode(), output_field=models.BinaryField())
+        return queryset.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0), False
+
+    def summary(self, row: AuditEntry) -> Facts:
+        return Facts("Audit entry", [("Chain", row.chain_id), ("Sequence", row.sequence), ("Event", row.event)])
+
+    def detail(self, request: HttpRequest, row: AuditEntry) -> Detail:
+        body = _body(row)
+        return Detail(
+            title=f"{row.chain_id} #{row.sequence}",
+            state="",
+            sections=[
+                Facts(
+                    "Entry",
+                    [
+                        ("Event", mono(row.event)),
+                        ("When", moment(row.at)),
+                        ("Actor", row.actor),
+                        ("Channel", body.get("channel", NOTHING)),
+                    ],
+                ),
+                Facts("Details", [(name, _detail_cell(name, value)) for name, value in body["details"].items()]),
+                Facts(
+                    "Place in the chain",
+                    [
+                        ("Chain", mono(row.chain_id)),
+                        ("Sequence", row.sequence),
+                        ("Hash of the entry before it", mono(bytes(row.previous).hex())),
+                        ("Its own hash", mono(bytes(row.hash).hex())),
+                        ("Stored bytes", mono(bytes(row.body).decode())),
+                    ],
+                ),
+            ],
+            notes=["manage.py audit_verify walks every chain and checkpoint and names the first that does not hold."],
+        )
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """Every other page leads to what the audit log says of its row."""
+        if isinstance(row, AuditEntry) or not self.has_view_permission(request):
+            return None
+        if isinstance(row, Account):
+            query = {"chain": _chain_of(row)}
+        elif isinstance(row, PepperVersion):
+            query = {"q": "pepper."}
+        else:
+            query = {"q": row.endpoint if isinstance(row, LimitOverride) else str(row.pk)}
+        return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
+
+
+def _checkpoints() -> Table:
+    columns = ("scope", "newest", "signed (UTC)", "signer", "entries after it", "against the log")
+    rows = [
+        (
+            badge(standing.scope),
+            "none yet" if standing.newest is None else standing.newest.number,
+            NOTHING if standing.newest is None else moment(standing.newest.at),
+            NOTHING if standing.newest is None else _signer(standing),
+            standing.unsigned,
+            _holds(standing),
+        )
+        for standing in list_standings()
+    ]
+    return Table("Signed checkpoints", columns, rows)
+
+
+def _signer(standing: Standing) -> SafeString:
+    signed = standing.newest
+    return format_html("{} version {}", mono(signed.signer), signed.key_version) if signed else mono(NOTHING)
+
+
+def _holds(standing: Standing) -> SafeString:
+    """Of the newest checkpoint alone: its signature, and the entries that it names."""
+    if standing.newest is None:
+        return badge("pending")
+    if standing.fault is not None:
+        return format_html("{} {}", badge("broken"), standing.fault)
+    if standing.unchecked is not None:
+        return format_html("{} the signer does not say its public key", badge("not_checked"))
+    return badge("holds")
+
+
+def _chain_of(account: Account) -> str:
+    return account_chain(account.merchant_id, account.environment)
+
+
+def _body(entry: AuditEntry) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(bytes(entry.body))
+    return body
+
+
+def _detail_cell(name: str, value: Any) -> Any:
+    if isinstance(value, str) and name in PAGES:
+        try:
+            return link(reverse(f"admin:{PAGES[name]}_change", args=[value]), mono(value))
+        except NoReverseMatch:
+            return mono(value)
+    if isinstance(value, dict | list):
+        return mono(json.dumps(value, sort_keys=True, ensure_ascii=False))
+    return mono("null") if value is None else value

@@ -1,0 +1,156 @@
+"""Acts under break-glass in the console: in sight until a second person has reviewed them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.models import BreakGlass, Operator
+from keyvault.services.approvals.break_glass import review_break_glass
+
+PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
+"""Where the subject of an act leads to, by the prefix of its id."""
+
+
+def _review(grant: Grant, act: BreakGlass, cleaned: Cleaned) -> Done:
+    review_break_glass(grant, act)
+    return Done("Marked as reviewed, under your name.")
+
+
+class ReviewedFilter(admin.SimpleListFilter):
+    title = "review"
+    parameter_name = "review"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("open", "not reviewed"), ("done", "reviewed")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() in {"open", "done"}:
+            return queryset.filter(reviewed_at__isnull=self.value() == "open")
+        return queryset
+
+
+class BreakGlassAdmin(NounAdmin):
+    view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
+    section, singular, plural = "Oversight", "Break-glass act", "Break-glass acts"
+    acts = (
+        Act(
+            "review",
+            "Mark reviewed",
+            P.BREAK_GLASS_REVIEW,
+            _review,
+            lambda act: (
+                "You say that you have looked at why this was done, and by whom. "
+                "It takes another person than the one who did it, and than the one who asked for it."
+            ),
+            form=SeenForm,
+            fits=lambda act: act.reviewed_at is None,
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("event", "subject", "operator_name", "why", "when", "review_badge")
+    list_filter = (ReviewedFilter,)
+    search_fields = ("=act_id", "subject", "operator__username")
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("operator", "reviewer")
+
+    @admin.display(description="by", ordering="operator__username")
+    def operator_name(self, act: BreakGlass) -> str:
+        return act.operator.username
+
+    @admin.display(description="when (UTC)", ordering="created_at")
+    def when(self, act: BreakGlass) -> SafeString:
+        return short_moment(act.created_at)
+
+    @admin.display(description="review", ordering="reviewed_at")
+    def review_badge(self, act: BreakGlass) -> SafeString:
+        return badge(_state(act))
+
+    def requester_person_of(self, row: BreakGlass) -> str:
+        return row.person
+
+    def summary(self, row: BreakGlass) -> Facts:
+        return Facts(
+            "What was done",
+            [
+                ("Event", mono(row.event)),
+                ("About", _subject(row)),
+                ("By", row.operator.username),
+                ("Asked for by", _names(row.requester_person)),
+                ("User of the host", row.host_user or NOTHING),
+                ("Why it counts as break-glass", row.why),
+                ("When", moment(row.created_at)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: BreakGlass) -> Detail:
+        reviewer = NOTHING if row.reviewer is None else row.reviewer.username
+        review = Facts("Review", [("Reviewed", moment(row.reviewed_at, missing="not yet")), ("By", reviewer)])
+        return Detail(
+            title=f"{row.event} by {row.operator}",
+            state=_state(row),
+            sections=[self.summary(row), review],
+            notes=list(_notes(operator_of(request).person, row)),
+        )
+
+    def _is_open(self, request: HttpRequest, act: Act, row: BreakGlass) -> bool:
+        return super()._is_open(request, act, row) and operator_of(request).person != row.requester_person
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        """For whoever may review: those of others. For whoever only looks: all of them."""
+        rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
+        if may(request, P.BREAK_GLASS_REVIEW):
+            of_others = rows.exclude(requester_person=operator_of(request).person)
+            others = self.for_me(request, P.BREAK_GLASS_REVIEW, of_others)
+            yield self.waits("Break-glass acts to review", others, "?review=open", "act")
+        else:
+            yield self.waits("Break-glass acts that nobody has reviewed", rows, "?review=open")
+
+    def line_of(self, row: BreakGlass) -> Line:
+        return Line(self.url_of(row), str(row), f"by {row.operator.username}", row.created_at)
+
+
+def _notes(person: str, act: BreakGlass) -> Iterable[str]:
+    """Why there is no button to review it."""
+    if act.reviewed_at is None and person == act.person:
+        yield "This was done in your name, so you cannot review it: it takes another person."
+    elif act.reviewed_at is None and person == act.requester_person:
+        yield "You asked for this, so you cannot review it: it takes another person."
+
+
+def _names(person: str) -> str:
+    """The log-ins of that person. A token that was made on the host in nobody's name has none."""
+    return ", ".join(Operator.objects.filter(person=person).values_list("username", flat=True)) or person
+
+
+def _subject(act: BreakGlass) -> SafeString:
+    page = PAGES.get(act.subject[:4])
+    return mono(act.subject) if page is None else link(reverse(f"admin:{page}_change", args=[act.subject]), act.subject)
+
+
+def _state(act: BreakGlass) -> str:
+    return "not_reviewed" if act.reviewed_at is None else "reviewed"

@@ -1,0 +1,253 @@
+"""Why was this refused? By a request id, or for a request that somebody describes; no secret is asked for or taken.
+
+Reads only: whatever is described is judged as if the key's secret had been shown, and spends nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from django import forms
+from django.contrib.admin import AdminSite
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
+from django.urls import reverse
+
+from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.decision import Denial
+from keyvault.access.endpoint_description import authorization_panel, limit_words
+from keyvault.access.endpoints import METHODS
+from keyvault.access.judgement import before_proof
+from keyvault.access.verification import INVALID, find_exposed
+from keyvault.admin.framework.actions import Cleaned
+from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.widgets import Facts, Link, Table, badge, link, mono
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+from keyvault.models import Refusal
+from keyvault.services.catalog.base_urls import BASE_URLS
+from keyvault.services.catalog.catalog import find_endpoint, match_endpoint
+from keyvault.services.limits.overrides import account_limit_in_force, endpoint_limit_in_force
+from keyvault.services.merchants.merchants import find_account
+from keyvault.services.verification.judging import Judgement, Presented, explain_described, judge_presented
+from keyvault.services.verification.refusals import find_refusal
+from keyvault.wire.problems import PROBLEM_TYPES
+
+_WHOLE_KEY = (
+    "A whole key or token was pasted. It was neither looked up nor kept; paste the key id, which is the 16 characters "
+    "after the third underscore. Have a key that was pasted where it does not belong rotated."
+)
+_NOT_KEPT = (
+    "No refusal of this id is kept: the request was allowed, was a dry run, is older than 30 days, was not about an "
+    "endpoint, or came with many others that proved nothing. Describe it below instead."
+)
+_CHECKS = {
+    ErrorCode.CREDENTIAL_IN_URL: "no credential stands in the URL",
+    ErrorCode.CREDENTIAL_AMBIGUOUS: "each credential header came once",
+    ErrorCode.CREDENTIAL_MISSING: "there is an API key",
+    ErrorCode.CREDENTIAL_INVALID: "the key's possession is proved",
+    ErrorCode.ENVIRONMENT_MISMATCH: "the key is of this environment",
+    ErrorCode.KEY_NOT_ACTIVE: "the key is neither suspended nor waiting to become active",
+    ErrorCode.KEY_EXPIRED: "the key has not expired",
+    ErrorCode.KEY_REVOKED: "the key was not revoked",
+    ErrorCode.MERCHANT_MISMATCH: "the merchant named is the key's",
+    ErrorCode.MERCHANT_SUSPENDED: "merchant and account are not suspended",
+    ErrorCode.ENDPOINT_UNKNOWN: "the endpoint is in the catalog, with this method",
+    ErrorCode.METHOD_NOT_ALLOWED: "the path has this method",
+    ErrorCode.METHOD_NOT_SUPPORTED: "the endpoint takes this kind of key",
+    ErrorCode.BEARER_NOT_SUPPORTED: "no Bearer, or the endpoint takes one",
+    ErrorCode.PRIVATE_KEY_IN_BROWSER: "no private key came with an Origin",
+    ErrorCode.IP_NOT_ALLOWED: "the client's address is in the credential's networks",
+    ErrorCode.CONTEXT_MISSING: "the context that the endpoint needs is there",
+    ErrorCode.CUSTOMER_TOKEN_MISSING: "there is a Bearer where one is required",
+    ErrorCode.CUSTOMER_TOKEN_INVALID: "the Bearer is a good token of this merchant and environment",
+    ErrorCode.CUSTOMER_TOKEN_EXPIRED: "the Bearer has not expired",
+    ErrorCode.CUSTOMER_TOKEN_REVOKED: "the Bearer was not revoked",
+    ErrorCode.RATE_LIMITED: "the limits of account and endpoint have room",
+    ErrorCode.VERIFIER_STALE: "the key could be looked up",
+}
+_BEFORE_RETRYING = {
+    1: "the credential is in the documented header",
+    2: "the key belongs to the requested environment and merchant",
+    3: "the endpoint supports the authorization method that was sent",
+    4: "the key or customer token has not expired or been revoked",
+    5: "any required merchant, store or customer context is present",
+}
+"""What the client goes through before it tries again, by the `check` of its answer (D23)."""
+
+_ID_FIELDS = ("request_id", "key_id", "customer_token_id")
+_LONGEST_ID = 32
+
+
+class RequestIdForm(forms.Form):
+    request_id = forms.CharField(label="Request id", max_length=32, help_text="From the answer's request_id.")
+
+
+class DescribedForm(forms.Form):
+    """A request in words. Nothing of it is proved, and nothing has to be secret."""
+
+    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    endpoint = forms.CharField(
+        required=False, max_length=100, help_text="Its name in the catalog; or method and path instead."
+    )
+    method = forms.ChoiceField(required=False, choices=[("", "-"), *((method, method) for method in METHODS)])
+    path = forms.CharField(required=False, max_length=2000)
+    key_id = forms.CharField(
+        label="Key id", required=False, max_length=16, help_text="Never the whole key. Empty: it came without one."
+    )
+    merchant = forms.CharField(
+        label="Merchant named", required=False, max_length=64, help_text="Whom the caller, a header or the path named."
+    )
+    store = forms.CharField(label="Store context", required=False, max_length=200)
+    has_bearer = forms.BooleanField(label="With a Bearer", required=False)
+    customer_token_id = forms.CharField(
+        label="Customer token id", required=False, max_length=16, help_text="Of the Bearer; empty: an unknown one."
+    )
+    has_origin = forms.BooleanField(label="With an Origin", required=False, help_text="As browsers send it.")
+    client_address = forms.GenericIPAddressField(label="Client address", required=False)
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        if bool(cleaned.get("endpoint")) == bool(cleaned.get("method") and cleaned.get("path")):
+            self.add_error("endpoint", "An endpoint's name, or method and path; not both, not neither.")
+        return cleaned
+
+
+def explain_view(
+    site: AdminSite, request: HttpRequest, crumbs: Sequence[Link], url_of: Callable[[Refusal], str]
+) -> HttpResponse:
+    """Both forms; the answer to the one that was sent. `url_of` is the page of a stored refusal."""
+    asked = RequestIdForm()
+    described = DescribedForm()
+    context: dict[str, Any] = {"title": "Why was this refused?", "crumbs": crumbs}
+    status = 200
+    if request.method == "POST":
+        if _holds_secret(request.POST):
+            # Nothing of what was sent is shown again, not even beside the mistake.
+            context["error"], status = _WHOLE_KEY, 400
+        elif "request_id" in request.POST:
+            asked = RequestIdForm(request.POST)
+            found = find_refusal(asked.cleaned_data["request_id"].strip()) if asked.is_valid() else None
+            if found is not None:
+                return HttpResponseRedirect(url_of(found))
+            status = 404 if asked.is_valid() else 400
+            context["error"] = _NOT_KEPT if asked.is_valid() else ""
+        else:
+            described = DescribedForm(request.POST)
+            if described.is_valid():
+                context["sections"] = _explained(described.cleaned_data)
+            else:
+                status = 400
+    return page(site, request, "explain", {**context, "asked": asked, "described": described}, status=status)
+
+
+def verdict_facts(code: ErrorCode, detail: str, internal: str) -> Facts:
+    """What the caller was told, what it means, and what only operators are told."""
+    kind = PROBLEM_TYPES[code]
+    rows: list[tuple[str, Any]] = [
+        ("Answer", f"{kind.status} {kind.title}"),
+        ("Code", mono(code)),
+        ("Told to the caller", detail),
+        ("Cause", kind.cause),
+        ("Cure", kind.cure),
+    ]
+    if kind.check is not None:
+        rows.append(("Check before trying again", f"{kind.check}: {_BEFORE_RETRYING[kind.check]}"))
+    if internal:
+        rows.append(("For operators only", internal))
+    return Facts("Verdict", rows)
+
+
+def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
+    return Table(
+        "Rules applied, in order",
+        ["rule", "outcome", "what is checked"],
+        [
+            [mono(code), badge("passed" if passed else "refused"), _CHECKS.get(code, PROBLEM_TYPES[code].title)]
+            for code, passed in trace
+        ],
+    )
+
+
+def _holds_secret(sent: QueryDict) -> bool:
+    """Whether something like a whole key stands anywhere, or something longer than any id where an id belongs."""
+    texts = [text for _, values in sent.lists() for text in map(str, values)]
+    ids = [text for name in _ID_FIELDS for text in map(str, sent.getlist(name))]
+    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _LONGEST_ID for text in ids)
+
+
+def _explained(cleaned: Cleaned) -> list[Facts | Table]:
+    environment = Environment(cleaned["environment"])
+    endpoint = _endpoint(cleaned, environment)
+    judgement = _judged(cleaned, environment, endpoint)
+    sections: list[Facts | Table] = []
+    verdict = judgement.verdict
+    if isinstance(verdict, Denial):
+        sections.append(verdict_facts(verdict.code, verdict.detail, verdict.internal))
+    else:
+        sections.append(Facts("Verdict", [("Answer", "200 Allowed"), *_limits(judgement, endpoint)]))
+    sections.append(trace_table([(check.rule, check.passed) for check in judgement.trace]))
+    sections.append(Facts("Assumed", list(_assumed(cleaned, judgement))))
+    if isinstance(endpoint, Endpoint):
+        sections.append(Facts(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))
+    return sections
+
+
+def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | Miss:
+    if cleaned["endpoint"]:
+        return find_endpoint(cleaned["endpoint"])
+    return match_endpoint(cleaned["method"], cleaned["path"], urlsplit(BASE_URLS[environment]).path)
+
+
+def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | Miss) -> Judgement:
+    merchant, store = cleaned["merchant"] or None, cleaned["store"] or None
+    if isinstance(endpoint, Endpoint):
+        merchant, store = endpoint.read_contexts(cleaned["path"] or None, {}, merchant, store)
+    presented = Presented(
+        key=None,
+        environment=environment,
+        endpoint=endpoint,
+        url=cleaned["path"],
+        merchant=cleaned["merchant"] or None,
+        merchant_context=merchant,
+        store_context=store,
+        bearer="assumed" if cleaned["has_bearer"] else None,
+        origin="assumed" if cleaned["has_origin"] else None,
+        client_address=cleaned["client_address"] or None,
+        is_dry=True,
+    )
+    now = datetime.now(UTC)
+    if not cleaned["key_id"]:
+        return judge_presented(presented, now)
+    judgement = explain_described(presented, cleaned["key_id"], cleaned["customer_token_id"] or None, now)
+    return before_proof(INVALID) if judgement is None else judgement
+
+
+def _limits(judgement: Judgement, endpoint: Endpoint | Miss) -> Iterator[tuple[str, Any]]:
+    holder = judgement.holder
+    if isinstance(endpoint, Miss) or holder is None:
+        return
+    if not endpoint.spends:
+        yield "Limits", "none holds back a request for this endpoint"
+        return
+    account = find_account(holder.merchant_id, holder.environment)
+    of_account = account_limit_in_force(account)
+    of_endpoint = endpoint_limit_in_force(holder.environment, endpoint.name, account)
+    yield "Limit of the account", f"{limit_words(of_account.limit)} ({of_account.source})"
+    yield "Limit of the endpoint", f"{limit_words(of_endpoint.limit)} ({of_endpoint.source})"
+    yield "Not answered here", "whether these limits have room at this moment: an explanation spends nothing"
+
+
+def _assumed(cleaned: Cleaned, judgement: Judgement) -> Iterator[tuple[str, Any]]:
+    key_id = cleaned["key_id"]
+    if not key_id:
+        yield "Key", "none"
+    elif judgement.record is None and judgement.verdict == INVALID:
+        yield "Key", "there is no key of this id"
+    else:
+        yield "Key", link(reverse("admin:keyvault_key_change", args=[key_id]), mono(key_id))
+        yield "Secret", "taken for shown: nobody needs it here"
+    if cleaned["has_bearer"]:
+        yield "Bearer", cleaned["customer_token_id"] or "one that proves nothing"
+    yield "Origin", "sent" if cleaned["has_origin"] else "not sent"
+    yield "Client address", cleaned["client_address"] or "not given"

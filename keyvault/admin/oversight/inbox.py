@@ -1,0 +1,235 @@
+"""The inbox: what happened, alarms that nobody has seen first, each with the way to what it is about."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import NoReverseMatch, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Link,
+    Table,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.domain.ids import is_key_id
+from keyvault.models import Account, Notice
+from keyvault.services.approvals.inbox import count_unseen, list_notices, list_unseen, mark_all_seen, mark_seen
+
+_PAGES = {
+    "rot_": "rotation_rotation_change",
+    "cmp_": "rotation_campaign_change",
+    "crd_": "keyvault_credential_change",
+    "req_": "keyvault_issuancerequest_change",
+}
+"""Where what a subject names is shown; rotation's own pages by name only, since it is not known here."""
+
+
+_NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
+"""What the subject of such a notice is the number of."""
+
+
+class AllSeenForm(ActForm):
+    until = forms.DateTimeField(widget=forms.HiddenInput)
+
+
+def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> Done:
+    mark_seen(grant, notice)
+    return Done("Marked as seen.")
+
+
+def _all_seen(grant: Grant, cleaned: Cleaned) -> Done:
+    return Done(f"Marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
+
+
+def _is_unseen(notice: Notice) -> bool:
+    return notice.is_alarm and notice.seen_at is None
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "what"
+    parameter_name = "what"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("unseen", "alarms to be seen"), ("alarms", "all alarms")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() == "unseen":
+            return queryset.filter(is_alarm=True, seen_at__isnull=True)
+        return queryset if self.value() is None else queryset.filter(is_alarm=True)
+
+
+class NoticeAdmin(NounAdmin):
+    view_permissions = (P.NOTICES_READ,)
+    section, singular, plural = "Oversight", "Notice", "Inbox"
+    asks = (
+        Ask(
+            "all_seen",
+            "Mark all as seen",
+            P.NOTICES_MARK,
+            AllSeenForm,
+            _all_seen,
+            "Every alarm that had come when this page was opened. Who marked it is kept with each.",
+            "Mark all as seen",
+            preset=lambda query: {"until": datetime.now(UTC).isoformat()},
+        ),
+    )
+    acts = (
+        Act(
+            "seen",
+            "Mark as seen",
+            P.NOTICES_MARK,
+            _seen,
+            lambda notice: "It leaves the alarms that wait, and stays in the inbox with your name.",
+            fits=_is_unseen,
+        ),
+    )
+
+    list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
+    list_filter = (StateFilter, "account__environment", "kind")
+    search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return list_notices().select_related("account__merchant", "seen_by")
+
+    @admin.display(description="state")
+    def state_badge(self, notice: Notice) -> SafeString:
+        return badge(_state(notice))
+
+    @admin.display(ordering="account__merchant_id")
+    def merchant(self, notice: Notice) -> str:
+        return NOTHING if notice.account is None else str(notice.account.merchant_id)
+
+    @admin.display(description="environment", ordering="account__environment")
+    def environment_badge(self, notice: Notice) -> SafeString | str:
+        return NOTHING if notice.account is None else badge(notice.account.environment)
+
+    @admin.display(description="about")
+    def about(self, notice: Notice) -> SafeString:
+        return _subject(notice)
+
+    @admin.display(description="when (UTC)", ordering="created_at")
+    def created(self, notice: Notice) -> SafeString:
+        return short_moment(notice.created_at)
+
+    def name_of(self, row: Notice) -> str:
+        return str(row.kind)
+
+    def account_of(self, row: Notice) -> Account | None:
+        account: Account | None = row.account
+        return account
+
+    def ask_links(self, request: HttpRequest) -> list[Link]:
+        """Not from the front page: who marks alarms as seen is to look at them first."""
+        return []
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        unseen = list_unseen().select_related("account__merchant").order_by("-created_at")
+        yield self.waits("Alarms that nobody has seen", unseen, "?what=unseen", "alarm")
+
+    def count_of_waiting(self, request: HttpRequest) -> int:
+        return count_unseen()
+
+    def line_of(self, row: Notice) -> Line:
+        return Line(
+            self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at
+        )
+
+    def summary(self, row: Notice) -> Facts:
+        return Facts(
+            "Notice",
+            [
+                ("What", mono(row.kind)),
+                ("About", _subject(row)),
+                ("Account", _account(row)),
+                ("When", moment(row.created_at)),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Notice) -> Detail:
+        told = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
+        sections: list[Facts | Table] = [self.summary(row), Facts("Told with it", told)]
+        if row.seen_at is not None:
+            seen_by = "" if row.seen_by is None else row.seen_by.get_username()
+            sections.append(Facts("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
+        sections.append(_deliveries(row))
+        return Detail(title=row.kind, state=_state(row), sections=sections)
+
+
+def _state(notice: Notice) -> str:
+    if not notice.is_alarm:
+        return "notice"
+    return "unseen" if notice.seen_at is None else "seen"
+
+
+def _account(notice: Notice) -> SafeString | str:
+    if notice.account is None:
+        return "none: this concerns the installation"
+    return link(reverse("admin:keyvault_account_change", args=[notice.account_id]), notice.account)
+
+
+def _subject(notice: Notice) -> SafeString:
+    """The id of what it is about, as a link where there is a page."""
+    text, label = notice.subject, _about(notice)
+    if notice.account is None:
+        return mono(label)  # a name, which may look like an id
+    if is_key_id(text):
+        name = "keyvault_key_change"
+    elif notice.kind.startswith("webhook."):
+        name = "keyvault_webhookendpoint_change"
+    elif notice.kind.startswith("schedule."):
+        name = "rotation_rotationschedule_change"
+    else:
+        name = _PAGES.get(text[:4], "")
+    try:
+        return link(reverse(f"admin:{name}", args=[text]), label)
+    except NoReverseMatch:
+        return mono(label)
+
+
+def _about(notice: Notice) -> str:
+    """Ids speak for themselves, but for the numbers of endpoints and schedules."""
+    what = _NUMBERED.get(notice.kind.partition(".")[0])
+    return str(notice.subject) if what is None else f"{what} {notice.subject}"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
+def _deliveries(notice: Notice) -> Table:
+    rows = notice.deliveries.select_related("endpoint").order_by("pk")
+    return Table(
+        "To the merchant's endpoints",
+        ["endpoint", "state", "attempts", "last answer", "delivered (UTC)"],
+        [
+            [
+                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),
+                badge(row.state),
+                row.attempts,
+                row.last_error or row.last_status or "none",
+                short_moment(row.delivered_at, missing="not yet"),
+            ]
+            for row in rows
+        ],
+        empty="None: the account had no enabled endpoint then, or this is for operators alone.",
+    )

@@ -1,0 +1,100 @@
+"""What was refused lately, in the console: by its request id, and rule by rule."""
+
+from django.contrib import admin
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.admin.oversight.explain import explain_view, trace_table, verdict_facts
+from keyvault.domain.errors import ErrorCode
+from keyvault.models import Refusal
+
+
+class RefusalAdmin(NounAdmin):
+    view_permissions = (P.VERDICTS_EXPLAIN,)
+    section, singular, plural = "Oversight", "Refusal", "Refusals"
+    change_list_template = "console/change_list_more.html"
+
+    list_display = ("request_id", "when", "code", "endpoint", "key")
+    list_filter = ("environment", "code", "door")
+    search_fields = ("=request_id", "=key_id", "=merchant_id")
+    search_help_text = "By request id, key id or merchant id. Kept for 30 days."
+    ordering = ("-at",)
+
+    def get_urls(self) -> list[URLPattern]:
+        """No request is called `explain`: a request id is longer."""
+        explain = self.guarded(self.view_permissions, ("GET", "HEAD", "POST"), self._explain_view)
+        return [path("explain/", explain, name="keyvault_refusal_explain"), *super().get_urls()]
+
+    def _explain_view(self, request: HttpRequest) -> HttpResponse:
+        return explain_view(self.admin_site, request, self._crumbs(), self.url_of)
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        context = {"title": self.plural, "plural": self.plural, "looks": [self._explain_link()]}
+        return self.changelist_view(request, extra_context=context)
+
+    def ask_links(self, request: HttpRequest) -> list[Link]:
+        return [self._explain_link()] if self.has_view_permission(request) else []
+
+    def _explain_link(self) -> Link:
+        return Link("Why was this refused?", reverse("admin:keyvault_refusal_explain"))
+
+    @admin.display(description="when (UTC)", ordering="at")
+    def when(self, row: Refusal) -> SafeString:
+        return short_moment(row.at)
+
+    @admin.display(description="key", ordering="key_id")
+    def key(self, row: Refusal) -> SafeString | str:
+        return _key(row)
+
+    def summary(self, row: Refusal) -> Facts:
+        return Facts(
+            "Request",
+            [
+                ("Request id", mono(row.request_id)),
+                ("When", moment(row.at)),
+                ("Door", row.door),
+                ("Environment", badge(row.environment)),
+                ("Endpoint", row.endpoint or "none of the catalog"),
+                ("Key", _key(row)),
+                ("Merchant", row.merchant_id or "not proved"),
+                ("Client", mono(row.source) if row.source else NOTHING),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Refusal) -> Detail:
+        code = ErrorCode(row.code)
+        return Detail(
+            title=f"Why was this refused? {row.request_id}",
+            state="refused",
+            sections=[
+                verdict_facts(code, row.detail, row.internal),
+                self.summary(row),
+                _trace(row),
+            ],
+        )
+
+
+def _key(row: Refusal) -> SafeString | str:
+    """Only where possession was proved."""
+    return (
+        link(reverse("admin:keyvault_key_change", args=[row.key_id]), mono(row.key_id)) if row.key_id else "not proved"
+    )
+
+
+def _trace(row: Refusal) -> Table:
+    return trace_table([(ErrorCode(code), bool(passed)) for code, passed in row.trace])

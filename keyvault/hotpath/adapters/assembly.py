@@ -1,0 +1,267 @@
+"""Puts an engine together from the services: of this room only this module and `stores` know Django.
+
+load_blocking() -> Blocking     for threads: the ordinary server process
+load_async() -> Verifier        for an event loop: the dedicated verifier
+"""
+
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from functools import cache
+from typing import Final
+
+from django.conf import settings
+from django.db import connection
+
+from keyvault.access.decision import Denial
+from keyvault.access.verification import TokenRecord, find_exposed
+from keyvault.backends import meters
+from keyvault.domain.digests import Peppers, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keystring import KeyString
+from keyvault.hotpath.adapters.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
+from keyvault.hotpath.engine.engine import Engine
+from keyvault.hotpath.engine.freshness import SWITCH_SECONDS, Freshness
+from keyvault.hotpath.engine.ports import Ports, Verdict
+from keyvault.hotpath.frontends.asyncio_frontend import WaitingDoor
+from keyvault.hotpath.frontends.threaded_frontend import BlockingDoor, StoreAwayError
+from keyvault.hotpath.http1.protocol import Shortcut
+from keyvault.hotpath.messages.questions import VERIFY, is_ours
+from keyvault.hotpath.messages.rendering import denial_problem, encode, problem_answer
+from keyvault.hotpath.messages.responses import Answer
+from keyvault.models import Key, ServiceToken
+from keyvault.models.usage import Outcome
+from keyvault.services.catalog.base_urls import BASE_URLS
+from keyvault.services.change_feed.follower import Follower
+from keyvault.services.keys.rehashing import pending_rehashes
+from keyvault.services.limits.budgets import budgets
+from keyvault.services.limits.limiter import failed_proofs
+from keyvault.services.peppers.ring import load_peppers, take_pepper
+from keyvault.services.recording.changes import generation
+from keyvault.services.startup.metrics import CONTENT_TYPE, expose_meters
+from keyvault.services.startup.readiness import find_readiness, readiness_body
+from keyvault.services.usage.recorder import Uses, usage_log
+from keyvault.services.verification.judging import note_use, record_buckets
+from keyvault.services.verification.refusals import refusal_log
+from keyvault.wire.headers import mint_request_id
+from keyvault.wire.problems import problem
+
+_log = logging.getLogger(__name__)
+
+END_SECONDS: Final = 5.0
+"""For writing what was noted, once everything is answered. With the server's drain and the closing of connections below
+the supervisor's patience."""
+
+
+def make_engine(
+    note_failed_proof: Callable[[str | None], int | None], peppers: Callable[[PepperSet], Peppers]
+) -> Engine:
+    """An engine that knows nothing yet, and vouches for nothing from memory before its feed is followed."""
+    ports = Ports(
+        brand=settings.KEY_BRAND,
+        environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
+        base_urls=BASE_URLS,
+        generation=generation(),
+        budgets=budgets(),
+        monotonic=time.monotonic,
+        wall=time.time,
+        random_bytes=secrets.token_bytes,
+        loaded_peppers=load_peppers.loaded,
+        peppers=peppers,
+        take_pepper=take_pepper,
+        buckets=record_buckets,
+        note_failed_proof=note_failed_proof,
+        note_key_proof=_note_key_proof,
+        note_token_proof=_note_token_proof,
+        note_verdict=_note_verdict,
+        outcome=lambda is_probe: (Outcome.PROBED if is_probe else Outcome.ALLOWED).value,
+    )
+    return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
+
+
+def make_follower(engine: Engine, door: str) -> Follower:
+    return Follower(engine.evict, engine.freshness.confirm, engine.freshness.lose, door)
+
+
+def uses_of(engine: Engine) -> Collection[Uses]:
+    """What the fast way has allowed since the last time, for the log of uses; and for the meters."""
+    uses, from_memory = engine.take_uses()
+    meters.note_verifier(from_memory, len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
+    return uses
+
+
+def _note_key_proof(record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
+    pending_rehashes.note_proof(Key, record.key_id, keystring.text, (record.digest, record.pepper_version), peppers)
+
+
+def _note_token_proof(record: TokenRecord, keystring: KeyString, peppers: Peppers) -> None:
+    proved = (record.digest, record.pepper_version)
+    pending_rehashes.note_proof(ServiceToken, keystring.key_id, keystring.text, proved, peppers)
+
+
+def _note_verdict(verdict: Verdict) -> None:
+    if isinstance(verdict.judgement.verdict, Denial):
+        meters.note_denial(verdict.judgement.verdict.code)
+    note_use(
+        verdict.judgement,
+        usage_log,
+        source=verdict.source,
+        user_agent=verdict.user_agent,
+        endpoint=verdict.endpoint,
+        origin=verdict.origin,
+        is_probe=verdict.is_probe,
+    )
+    refusal_log.note(
+        verdict.judgement,
+        request_id=verdict.request_id,
+        door=verdict.door,
+        environment=verdict.environment,
+        endpoint=verdict.endpoint,
+        source=verdict.source,
+        at=verdict.at,
+    )
+
+
+class Blocking:
+    """Door one, and what follows the feed for it."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine(lambda address: failed_proofs().note(address), load_peppers)
+        self.door = BlockingDoor(self.engine, DatabaseStore(), budgets())
+        self.follower = make_follower(self.engine, "server")
+        usage_log.add_source(lambda: uses_of(self.engine))
+
+    def start(self) -> None:
+        """From here on the process may answer from memory."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        usage_log.start()
+        self.follower.start()
+
+
+@cache
+def load_blocking() -> Blocking:
+    """The process's own; it reads the database for every question until it is started.
+
+    Not to be forked from: locks, threads and the source of request ids would be the parent's. Granian's workers load
+    it after they have forked; whatever else serves it must do so too (gunicorn without --preload, uWSGI lazy-apps).
+    """
+    return Blocking()
+
+
+def unrouted(method: str, target: str) -> Answer:
+    """What the dedicated verifier says of all that it does not serve."""
+    request_id = mint_request_id(secrets.token_bytes)
+    exposed = find_exposed(target)
+    if exposed is not None:
+        return problem_answer(denial_problem(exposed, request_id), request_id)
+    if target.partition("?")[0] in {_HEALTH, *_WATCHED}:
+        detail = f"{method} is not one of its methods."
+        return problem_answer(
+            problem(ErrorCode.METHOD_NOT_ALLOWED, detail, request_id, allowed_methods=("GET", "HEAD")), request_id
+        )
+    return problem_answer(problem(ErrorCode.NOT_FOUND, "There is no such address.", request_id), request_id)
+
+
+def _readyz() -> tuple[int, bytes, str]:
+    try:
+        status, body = readiness_body(find_readiness())
+    finally:
+        connection.close()
+    return status, encode(body), "application/json"
+
+
+def _metrics() -> tuple[int, bytes, str]:
+    return 200, expose_meters(), CONTENT_TYPE
+
+
+_HEALTH: Final = "/healthz"
+_WATCHED: Final = {"/readyz": _readyz, "/metrics": _metrics}
+
+
+class Verifier:
+    """Door two: what a process of the dedicated verifier starts, asks and stops."""
+
+    def __init__(self) -> None:
+        # Counted in this process: a loop does not wait for Redis because somebody guesses.
+        self.engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
+        self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
+        self._budgets = budgets()
+        self._door = WaitingDoor(self.engine, self._store, self._budgets, failed_proofs().is_over)
+        self.shortcut = Shortcut(_VERIFY, self._door.verify)
+        self._follower = make_follower(self.engine, "verifier")
+        self._watching = {path: ImpatientThread(path) for path in _WATCHED}
+        self._noting = ImpatientThread("notes", END_SECONDS)
+        usage_log.add_source(lambda: uses_of(self.engine))
+
+    async def start(self) -> None:
+        await self._noting.run(lambda: _begin(self._follower))
+        await self._store.open()
+
+    async def stop(self) -> None:
+        """What was noted is written, and nobody waits for this process any more; bounded in time."""
+        with suppress(StoreAwayError):  # the window of uses that a crash may lose, too
+            await self._noting.run(lambda: _end(self._follower))
+        await self._store.close()
+        await self._budgets.close_soon()
+
+    def handle(
+        self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
+    ) -> Answer | Awaitable[Answer]:
+        path = target.partition(b"?")[0].decode("latin-1")
+        if is_ours(path):
+            return self._door.answer(method, target, headers, body)
+        if method in {b"GET", b"HEAD"}:
+            if path == _HEALTH:
+                # By the loop itself: that it answers is all that is asked.
+                return _tell(200, b'{"status":"ok"}', "application/json")
+            if path in _WATCHED:
+                return self._watch(path)
+        return unrouted(method.decode("latin-1"), target.decode("latin-1"))
+
+    async def _watch(self, path: str) -> Answer:
+        """By a thread for each: who asks about health or meters holds up neither the other nor who asks about keys."""
+        try:
+            return _tell(*await self._watching[path].run(_WATCHED[path]))
+        except StoreAwayError:
+            request_id = mint_request_id(secrets.token_bytes)
+            detail = "This cannot be told right now. Try again."
+            found = problem(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request_id, retry_after_seconds=1)
+            return problem_answer(found, request_id)
+
+
+def _tell(status: int, body: bytes, content_type: str) -> Answer:
+    headers = (("Content-Type", content_type), ("Cache-Control", "no-store"))
+    return Answer(status, body, mint_request_id(secrets.token_bytes), headers)
+
+
+def load_async() -> Verifier:
+    return Verifier()
+
+
+def _begin(follower: Follower) -> None:
+    try:
+        usage_log.start()
+        follower.start()
+    finally:
+        connection.close()  # this thread's own; the threads that it has started have theirs
+
+
+def _end(follower: Follower) -> None:
+    """Uses first, which are relied on, then the farewell, which receipts wait for. What fails holds up nothing of the
+    rest."""
+    try:
+        for stop in (usage_log.stop, follower.stop, refusal_log.stop):
+            try:
+                stop()
+            except Exception:  # noqa: BLE001  whatever it was, the process ends
+                _log.exception("not all that was noted could be written")
+    finally:
+        connection.close()
+
+
+_VERIFY: Final = VERIFY.encode()

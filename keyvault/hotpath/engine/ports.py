@@ -1,0 +1,76 @@
+"""What an engine has of the world."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from keyvault.access.catalog import Endpoint
+from keyvault.access.judgement import Judgement
+from keyvault.access.limits import Bucket, Limit, Spend
+from keyvault.access.verification import TokenRecord
+from keyvault.domain.digests import Peppers, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keystring import KeyString
+from keyvault.hotpath.engine.memory import Subject
+
+
+class Budgets(Protocol):
+    """What limits are spent from, see `services.budgets`."""
+
+    is_local: bool
+
+    def payer(self, buckets: tuple[Bucket, ...]) -> Callable[[int], tuple[int, ...] | None]: ...
+
+    def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
+
+
+class Generation(Protocol):
+    """The host's word of changes, see `services.generation`."""
+
+    words: memoryview
+
+    def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was judged, for whoever keeps the evidence; `endpoint` "" for none of the catalog."""
+
+    judgement: Judgement
+    request_id: str
+    door: str
+    environment: Environment
+    endpoint: str
+    source: str
+    user_agent: str
+    origin: str | None
+    is_probe: bool
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What an engine has of the world; the loader's to give. `loaded_peppers` asks nobody, and raises
+    VerifierStaleError where there are none yet; `peppers` may wait for them where the door may.
+    """
+
+    brand: str
+    environments: frozenset[Environment]
+    base_urls: Mapping[Environment, str]
+    generation: Generation
+    budgets: Budgets
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+    random_bytes: Callable[[int], bytes]
+    loaded_peppers: Callable[[PepperSet], Peppers]
+    peppers: Callable[[PepperSet], Peppers]
+    take_pepper: Callable[[Peppers, int], Peppers]
+    buckets: Callable[[KeyRecord, Endpoint, Limit | None, str], tuple[Bucket, ...]]
+    note_failed_proof: Callable[[str | None], int | None]
+    note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
+    note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
+    note_verdict: Callable[[Verdict], None]
+    outcome: Callable[[bool], str]
+    """What a use counts as, by whether a probe asked."""

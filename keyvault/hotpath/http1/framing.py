@@ -1,0 +1,177 @@
+"""What is judged of a request's head beside the parser: its first line, its Host, and how its body is framed.
+
+Stricter than llhttp alone, which takes RTSP, HTTP/0.9 and 2.0, two blanks in a request line, `Transfer-Encoding: gzip,
+chunked`, and no Host or two of them (RFC 9112, 3, 3.2 and 6).
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from keyvault.domain.errors import ErrorCode, Fault
+from keyvault.hotpath.messages.responses import Answer
+from keyvault.wire.headers import mint_request_id
+from keyvault.wire.problems import CONTENT_TYPE, problem
+
+Header = tuple[bytes, bytes]
+Line = tuple[bytes, bytes, bool]
+"""Method, target in origin form, and whether it is HTTP/1.1 (else 1.0)."""
+
+TARGET_BYTES: Final = 8192
+HEAD_BYTES: Final = 16 * 1024
+HEADERS: Final = 100
+BODY_BYTES: Final = 64 * 1024
+CHUNKED_BYTES: Final = 8 * BODY_BYTES
+"""Of a chunked body as it is sent, with the size of each chunk, its extensions, and trailers."""
+
+_KNOWN: Final = 512
+_KNOWN_NAMES: Final = 32
+_KNOWN_NAME_BYTES: Final = 40
+_KNOWN_BYTES: Final = 90
+"""Too short for a key with anything around it, and a name for a key alone: what somebody puts where it does not belong
+is not kept here."""
+
+_LINE = re.compile(rb"([A-Z-]{1,16}) ([!-~]+) HTTP/1\.([01])\r")
+_UNSAFE = re.compile(rb"[#<>`]|\?.*\"")
+"""No part of a target (RFC 3986, 2), nor for hyper, which stands before the other door; the parser refuses what is not
+ASCII. What else RFC 3986 excludes hyper lets through, and so both doors answer it alike."""
+_ABSOLUTE = re.compile(rb"https?://([^/?@]+)(/[^?]*)?(\?.*)?", re.IGNORECASE)
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+"""Narrower than RFC 3986 (3.2.2), which has `%` and `!` in names that no client of ours has."""
+
+
+class RefusedError(Exception):
+    """The connection's own answer to what it cannot take."""
+
+    def __init__(self, status: int, code: ErrorCode, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+
+    def answer(self) -> Answer:
+        faults = [Fault("", self.detail)] if self.code is ErrorCode.REQUEST_INVALID else []
+        return refusal(self.status, self.code, self.detail, faults)
+
+
+def refusal(status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
+    request_id = mint_request_id(secrets.token_bytes)
+    found = problem(code, detail, request_id, faults=faults)
+    headers = (("Content-Type", CONTENT_TYPE), *found.headers.items())
+    return Answer(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
+
+
+def malformed(detail: str) -> RefusedError:
+    return RefusedError(400, ErrorCode.REQUEST_INVALID, detail)
+
+
+class Shape:
+    """Which of a request's headers, by the names as they were sent, decide how it is read."""
+
+    __slots__ = ("authorization", "connection", "content_type", "host")
+
+    def __init__(self, names: Mapping[bytes, bytes]) -> None:
+        """`names` as they were sent, by their lower case. Raises KeyError without a Host."""
+        self.host = names[b"host"]
+        self.connection = names.get(b"connection")
+        self.authorization = names.get(b"authorization")
+        self.content_type = names.get(b"content-type")
+
+
+class Known:
+    """Request lines, hosts, and headers' names that were found good; clients send few of them, again and again."""
+
+    __slots__ = ("hosts", "lines", "shapes")
+
+    def __init__(self) -> None:
+        self.lines: dict[bytes, Line] = {}
+        self.hosts: set[bytes] = set()
+        self.shapes: dict[tuple[bytes, ...], Shape] = {}
+
+    def read_shape(self, names: tuple[bytes, ...]) -> Shape | None:
+        """Of a request with these headers. None: it is to be read line by line."""
+        lower = {name.lower(): name for name in names}
+        if len(lower) != len(names) or b"host" not in lower or b"transfer-encoding" in lower:
+            return None
+        shape = Shape(lower)
+        if len(names) <= _KNOWN_NAMES and max(map(len, names)) <= _KNOWN_NAME_BYTES:
+            if len(self.shapes) >= _KNOWN:
+                self.shapes.clear()
+            self.shapes[names] = shape
+        return shape
+
+    def read_line(self, text: bytes) -> Line | None:
+        """What a request line says, given without its LF; None: it is none."""
+        line = self.lines.get(text)
+        if line is None:
+            line = _read_line(text)
+            if line is not None and len(text) <= _KNOWN_BYTES:
+                if len(self.lines) >= _KNOWN:
+                    self.lines.clear()
+                self.lines[text] = line
+        return line
+
+    def is_host(self, value: bytes) -> bool:
+        if value in self.hosts:
+            return True
+        if _HOST.fullmatch(value) is None:
+            return False
+        if len(value) <= _KNOWN_BYTES:
+            if len(self.hosts) >= _KNOWN:
+                self.hosts.clear()
+            self.hosts.add(value)
+        return True
+
+
+def _read_line(text: bytes) -> Line | None:
+    match = _LINE.fullmatch(text)
+    if match is None or _UNSAFE.search(match[2]):
+        return None
+    method, target, minor = match.groups()
+    if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
+        # RFC 9112, 3.2.2: a server takes the absolute form too.
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None or _HOST.fullmatch(absolute[1]) is None:
+            return None
+        target = (absolute[2] or b"/") + (absolute[3] or b"")
+    return (method, target, minor == b"1") if method != b"CONNECT" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """`length` of the body, None when it comes in chunks; does the client wait to be told to send it (RFC 9110,
+    10.1.1); is the connection to end with the answer (RFC 9112, 9.3).
+    """
+
+    length: int | None
+    is_continued: bool
+    is_last: bool
+
+
+def judge_headers(headers: Sequence[Header], known: Known, *, is_modern: bool) -> Framing:
+    """Of a head that the parser has let through. Raises RefusedError."""
+    hosts, length, is_chunked, is_continued = 0, 0, False, False
+    connection = set()
+    for name, value in headers:
+        match name.lower():
+            case b"host":
+                hosts += 1
+                if not known.is_host(value):
+                    raise malformed("Host is not a host.")
+            case b"connection":
+                connection |= {option.strip(b" \t") for option in value.lower().split(b",")}
+            case b"content-length":
+                length = int(value)
+            case b"transfer-encoding":
+                if not is_modern or value.lower() != b"chunked":
+                    raise malformed("Transfer-Encoding is something else than chunked, or in HTTP/1.0.")
+                is_chunked = True
+            case b"expect":
+                is_continued = is_modern and value.lower() == b"100-continue"
+    if hosts > 1 or (is_modern and not hosts):
+        raise malformed("Host has to be there once.")
+    is_last = b"close" in connection or not (is_modern or b"keep-alive" in connection)
+    return Framing(None if is_chunked else length, is_continued, is_last)

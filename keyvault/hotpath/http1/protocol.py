@@ -1,0 +1,673 @@
+"""One HTTP/1.1 connection on llhttp (httptools) and uvloop: bytes to requests, answers to bytes, in order.
+
+Read at once, when a read holds one whole plain request and nothing else, which is how clients of an API ask; what turns
+out to be anything else is read again line by line, by another parser and without a trace of the first attempt. Line by
+line no bytes of the next request reach the parser before this one is answered, so that it is exactly known where each
+one begins.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Final, NamedTuple, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from keyvault.domain.errors import ErrorCode
+from keyvault.hotpath.http1.framing import (
+    BODY_BYTES,
+    CHUNKED_BYTES,
+    HEAD_BYTES,
+    HEADERS,
+    TARGET_BYTES,
+    Header,
+    Known,
+    RefusedError,
+    judge_headers,
+    malformed,
+    refusal,
+)
+from keyvault.hotpath.messages.callback_future import Later
+from keyvault.hotpath.messages.responses import Answer
+
+Handler = Callable[[bytes, bytes, list[Header], bytes | None], Answer | Awaitable[Answer]]
+"""Method, target, headers as sent (names in any case), body; None for a body that is too large and was not read."""
+
+
+Awaited = Later | asyncio.Future[Answer]
+
+
+class Shortcut(NamedTuple):
+    """A POST of JSON to `target`, of whose headers nothing but Authorization makes a difference: asked with that one's
+    value and the body, without the way through the headers."""
+
+    target: bytes
+    answer: Callable[[bytes, bytes], Answer | Awaitable[Answer]]
+
+
+_BATCH: Final = 100
+_BATCH_BYTES: Final = 64 * 1024
+"""So many answers to pipelined requests, and so many bytes, are made before other connections have their turn."""
+
+_BEGUN: Final = 0
+_ENDED: Final = 1
+_WHOLE: Final = [_BEGUN, _ENDED]
+"""What the parser says of a read that holds one request and not a byte of another."""
+_PARSER_ERRORS: Final = (HttpParserError, HttpParserUpgrade)
+_UNREADABLE: Final = 2
+
+_CLOSE: Final = b"connection: close\r\n"
+_KEEP: Final = b"connection: keep-alive\r\n"
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Seconds that a connection may take for what, and how many connections there may be."""
+
+    head_seconds: float = 10.0
+    """For request line and headers, from their first byte."""
+    body_seconds: float = 10.0
+    idle_seconds: float = 75.0
+    write_seconds: float = 10.0
+    """For a client that does not read: until what is to be written has become little again."""
+    answer_seconds: float = 30.0
+    """For an answer that is awaited; then it is 503. Above whatever the handler itself bounds."""
+    linger_seconds: float = 2.0
+    """How long a client may go on sending after its last answer before its connection is reset (RFC 9112, 9.6)."""
+    connections: int = 8192
+    """For each process; who comes on top of them is told 503. Twice as many, and the next ones are just closed."""
+
+
+class Shared:
+    """What the connections of a process have in common. `now` and `end` are set by the server's clock."""
+
+    __slots__ = (
+        "bounds",
+        "connections",
+        "end",
+        "handle",
+        "hosts",
+        "known",
+        "lines",
+        "loop",
+        "now",
+        "orphans",
+        "shapes",
+        "shortcut",
+        "shortcut_target",
+    )
+
+    def __init__(
+        self, handle: Handler, bounds: Bounds, loop: asyncio.AbstractEventLoop, shortcut: Shortcut | None = None
+    ) -> None:
+        self.handle = handle
+        self.shortcut_target = None if shortcut is None else shortcut.target
+        self.shortcut = None if shortcut is None else shortcut.answer
+        self.bounds = bounds
+        self.loop = loop
+        self.now = loop.time()
+        self.end = b"\r\n"
+        """The Date line (RFC 9110, 6.6.1) and the empty line after it."""
+        self.connections: set[Connection] = set()
+        self.orphans: set[Awaited] = set()
+        """Answers to come whose connections are lost: what was asked is done all the same."""
+        self.known = Known()
+        self.lines = self.known.lines
+        self.hosts = self.known.hosts
+        self.shapes = self.known.shapes
+
+
+class _At(Enum):
+    """What comes next on a connection that is read line by line."""
+
+    LINE = auto()
+    HEAD = auto()
+    BODY = auto()
+    CHUNKS = auto()
+    END = auto()
+    """Nothing that is read any more: the last answer was given."""
+
+
+class Connection(asyncio.Protocol):
+    """Callbacks of the parser only collect; what they have collected is judged between two calls of it."""
+
+    __slots__ = (
+        "_answers",
+        "_at",
+        "_awaited",
+        "_body",
+        "_body_bytes",
+        "_events",
+        "_feed",
+        "_feed_whole",
+        "_has_eof",
+        "_head_bytes",
+        "_headers",
+        "_is_blocked",
+        "_is_busy",
+        "_is_last",
+        "_is_leaving",
+        "_is_paused",
+        "_is_ready",
+        "_is_sending",
+        "_is_whole",
+        "_left",
+        "_lingers",
+        "_offset",
+        "_parser",
+        "_request",
+        "_rest",
+        "_sent_headers",
+        "_shared",
+        "_since",
+        "_transport",
+        "_whole",
+        "_whole_headers",
+        "on_body",
+        "on_header",
+        "on_message_begin",
+        "on_message_complete",
+    )
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._transport: asyncio.Transport | None = None
+        self._since = shared.now
+        self._at = _At.LINE
+        self._rest, self._offset = b"", 0
+        self._answers: list[bytes] = []
+        self._awaited: Awaited | None = None
+        self._request = (b"", b"", True)
+        self._is_ready = True
+        """The next read may be a whole request: nothing is half read, awaited, or held back."""
+        self._is_whole = False
+        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since. (Not
+        of HEAD.)"""
+        self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
+        self._is_last = self._is_leaving = self._lingers = False
+        self._is_sending = False
+        """The last answer is not all sent."""
+        self._headers: list[Header] = []
+        self._sent_headers: list[Header] = []
+        self._head_bytes = self._body_bytes = self._left = 0
+        # Methods of lists and dicts: the parsers call them in half the time of any of ours.
+        self._body: list[bytes] = []
+        self._events: list[int] = []
+        self._whole_headers: dict[bytes, bytes] = {}
+        """Of a request that is read at once. One that came twice is here once."""
+        self.on_body = self._body.append
+        self.on_message_begin = partial(self._events.append, _BEGUN)
+        self.on_message_complete = partial(self._events.append, _ENDED)
+        self._parser: HttpRequestParser | None = None
+        self._feed: Callable[[bytes], None]
+        self._renew_whole()
+
+    def _renew_whole(self) -> None:
+        """The parser of what is read at once; also after a read that was no whole request."""
+        self._whole_headers.clear()
+        self._body.clear()
+        self._events.clear()
+        self.on_header: Callable[[bytes, bytes], object] = self._whole_headers.setdefault
+        self._whole = HttpRequestParser(self)
+        self._feed_whole = self._whole.feed_data
+
+    def _renew(self) -> None:
+        """The parser of lines."""
+        self._headers.clear()
+        self._body.clear()
+        self._events.clear()
+        append = self._headers.append
+
+        def on_header(name: bytes, value: bytes) -> None:
+            # RFC 9112, 5.1: blanks around a value are none of it; the parser leaves those at its end.
+            append((name, value.rstrip()))
+
+        self.on_header = on_header
+        self._parser = HttpRequestParser(self)
+        self._feed = self._parser.feed_data
+
+    # --- the transport's calls ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        shared = self._shared
+        # uvloop's are transports by what they do, not by their class.
+        self._transport = cast(asyncio.Transport, transport)
+        if len(shared.connections) >= 2 * shared.bounds.connections:
+            self._transport.abort()
+            return
+        is_full = len(shared.connections) >= shared.bounds.connections
+        shared.connections.add(self)
+        if is_full:
+            detail = "This verifier has as many connections as it takes."
+            self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, detail))
+            self._flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._shared.connections.discard(self)
+        if self._awaited is not None:
+            self._shared.orphans.add(self._awaited)
+        self._transport = None
+        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._rest, self._offset = b"", 0
+        # The parsers hold what holds them: without this each connection would be left to the garbage collector.
+        self._parser = None
+        del self._whole, self._feed_whole, self.on_header
+
+    def eof_received(self) -> bool:
+        """The client sends no more; what it asked before is answered."""
+        self._has_eof, self._is_whole = True, False
+        return self._at is not _At.END and (self._is_busy or self._is_blocked)
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it asks: nothing more is read from it until it has caught up."""
+        self._is_blocked, self._is_ready, self._is_whole = True, False, False
+        self._since = self._shared.now
+        self._pause_reading()
+
+    def resume_writing(self) -> None:
+        self._is_blocked = False
+        self._since = self._shared.now
+        self._go_on()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_ready:
+            self._take(data)
+            return
+        shared, headers, body = self._shared, self._whole_headers, self._body
+        try:
+            self._feed_whole(data)
+        except _PARSER_ERRORS:
+            self._events.append(_UNREADABLE)
+        text = data[: data.find(b"\n")]
+        line = shared.lines.get(text)
+        if line is None and len(text) <= TARGET_BYTES:
+            line = shared.known.read_line(text)
+        names = tuple(headers)
+        shape = shared.shapes.get(names) or shared.known.read_shape(names)
+        end = data.find(b"\r\n\r\n", 0, HEAD_BYTES)
+        if (
+            line is None
+            or not line[2]
+            or self._events != _WHOLE
+            or shape is None
+            or headers[shape.host] not in shared.hosts
+            or (shape.connection is not None and headers[shape.connection].lower() != b"keep-alive")
+            or end < 0
+            or data.count(b"\n", 0, end) != len(headers)  # with the request's line as many as there are
+            or len(headers) > HEADERS
+            or len(data) - end > BODY_BYTES
+            or len(body) > 1
+        ):
+            self._renew_whole()
+            self._take(data)
+            return
+        self._events.clear()
+        method, target, _ = line
+        content = body.pop() if body else b""
+        try:
+            if (
+                target == shared.shortcut_target
+                and shape.authorization is not None
+                and shape.content_type is not None
+                and headers[shape.content_type] == b"application/json"
+                and method == b"POST"
+            ):
+                sent_token = headers[shape.authorization].rstrip()
+                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # where there is a target
+            else:
+                sent = [(name, value.rstrip()) for name, value in headers.items()]
+                answer = shared.handle(method, target, sent, content)
+            if isinstance(answer, Answer):
+                written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
+        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+            answer = _fail(error)
+            written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
+        headers.clear()
+        self._since = shared.now
+        if isinstance(answer, Answer):
+            self._transport.write(written)  # type: ignore[union-attr]  # it is there while data comes
+        else:
+            self._request, self._is_last = line, False
+            self._is_whole = method != b"HEAD"
+            self._wait_for(answer)
+            if self._answers:
+                self._go_on()
+
+    # --- line by line ---------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        self._is_whole = False
+        if self._at is _At.END:
+            return
+        if not self._rest and self._at is _At.LINE and not self._head_bytes:
+            self._since = self._shared.now
+        self._rest = self._rest + data if self._rest else data
+        self._is_ready = False
+        if self._parser is None:
+            self._renew()
+        if self._is_busy or self._is_blocked:
+            self._pause_reading()
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Reads what has come as far as it may be read now, and sends what there is to be answered."""
+        is_over = False
+        try:
+            is_over = self._read()
+        except RefusedError as refused:
+            self._refuse(refused)
+        except _PARSER_ERRORS:
+            self._refuse(malformed("The request is no well-formed HTTP/1.1."))
+        if self._answers:
+            self._flush()
+        self._rest, self._offset = self._rest[self._offset :], 0
+        if self._transport is None or self._at is _At.END or self._is_busy or self._is_blocked:
+            return
+        if is_over:
+            self._is_busy = True
+            self._shared.loop.call_soon(self._take_turn)
+            return
+        self._is_ready = self._at is _At.LINE and not self._rest and not self._head_bytes and not self._is_leaving
+        if self._has_eof:
+            self._end(lingers=False)
+        elif self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _take_turn(self) -> None:
+        """Again, after the other connections."""
+        self._is_busy = False
+        if self._transport is not None and self._at is not _At.END:
+            self._go_on()
+
+    def _read(self) -> bool:
+        """Until there is no more, or it has to wait, or, which it says, its turn is over. Raises RefusedError."""
+        answers, written = len(self._answers), 0
+        while not (self._is_busy or self._is_blocked or self._at is _At.END):
+            if written >= _BATCH_BYTES or len(self._answers) >= _BATCH:
+                return True
+            if not self._read_piece():
+                break
+            if len(self._answers) > answers:
+                answers = len(self._answers)
+                written += len(self._answers[-1])
+        return False
+
+    def _read_piece(self) -> bool:
+        """One line, or what there is of a body; False: more has to come first."""
+        rest, offset = self._rest, self._offset
+        if offset == len(rest):
+            return False
+        if self._at is _At.BODY:
+            end = min(len(rest), offset + self._left)
+        else:
+            end = rest.find(b"\n", offset) + 1
+            if not end and self._at is not _At.CHUNKS:
+                self._require_short(self._head_bytes + len(rest) - offset)
+                return False
+            end = end or len(rest)
+        self._offset = end
+        piece = rest[offset:end]
+        if self._at is _At.LINE:
+            self._read_line(piece)
+        elif self._at is _At.HEAD:
+            self._read_header(piece)
+        else:
+            self._read_body(piece)
+        return True
+
+    def _require_short(self, head_bytes: int) -> None:
+        if head_bytes > HEAD_BYTES:
+            if self._at is _At.LINE:
+                raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+            detail = "Request line and headers together are longer than 16 KiB, or the headers are more than 100."
+            raise RefusedError(431, ErrorCode.REQUEST_INVALID, detail)
+
+    def _read_line(self, line: bytes) -> None:
+        if line in (b"\r\n", b"\n"):
+            # RFC 9112, 2.2: some clients send an empty line after a body.
+            self._head_bytes += len(line)
+            self._require_short(self._head_bytes)
+            return
+        self._require_short(self._head_bytes + len(line))
+        request = self._shared.known.read_line(line[:-1])
+        if request is None:
+            raise malformed("The request line is none of HTTP/1.1.")
+        if len(request[1]) > TARGET_BYTES:
+            raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+        self._feed(line)
+        self._request = request
+        self._headers.clear()
+        self._head_bytes += len(line)
+        self._at = _At.HEAD
+
+    def _read_header(self, line: bytes) -> None:
+        self._head_bytes += len(line)
+        self._require_short(self._head_bytes if len(self._headers) <= HEADERS else HEAD_BYTES + 1)
+        if line == b"\r\n":
+            self._end_head()
+        else:
+            self._feed(line)
+
+    def _end_head(self) -> None:
+        try:
+            self._feed(b"\r\n")
+        except HttpParserUpgrade:
+            headers = self._headers[:]
+            self._pass_over_upgrade(headers)
+        else:
+            headers = self._headers[:]
+        self._require_short(0 if len(headers) <= HEADERS else HEAD_BYTES + 1)
+        self._sent_headers = headers
+        self._headers.clear()  # for trailers, which are read and forgotten
+        framing = judge_headers(headers, self._shared.known, is_modern=self._request[2])
+        self._is_last = framing.is_last
+        self._since, self._body_bytes = self._shared.now, 0
+        if self._events and self._events[-1] == _ENDED:
+            self._respond(b"".join(self._body))
+        elif framing.length is not None and framing.length > BODY_BYTES:
+            self._respond(None)
+        else:
+            self._at = _At.CHUNKS if framing.length is None else _At.BODY
+            self._left = CHUNKED_BYTES if framing.length is None else framing.length
+            if framing.is_continued and self._offset == len(self._rest):
+                self._answers.append(_CONTINUE)
+
+    def _pass_over_upgrade(self, headers: list[Header]) -> None:
+        """RFC 9110, 7.8: who does not want to upgrade goes on as if nothing had been said. The parser would stop.
+
+        Java's own client asks for h2c with its first request on every plain connection.
+        """
+        others = [b"%b: %b\r\n" % header for header in headers if header[0].lower() != b"upgrade"]
+        self._renew()
+        method, target, is_modern = self._request
+        self._feed(b"%b %b HTTP/1.%d\r\n" % (method, target, is_modern))
+        self._feed(b"".join(others) + b"\r\n")
+
+    def _read_body(self, piece: bytes) -> None:
+        before = len(self._body)
+        self._feed(piece)
+        self._left -= len(piece)
+        # At most one more: a piece is within one line.
+        if len(self._body) > before:
+            self._body_bytes += len(self._body[-1])
+        if len(self._headers) > HEADERS or self._body_bytes > BODY_BYTES:
+            self._respond(None)
+        elif self._events[-1] == _ENDED:
+            self._respond(b"".join(self._body))
+        elif self._left <= 0:
+            self._respond(None)
+
+    # --- answers --------------------------------------------------------------------------------------------
+
+    def _respond(self, body: bytes | None) -> None:
+        """The request that was read goes to the handler."""
+        method, target, _ = self._request
+        headers, self._sent_headers = self._sent_headers, []
+        self._events.clear()
+        self._body.clear()
+        self._headers.clear()
+        self._at, self._head_bytes = _At.LINE, 0
+        if body is None:
+            self._is_last = True
+        try:
+            answer = self._shared.handle(method, target, headers, body)
+        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+            answer = _fail(error)
+        if isinstance(answer, Answer):
+            self._answer(answer)
+        else:
+            self._wait_for(answer)
+
+    def _wait_for(self, answer: Awaitable[Answer]) -> None:
+        """What comes behind a miss on its connection waits for it, unread; other connections do not."""
+        awaited: Awaited
+        if type(answer) is Later:
+            awaited = answer
+        else:
+            try:
+                awaited = asyncio.ensure_future(answer, loop=self._shared.loop)
+            except TypeError as error:
+                self._answer(_fail(error))  # neither an answer nor to be awaited
+                return
+        self._is_busy, self._is_ready = True, False
+        self._awaited = awaited
+        awaited.add_done_callback(self._arrive)
+
+    def _arrive(self, awaited: Awaited) -> None:
+        if self._transport is None:
+            self._shared.orphans.discard(awaited)
+        self._is_busy, self._awaited = False, None
+        if type(awaited) is Later and awaited.answer is not None:
+            answer = awaited.answer
+        elif awaited.cancelled() and self._at is _At.END:
+            return  # by us: it took too long
+        else:
+            try:
+                answer = awaited.result()
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
+                answer = _fail(error)
+        if self._is_whole:
+            self._is_whole = False
+            try:
+                written = answer.on_the_wire(self._shared.end)
+            except Exception as error:  # noqa: BLE001  a header that is none
+                written = _fail(error).on_the_wire(self._shared.end)
+            self._since, self._is_ready = self._shared.now, True
+            self._transport.write(written)  # type: ignore[union-attr]  # there is one, see `connection_lost`
+        elif self._transport is not None and self._at is not _At.END:
+            self._answer(answer)
+            self._go_on()
+
+    def _answer(self, answer: Answer) -> None:
+        method, _, is_modern = self._request
+        self._since = self._shared.now
+        end = self._shared.end
+        if self._is_last or self._is_leaving:
+            self._at = _At.END
+            end = _CLOSE + end
+        elif not is_modern:
+            end = _KEEP + end
+        has_body = method != b"HEAD"
+        try:
+            written = answer.on_the_wire(end, has_body=has_body)
+        except Exception as error:  # noqa: BLE001  a header that is none
+            written = _fail(error).on_the_wire(end, has_body=has_body)
+        self._answers.append(written)
+
+    def _refuse(self, refused: RefusedError) -> None:
+        """Answered by the connection itself; what the client still sends is thrown away."""
+        answer = refused.answer()
+        _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
+        self._request, self._is_last = (b"", b"", True), True
+        self._answer(answer)
+
+    def _flush(self) -> None:
+        written = b"".join(self._answers)
+        self._answers.clear()
+        if self._transport is not None:
+            self._transport.write(written)
+            if self._at is _At.END:
+                self._end(lingers=True)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def _end(self, *, lingers: bool) -> None:
+        """Once everything is written. Closing with something unread would reset the connection, answer and all."""
+        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._lingers = self._is_sending = lingers and not self._has_eof
+        self._since = self._shared.now
+        transport = self._transport
+        if transport is None:
+            return
+        if self._lingers:
+            transport.write_eof()
+            if self._is_paused:
+                self._is_paused = False
+                transport.resume_reading()
+        else:
+            transport.close()
+
+    def _pause_reading(self) -> None:
+        if not self._is_paused and self._transport is not None and self._at is not _At.END:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def leave(self) -> None:
+        """The next answer is the last."""
+        self._is_leaving, self._is_ready, self._is_whole = True, False, False
+
+    def close_idle(self) -> None:
+        if self._at is _At.LINE and not (self._rest or self._head_bytes or self._is_busy):
+            self._end(lingers=False)
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """The answer that it waits for."""
+        return self._awaited
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check(self, now: float) -> None:
+        """Called some times a second: ends what takes too long."""
+        bounds, waited = self._shared.bounds, now - self._since
+        if self._at is _At.END:
+            if self._is_sending and self._transport is not None and not self._transport.get_write_buffer_size():
+                # From here on it lingers: whoever has the whole answer has a while to find that nothing follows.
+                self._is_sending, self._since, waited = False, now, 0.0
+            lingers = self._lingers and not self._is_sending
+            if waited > (bounds.linger_seconds if lingers else bounds.write_seconds):
+                self.abort()
+        elif self._is_blocked:
+            if waited > bounds.write_seconds:
+                self.abort()
+        elif self._is_busy:
+            if waited > bounds.answer_seconds:
+                self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The answer took too long."))
+                self._flush()
+                if self._awaited is not None:
+                    # Its client has an answer: nothing may be spent for another one, nor noted.
+                    self._awaited.cancel()
+        elif self._at in (_At.BODY, _At.CHUNKS):
+            if waited > bounds.body_seconds:
+                self.abort()
+        elif self._at is _At.HEAD or self._rest or self._head_bytes:
+            if waited > bounds.head_seconds:
+                self.abort()
+        elif waited > bounds.idle_seconds:
+            self._end(lingers=False)
+
+
+def _fail(error: BaseException) -> Answer:
+    answer = refusal(500, ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
+    _log.error("unhandled", exc_info=error, extra={"request_id": answer.request_id})
+    return answer

@@ -1,0 +1,159 @@
+"""The dedicated verifier's server: connections on listening sockets, their clock, and an end that loses no answer."""
+
+import asyncio
+import gc
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from email.utils import formatdate
+from typing import Protocol
+
+import uvloop
+
+from keyvault.hotpath.engine.freshness import SWITCH_SECONDS
+from keyvault.hotpath.http1.protocol import Bounds, Connection, Handler, Shared, Shortcut
+
+BACKLOG = 2048
+LONGEST_TICK_SECONDS = 0.25
+SHORTEST_TICK_SECONDS = 0.02
+
+DRAIN_SECONDS = 5.0
+"""For what is being answered when the end is asked for. What is noted has to be written after it, within the
+supervisor's patience."""
+
+IDLE_DRAIN_SECONDS = 1.0
+"""Idle connections stay as long, so that a request that is under way meets an answer that says `close`, not a reset."""
+
+
+SPARE_DESCRIPTORS = 256
+"""For all that is not a client's connection: databases, logs, the feed."""
+
+
+class Engine(Protocol):
+    """What answers: `handle`, and `shortcut` for what takes a shorter way; what goes on beside it between `start` and
+    `stop`."""
+
+    @property
+    def handle(self) -> Handler: ...
+
+    @property
+    def shortcut(self) -> Shortcut | None: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Server:
+    """Answers on sockets that listen already. `start` and `stop` once each, in a running loop."""
+
+    def __init__(self, handle: Handler, bounds: Bounds | None = None, shortcut: Shortcut | None = None) -> None:
+        self._handle = handle
+        self._shortcut = shortcut
+        self._bounds = bounds or Bounds()
+        self._listeners: list[asyncio.Server] = []
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
+        self._shared = Shared(self._handle, self._bounds, loop, self._shortcut)
+        bounds = self._bounds
+        shortest = min(
+            bounds.head_seconds, bounds.body_seconds, bounds.idle_seconds, bounds.write_seconds, bounds.linger_seconds
+        )
+        self._tick_seconds = max(SHORTEST_TICK_SECONDS, min(LONGEST_TICK_SECONDS, shortest / 4))
+        self._tick()
+        for listening in sockets:
+            self._listeners.append(
+                await loop.create_server(lambda: Connection(self._shared), sock=listening, backlog=BACKLOG)
+            )
+
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return len(self._shared.connections)
+
+    async def stop(self, drain_seconds: float = DRAIN_SECONDS, idle_seconds: float = IDLE_DRAIN_SECONDS) -> None:
+        """Takes no more connections, answers what was asked, and returns when all are gone; bounded in time."""
+        loop, shared = asyncio.get_running_loop(), self._shared
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(shared.connections):
+            connection.leave()
+        now = loop.time()
+        is_idle_closed = False
+        while shared.connections and loop.time() < now + drain_seconds:
+            if not is_idle_closed and loop.time() >= now + idle_seconds:
+                is_idle_closed = True
+                for connection in list(shared.connections):
+                    connection.close_idle()
+            await asyncio.sleep(SHORTEST_TICK_SECONDS)
+        awaited = {each.awaited for each in shared.connections if each.awaited is not None} | shared.orphans
+        for connection in list(shared.connections):
+            connection.abort()
+        if awaited:
+            ending = [asyncio.ensure_future(each) for each in awaited]
+            await asyncio.wait(ending, timeout=max(0.0, now + drain_seconds - loop.time()))
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        shared = self._shared
+        shared.now = shared.loop.time()
+        shared.end = f"date: {formatdate(usegmt=True)}\r\n\r\n".encode()
+        for connection in list(shared.connections):
+            connection.check(shared.now)
+        self._timer = shared.loop.call_later(self._tick_seconds, self._tick)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """One of several sockets on the same port, among which the kernel shares out new connections (SO_REUSEPORT)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def run(load: Callable[[], Engine], listening: socket.socket, tell_ready: Callable[[], None]) -> None:
+    """A worker's life: serves until SIGTERM or SIGINT, then drains. In the main thread; returns with all answered."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    bounds = Bounds()
+    bounds = replace(bounds, connections=_fit_connections(bounds.connections))
+    uvloop.run(_serve(load(), listening, bounds, tell_ready))
+
+
+def _fit_connections(wanted: int) -> int:
+    """As many, or what the host lets a process have; twice as many are open while clients are turned away."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * wanted + SPARE_DESCRIPTORS
+    if now < needed and now != resource.RLIM_INFINITY:
+        now = needed if most == resource.RLIM_INFINITY else min(most, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+    return wanted if now == resource.RLIM_INFINITY else max(1, min(wanted, (now - SPARE_DESCRIPTORS) // 2))
+
+
+async def _serve(engine: Engine, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    is_told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, is_told.set)
+    await engine.start()
+    server = Server(engine.handle, bounds, engine.shortcut)
+    try:
+        await server.start([listening])
+        # What is there now stays: the collector needs not look at it again while requests are answered.
+        gc.collect()
+        gc.freeze()
+        tell_ready()
+        await is_told.wait()
+        await server.stop()
+    finally:
+        await engine.stop()

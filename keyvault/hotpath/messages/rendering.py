@@ -1,0 +1,162 @@
+"""Decisions as the bytes of their answers: of any judgement, and of one that is given again and again.
+
+decision(judgement, request_id) -> the object that verify answers with
+Template(judgement).fill(standing, request_id) -> the bytes of that object, when only the numbers differ
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from keyvault.access.customers import Customer
+from keyvault.access.decision import Denial, Grant
+from keyvault.access.judgement import Judgement
+from keyvault.access.limits import Bucket, Spend, Standing
+from keyvault.access.principals import KeyHolder
+from keyvault.domain.keys import KeyRecord
+from keyvault.hotpath.messages.responses import Answer
+from keyvault.wire.limits import limit_headers
+from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem
+
+encode = msgspec.json.Encoder().encode
+
+
+def decision(judgement: Judgement, request_id: str, *, has_trace: bool = False) -> dict[str, Any]:
+    """The answer that the caller must give to its own client. The trace is for dry runs."""
+    verdict = judgement.verdict
+    limits = limit_headers(judgement.spend)
+    if isinstance(verdict, Grant):
+        body: dict[str, Any] = {"allowed": True, "status": 200, "code": None, "check": None, "headers": limits}
+    else:
+        found = denial_problem(verdict, request_id)
+        body = {
+            "allowed": False,
+            "status": found.status,
+            "code": verdict.code,
+            "check": PROBLEM_TYPES[verdict.code].check,
+            "headers": {**found.headers, **limits},
+            "problem": dict(found.body),
+        }
+    body |= {
+        "request_id": request_id,
+        **_identity(judgement.holder, judgement.customer),
+        **_limit(judgement.spend),
+    }
+    if has_trace:
+        body["trace"] = [{"rule": check.rule, "passed": check.passed} for check in judgement.trace]
+    return body
+
+
+def denial_problem(denial: Denial, request_id: str) -> Problem:
+    return problem(
+        denial.code,
+        denial.detail,
+        request_id,
+        allowed_methods=denial.allowed_methods,
+        retry_after_seconds=denial.retry_after_seconds,
+    )
+
+
+def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] | None = None) -> Answer:
+    """`headers` beside those that the problem itself asks for."""
+    sent = {"Content-Type": CONTENT_TYPE, **found.headers, **(headers or {})}
+    return Answer(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
+
+
+def _limit(spend: Spend | None) -> dict[str, Any]:
+    """The limit that binds first."""
+    if spend is None:
+        return {}
+    binding = spend.binding
+    standing = {"policy": binding.policy, "remaining": binding.remaining, "reset_seconds": binding.reset_seconds}
+    return {"limit": standing}
+
+
+def _identity(holder: KeyHolder | KeyRecord | None, customer: Customer | None) -> dict[str, Any]:
+    """Whose key it is, to somebody who was shown possession of its secret, and to nobody else."""
+    if holder is None:
+        return {}
+    return {
+        "key_id": holder.key_id,
+        "credential_id": holder.credential_id,
+        "kind": holder.kind,
+        "merchant_id": holder.merchant_id,
+        "environment": holder.environment,
+        "customer_id": None if customer is None else customer.customer_id,
+    }
+
+
+_NUMBER: Final = 8_000_000_000_000_000
+"""Stands for a number that is filled in: no limit is as large."""
+
+_REQUEST_ID: Final = "<request id>"
+_POLICY: Final = "<policy>"
+
+
+def identity_text(holder: KeyHolder | KeyRecord) -> bytes:
+    """The part of a decision that tells whose key it is."""
+    return encode(_identity(holder, None))[1:-1]
+
+
+def identity_template(record: KeyRecord) -> bytes:
+    """The same for all keys of this kind and account: the key's id and its credential's are to be filled in. Both are
+    the service's own, of characters that JSON has as they are."""
+    marked = msgspec.structs.replace(record, key_id=_KEY_ID, credential_id=_CREDENTIAL_ID)
+    text = identity_text(marked).replace(b"%", b"%%")
+    return text.replace(_KEY_ID.encode(), b"%b", 1).replace(_CREDENTIAL_ID.encode(), b"%b", 1)
+
+
+_KEY_ID: Final = "<key id>"
+_CREDENTIAL_ID: Final = "<credential id>"
+
+
+def denial_template(judgement: Judgement) -> bytes:
+    """The answer to a denial, rendered once: the request's id is to be filled in twice."""
+    text = encode(decision(judgement, _REQUEST_ID)).replace(b"%", b"%%")
+    return text.replace(_REQUEST_ID.encode(), b"%b")
+
+
+class Template:
+    """The answer to a grant, rendered once: with holes for the request's id, for whose key it is, and for what is left
+    of each limit."""
+
+    __slots__ = ("_policies", "text")
+
+    def __init__(self, judgement: Judgement, buckets: tuple[Bucket, ...]) -> None:
+        holder = judgement.holder
+        if holder is None or judgement.customer is not None:
+            raise TypeError("a template is of a grant to a key alone")
+        self._policies = tuple(bucket.policy.encode() for bucket in buckets)
+        standings = tuple(
+            Standing(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
+            for index, bucket in enumerate(buckets)
+        )
+        spend = Spend(True, standings, 0) if standings else None
+        body = decision(replace(judgement, spend=spend), _REQUEST_ID)
+        # Whose key it is first: what is in a name is no mark.
+        holes = [(identity_text(holder), b"%b"), (_REQUEST_ID.encode(), b"%b")]
+        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(standings))]
+        if len(standings) > 1:
+            body["limit"]["policy"] = _POLICY
+            holes.append((_POLICY.encode(), b"%b"))
+        text = encode(body).replace(b"%", b"%%")
+        for mark, hole in holes:
+            text = text.replace(mark.replace(b"%", b"%%"), hole)
+        self.text = text
+        """Under one limit: to be filled with what remains, when it is full again, the request's id, whose key it is,
+        and the first two once more."""
+
+    def fill(self, standing: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
+        """`standing`: of each limit what remains and when it is full again, as a payer of `budgets` gives them.
+        `identity`: as `identity_text`."""
+        if not standing:
+            return self.text % (request_id, identity)
+        if len(standing) == 2:
+            remaining, reset_seconds = standing
+            return self.text % (remaining, reset_seconds, request_id, identity, remaining, reset_seconds)
+        # The one with the least left binds; of equals the first.
+        first = min(range(0, len(standing), 2), key=standing.__getitem__)
+        binding = (self._policies[first // 2], standing[first], standing[first + 1])
+        return self.text % (*standing, request_id, identity, *binding)

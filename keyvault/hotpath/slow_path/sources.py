@@ -1,0 +1,133 @@
+"""Where a step takes from what a judgement needs, see `access.judgement.Sources`; what is not there is lacking."""
+
+from collections.abc import Mapping
+
+from keyvault.access.catalog import Endpoint
+from keyvault.access.customers import CustomerRecord
+from keyvault.access.limits import Bucket, Spend
+from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.principals import Service
+from keyvault.access.verification import TokenRecord, judge_service_token, read_service_token
+from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import VerifierStaleError
+from keyvault.domain.keys import KeyRecord
+from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
+from keyvault.hotpath.engine.engine import Engine
+from keyvault.hotpath.engine.memory import Known
+from keyvault.hotpath.messages.questions import CUSTOMER, KEY, RULES, TOKEN, Found, LackingError, Payment, Question
+
+
+class Sources:
+    """What a judgement takes from: memory where it may be used, and what was read for this question."""
+
+    def __init__(self, engine: Engine, question: Question, may_remember: bool) -> None:
+        self.brand = engine.ports.brand
+        self.base_urls = engine.ports.base_urls
+        self.may_remember = may_remember
+        self.now = question.at
+        self.number = 0
+        self.token: TokenRecord | None = None
+        self._engine = engine
+        self._question = question
+
+    def peppers(self, environment: Environment) -> Peppers:
+        return self._engine.ports.peppers(PEPPER_SET[environment])
+
+    def take_pepper(self, peppers: Peppers, version: int) -> Peppers:
+        return self._engine.ports.take_pepper(peppers, version)
+
+    def find_key(self, key_id: str, address: str | None) -> KeyRecord | None:
+        found = self._find(KEY, key_id, self._engine.memory.keys.by_id, address)
+        return found if isinstance(found, KeyRecord) else None
+
+    def find_customer(self, token_id: str) -> CustomerRecord | None:
+        found = self._find(CUSTOMER, token_id, self._engine.memory.customers.by_id)
+        return found if isinstance(found, CustomerRecord) else None
+
+    def prove_service(self, presented: str | None) -> Service | None:
+        keystring = read_service_token(presented, self.brand)
+        if keystring is None:
+            return None
+        ports = self._engine.ports
+        peppers = ports.peppers(PepperSet.SERVICE)
+        found = self._find(TOKEN, keystring.key_id, self._engine.memory.tokens.by_id)
+        record = found if isinstance(found, TokenRecord) else None
+        if record is not None:
+            peppers = ports.take_pepper(peppers, record.pepper_version)
+        service = judge_service_token(keystring, record, peppers, self.now)
+        if service is not None and record is not None:
+            self.token = record
+            ports.note_token_proof(record, keystring, peppers)
+        return service
+
+    def rules(self) -> RuleBook:
+        """Raises LackingError, and VerifierStaleError when they could not be read."""
+        read, remembered = self._question.rules, self._engine.rules
+        if isinstance(read, Exception):
+            raise VerifierStaleError("The rules cannot be looked up right now.")
+        if read is not None:
+            return read
+        if remembered is not None and self.may_remember:
+            return remembered
+        raise LackingError(RULES)
+
+    def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
+        limit, setting = self.rules().endpoint_limit(record.account_id, record.environment, endpoint)
+        return self._engine.ports.buckets(record, endpoint, limit, setting)
+
+    def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend:
+        budgets = self._engine.ports.budgets
+        paid = self._question.paid.get(self.number)
+        if isinstance(paid, Spend):
+            return paid
+        if isinstance(paid, Exception):
+            raise paid
+        if budgets.is_local:
+            return budgets.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
+        raise LackingError("payment", payment=Payment(self.number, buckets, cost, refuse_on_loss))
+
+    def note_failed_proof(self, address: str | None) -> int | None:
+        return self._engine.ports.note_failed_proof(address)
+
+    def note_proof(self, record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
+        self._engine.ports.note_key_proof(record, keystring, peppers)
+
+    def _find(
+        self,
+        kind: str,
+        identity: str,
+        shelf: Mapping[str, Known[KeyRecord] | Known[CustomerRecord] | Known[TokenRecord]],
+        address: str | None = None,
+    ) -> Found | None:
+        """Raises LackingError, and VerifierStaleError when it could not be read, or is not to be trusted."""
+        if self._engine.freshness.is_lost:
+            raise VerifierStaleError(
+                "The verifier knows of changes that its database lacks, and vouches for nothing until it is restarted.",
+                internal="the change feed went back",
+            )
+        if (kind, identity) in self._question.found:
+            found = self._question.found[kind, identity]
+            if isinstance(found, Exception):
+                raise VerifierStaleError(
+                    "The service token cannot be looked up right now."
+                    if kind == TOKEN
+                    else "The key cannot be looked up right now."
+                )
+            return found
+        if self.may_remember:
+            known = shelf.get(identity)
+            if known is not None:
+                known.is_asked_for = True
+                return known.record
+            if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
+                return None
+        raise LackingError(kind, identity, address=address)
+
+
+def read_for(question: Question, text: str | None) -> KeyRecord | None:
+    """What was read for this question of the key that it is about."""
+    if text is None or not question.found:
+        return None
+    found = question.found.get((KEY, text[KEY_ID_PLACE]))
+    return found if isinstance(found, KeyRecord) else None

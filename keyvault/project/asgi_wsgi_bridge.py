@@ -1,0 +1,364 @@
+"""From ASGI to WSGI: reads each request as it was sent, and has a WSGI application answer it in a few threads.
+
+A WSGI server hands on an environ that tells less than what came: one name for `X-Api-Key` and `X_Api_Key`, a
+path with its escapes undone, no body where its length was not announced. ASGI has the bytes, so the environ
+(PEP 3333) is made here:
+
+- a header whose name holds an underscore is dropped; one that came twice is joined with a comma;
+- `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
+- a path and query above 8 KiB are refused;
+- a Content-Type that cannot be read is left out, and so are its parameters with a charset other than UTF-8;
+- the body is read before a thread is taken, so that slow senders hold none. One above the limit is not read: who
+  asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
+
+The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
+sign-ins compute password hashes for anybody: the other planes keep their threads. So do probes. The bridge answers
+503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its
+client disconnects.
+
+What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
+an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
+Content-Length, as RFC 9112 (6.3) has it.
+"""
+
+import io
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+from urllib.parse import unquote_to_bytes
+from wsgiref.types import WSGIApplication
+
+from django.conf import settings
+from django.core.exceptions import RequestDataTooBig
+from django.utils.http import parse_header_parameters
+
+from keyvault.admin.framework.middleware import is_console_path
+from keyvault.api.middleware import RAW_PATH
+from keyvault.domain.errors import ErrorCode, Fault
+from keyvault.hotpath.http1.framing import refusal
+from keyvault.hotpath.http1.protocol import Bounds
+from keyvault.hotpath.messages.questions import VERIFY
+from keyvault.hotpath.messages.responses import Answer as EngineAnswer
+from keyvault.project.deadline import Deadline
+from keyvault.project.engine_view import is_welcome
+from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
+from keyvault.wire.headers import join_headers
+from keyvault.wire.problems import PROBLEM_TYPES
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one process takes on at once."""
+
+    threads: int = 4
+    """Threads for everything but the console. Few, since SQLite has one writer and Python one interpreter; each keeps
+    its database connection."""
+    queue: int = 128
+    """Maximum number of requests that wait for one of these threads; their bodies take at most 8 MiB together."""
+    console_threads: int = 2
+    """Threads for the console. Two compute password hashes beside the other threads without taking every core."""
+    console_queue: int = 16
+    """Maximum number of requests that wait for the console. Short, because a sign-in takes long."""
+    probe_queue: int = 16
+    """Maximum number of probes that wait for the one thread that they have to themselves: a full queue elsewhere must
+    not look like a dead process."""
+    requests: int = 512
+    """Maximum number of requests in progress, with those whose body is still arriving. It equals the `--backpressure`
+    that Granian is started with, and also holds without that option."""
+    body_seconds: float = Bounds().body_seconds
+    """Maximum time in which a body arrives, the same as on the dedicated verifier."""
+
+
+PROBES = frozenset({"/healthz", "/readyz"})
+"""Paths that a load balancer or an orchestrator asks for."""
+
+TARGET_BYTES = 8192
+"""Of path and query. RFC 9112 (3) recommends that every server take a request line of 8,000."""
+
+_VERIFY = VERIFY.encode()
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class BodyUnreadableError(Exception):
+    """The body broke off, or its framing cannot be followed."""
+
+
+class TooLargeBody:
+    """Stands for a body that was not read; raises RequestDataTooBig at whoever wants it."""
+
+    def read(self, size: int = -1) -> NoReturn:
+        raise RequestDataTooBig("the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE")
+
+    readline = read
+
+
+Body = io.BytesIO | TooLargeBody
+
+
+VerifyKnown = Callable[[bytes, bytes], object]
+"""See `Engine.verify_known`."""
+
+
+class Bridge:
+    """One WSGI application in three fixed pools of threads that live as long as the process.
+
+    `verify_known` is asked first, in the loop: what the engine has in memory is not worth a thread.
+    """
+
+    def __init__(
+        self, wsgi: WSGIApplication, verify_known: VerifyKnown | None = None, capacity: Capacity | None = None
+    ) -> None:
+        self._wsgi = wsgi
+        self._verify_known = verify_known
+        self._capacity = capacity or Capacity()
+        self._pool = RequestPool("request", self._capacity.threads, self._capacity.queue)
+        self._console_pool = RequestPool("console", self._capacity.console_threads, self._capacity.console_queue)
+        self._probe_pool = RequestPool("probe", 1, self._capacity.probe_queue)
+        self._body_deadline = Deadline(self._capacity.body_seconds)
+        self._in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            answer = await self._admit(scope, receive)
+            if answer is not None:
+                await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+                await send({"type": "http.response.body", "body": answer.body})
+        else:
+            raise ValueError(f"{scope['type']} is not spoken here")
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        # What was accepted is answered, and noted, before the process says its farewell.
+        await self._pool.close()
+        await self._console_pool.close()
+        await self._probe_pool.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _admit(self, scope: Scope, receive: Receive) -> Answer | None:
+        """Answer the request unless too many are in progress; None where nobody waits for the answer."""
+        if self._in_progress >= self._capacity.requests:
+            return _refuse_as_busy(scope)
+        self._in_progress += 1
+        try:
+            return await self._answer(scope, receive)
+        except QueueFullError:
+            return _refuse_as_busy(scope)
+        except ClientGoneError:
+            _log.info("dropped: the client disconnected while the request waited for a thread")
+            return None
+        finally:
+            self._in_progress -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        """Raises QueueFullError, ClientGoneError."""
+        raw_path, query = _target(scope)
+        if len(raw_path) + len(query) > TARGET_BYTES:
+            return _refuse(ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+        headers = join_headers(scope["headers"])
+        try:
+            body, length = await self._body_deadline.bound(_read_body(headers, receive))
+        except BodyUnreadableError:
+            detail = "The body cannot be read: it broke off, or is not framed well."
+            return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
+        except TimeoutError:
+            return _refuse_slow_body(self._capacity.body_seconds)
+        if raw_path == _VERIFY and not query and scope["method"] == "POST" and isinstance(body, io.BytesIO):
+            known = self._known(headers, body)
+            if known is not None:
+                return known
+        environ = _environ(scope, headers, body, length)
+        pool = self._pool_for(environ["PATH_INFO"])
+        # An oversized body was left unread, and only behind it would the client's end be seen.
+        watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
+        return await pool.run(partial(self._run, environ), watch)
+
+    def _pool_for(self, path: str) -> RequestPool:
+        if is_console_path(path):
+            return self._console_pool
+        return self._probe_pool if path in PROBES else self._pool
+
+    def _known(self, headers: dict[str, str], body: io.BytesIO) -> Answer | None:
+        authorization = headers.get("authorization")
+        if self._verify_known is None or authorization is None or not authorization.isascii():
+            return None
+        if headers.get("content-type") != "application/json":
+            return None
+        if not is_welcome(headers.get("host", "")):
+            return None
+        try:
+            known = self._verify_known(authorization.encode(), body.getvalue())
+        except Exception:  # noqa: BLE001  whatever it was: the whole way answers, be it with a problem
+            _log.exception("unhandled")
+            return None
+        if not isinstance(known, EngineAnswer):
+            return None
+        return _encode(known)
+
+    def _run(self, environ: dict[str, Any]) -> Answer:
+        try:
+            return _call(self._wsgi, environ)
+        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+            answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
+            _log.exception("unhandled", extra={"request_id": dict(answer.headers)[b"x-request-id"].decode()})
+            return answer
+
+
+def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> Answer:
+    started: list[tuple[int, list[tuple[bytes, bytes]]]] = []
+    written: list[bytes] = []
+
+    def start_response(status: str, headers: list[tuple[str, str]], exc_info: object = None) -> Callable[[bytes], Any]:
+        encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        started.append((int(status[:3]), encoded))
+        return written.append
+
+    response: Iterable[bytes] = wsgi(environ, start_response)
+    try:
+        written.extend(response)
+    finally:
+        if close := getattr(response, "close", None):
+            close()  # Django's, which puts the thread's database connection in order
+    code, encoded = started[-1]
+    return Answer(code, encoded, b"".join(written))
+
+
+async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, int]:
+    """The body and its length. Raises BodyUnreadableError."""
+    announced, encoding = headers.get("content-length"), headers.get("transfer-encoding")
+    if announced is None and encoding is None:
+        return io.BytesIO(), 0
+    if encoding is not None and (announced is not None or encoding.lower() != "chunked"):
+        raise BodyUnreadableError
+    if announced is not None and not (announced.isascii() and announced.isdecimal() and len(announced) <= 20):
+        raise BodyUnreadableError
+    limit: int = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    length = int(announced or 0)
+    chunks: list[bytes] = []
+    read, more = 0, length <= limit
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise BodyUnreadableError
+        chunks.append(message.get("body", b""))
+        read += len(chunks[-1])
+        more = message.get("more_body", False) and read <= limit
+    length = max(length, read)
+    return (TooLargeBody() if length > limit else io.BytesIO(b"".join(chunks))), length
+
+
+def _target(scope: Scope) -> tuple[bytes, bytes]:
+    """Path and query as they were sent; Granian's `raw_path` has the query too."""
+    raw_path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return raw_path.partition(b"?")[0], query
+
+
+def _path_info(scope: Scope) -> str:
+    """The path with its escapes undone, as Django routes it."""
+    return unquote_to_bytes(_target(scope)[0]).decode("latin-1")
+
+
+def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> dict[str, Any]:
+    raw_path, query = _target(scope)
+    server, client = scope.get("server") or ("", 0), scope.get("client") or ("", 0)
+    environ = {
+        "REQUEST_METHOD": scope["method"],
+        "SCRIPT_NAME": "",
+        "PATH_INFO": _path_info(scope),
+        "QUERY_STRING": query.decode("latin-1"),
+        "SERVER_NAME": server[0],
+        "SERVER_PORT": str(server[1]),
+        "SERVER_PROTOCOL": f"HTTP/{scope['http_version']}",
+        "REMOTE_ADDR": client[0],
+        "wsgi.version": (1, 0),
+        "wsgi.url_scheme": scope["scheme"],
+        "wsgi.input": body,
+        "wsgi.errors": sys.stderr,
+        "wsgi.multithread": True,
+        "wsgi.multiprocess": False,
+        "wsgi.run_once": False,
+        RAW_PATH: raw_path.decode("latin-1"),
+    }
+    for name, value in headers.items():
+        if name not in {"content-type", "content-length", "transfer-encoding"}:
+            environ[f"HTTP_{name.upper().replace('-', '_')}"] = value
+    environ["CONTENT_TYPE"] = _content_type(headers.get("content-type", ""))
+    environ["CONTENT_LENGTH"] = str(length)
+    return environ
+
+
+def _content_type(sent: str) -> str:
+    """One that Django can read: it fails on some, and reads the query in a charset that Python knows (`rot13`)."""
+    try:
+        charset = parse_header_parameters(sent)[1].get("charset", "utf-8")
+    except (LookupError, ValueError):
+        return ""
+    return sent if charset.lower() in {"utf-8", "utf8"} else sent.partition(";")[0]
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
+    """An answer without Django: nothing of the request is looked at."""
+    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
+    _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
+    return _encode(found)
+
+
+def _refuse_slow_body(seconds: float) -> Answer:
+    """Answer 408 and close the connection: the rest of the body may still come."""
+    detail = (
+        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
+    )
+    answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
+    answer.headers.append((b"connection", b"close"))
+    return answer
+
+
+def _refuse_as_busy(scope: Scope) -> Answer:
+    """Answer 503: a page in the console, a problem document elsewhere."""
+    busy = "The service has as many requests in progress as it can take. Nothing was done."
+    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait as long as Retry-After says, then send it again.")
+    if not is_console_path(_path_info(scope)):
+        return answer
+    headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}
+    page = _BUSY_PAGE % (busy.encode(), headers[b"x-request-id"])
+    headers[b"content-length"] = b"%d" % len(page)
+    return Answer(answer.status, list(headers.items()), page)
+
+
+_BUSY_PAGE = b"""<!doctype html>
+<html lang="en">
+<title>Service busy</title>
+<h1>Service busy</h1>
+<p>%b Wait a few seconds, then load the page or send the form again.</p>
+<p>Request id: %b</p>
+</html>
+"""
+
+
+def _encode(found: EngineAnswer) -> Answer:
+    encoded = [(name.lower().encode(), value.encode()) for name, value in found.all_headers().items()]
+    return Answer(found.status, encoded, found.body)

@@ -1,0 +1,50 @@
+"""Acts that went round a rule on purpose: noted in the same transaction, in sight until reviewed."""
+
+import secrets
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Operator
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.free_text import clean_text
+from keyvault.domain.ids import mint_id
+from keyvault.models import BreakGlass
+from keyvault.models import Operator as OperatorRow
+from keyvault.services.recording.transaction import recorded
+
+
+def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person: str, why: str) -> None:
+    """Inside the `recorded` block of the act itself. `requester_person`: who asked for the subject."""
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("only an operator breaks the glass")
+    BreakGlass(
+        act_id=mint_id("brk", secrets.token_bytes),
+        event=event,
+        subject=subject,
+        operator=OperatorRow.objects.get(username=operator.username),
+        person=operator.person,
+        requester_person=requester_person,
+        host_user=operator.host_user or "",
+        why=clean_text(why, 300),
+        created_at=grant.at,
+    ).save()
+
+
+def review_break_glass(grant: Grant, act: BreakGlass) -> None:
+    """A second person has looked at it. Raises StateConflictError when somebody already has, and to who took part."""
+    if act.reviewed_at is not None:
+        raise StateConflictError("This act was reviewed already.")
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("only an operator reviews")
+    if operator.person == act.person:
+        raise StateConflictError("This takes a second person: whoever did it cannot review it.")
+    if operator.person == act.requester_person:
+        raise StateConflictError("This takes a second person: whoever asked for it cannot review it.")
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
+        act.compare_and_swap(
+            reviewed_at=grant.at,
+            reviewer=OperatorRow.objects.get(username=operator.username),
+            reviewer_person=operator.person,
+        )

@@ -1,0 +1,63 @@
+"""The operators' inbox: alarms stay in it, unseen, until somebody has marked them."""
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from django.db.models import BooleanField, Case, Q, QuerySet, Value, When
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Operator
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.models import Notice
+from keyvault.services.merchants.operators import operator_row
+from keyvault.services.recording.transaction import recorded
+
+MOST_AT_ONCE = 500
+
+UNSEEN = Q(is_alarm=True, seen_at__isnull=True)
+
+
+def list_notices() -> QuerySet[Notice]:
+    """All of them: alarms that nobody has seen first, then the newest."""
+    is_unseen = Case(When(UNSEEN, then=Value(True)), default=Value(False), output_field=BooleanField())
+    rows: QuerySet[Notice] = Notice.objects.all()
+    return rows.annotate(is_unseen=is_unseen).order_by("-is_unseen", "-created_at", "-pk")
+
+
+def list_unseen() -> QuerySet[Notice]:
+    """The alarms that nobody has marked, the oldest first."""
+    rows: QuerySet[Notice] = Notice.objects.filter(UNSEEN)
+    return rows.order_by("created_at", "pk")
+
+
+def count_unseen() -> int:
+    return list_unseen().count()
+
+
+def mark_seen(grant: Grant, notice: Notice) -> None:
+    """One alarm is off the list of what waits. Raises StateConflictError when it was not on it."""
+    if not notice.is_alarm or notice.seen_at is not None:
+        raise StateConflictError("It does not wait to be seen.")
+    details = {"notice_id": notice.notice_id, "kind": notice.kind, "subject": notice.subject}
+    with recorded(grant, Permission.NOTICES_MARK, "notice.seen", account=notice.account, **details):
+        _mark(grant, [notice])
+
+
+def mark_all_seen(grant: Grant, until: datetime) -> int:
+    """Every alarm up to a time, which is when the operator looked, the oldest first; how many, MOST_AT_ONCE at most."""
+    with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=until.isoformat()) as record:
+        notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MOST_AT_ONCE])
+        if not notices:
+            raise StateConflictError("No alarm waits to be seen.")
+        record.details["count"] = len(notices)
+        _mark(grant, notices)
+    return len(notices)
+
+
+def _mark(grant: Grant, notices: Iterable[Notice]) -> None:
+    if not isinstance(grant.principal, Operator):
+        raise PermissionMissingError("An alarm is seen by a person.")
+    seen_by = operator_row(grant.principal)
+    for notice in notices:
+        notice.compare_and_swap(seen_at=grant.at, seen_by=seen_by)

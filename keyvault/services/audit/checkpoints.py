@@ -1,0 +1,310 @@
+"""Signing where the audit chains stand, and checking the log against what was signed.
+
+A checkpoint is no act of anybody's and has no audit entry: an entry for each would be a change to sign again. Its row
+is append-only, and the signature is its own evidence. A signer that is away delays the next one and blocks nothing.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db import IntegrityError as DatabaseIntegrityError
+from django.db import transaction
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import WORKER
+from keyvault.backends import meters
+from keyvault.domain.audit import Break
+from keyvault.domain.checkpoints import (
+    FIRST,
+    Checkpoint,
+    CheckpointWalk,
+    Head,
+    Kept,
+    KeyName,
+    PublicKeys,
+    SignedCheckpoint,
+    checkpoint_bytes,
+    find_signature_fault,
+    parse_checkpoint,
+    scope_of,
+)
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import IntegrityError, KeyvaultError
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.services.audit.signers import audit_signer
+from keyvault.services.peppers.ring import list_served_sets
+from keyvault.services.recording.audit_chain import stored_bytes
+from keyvault.services.recording.authorization import authorize
+
+CHECKPOINT_EVERY = timedelta(minutes=5)
+"""The least time between two checkpoints of a scope; a busy log is unsigned for that long and a tick of beat more."""
+
+UNSIGNED_FOR = timedelta(hours=1)
+"""Entries that nobody has signed for this long are a fault: the signer is away, or checkpoints were taken away."""
+
+_log = logging.getLogger(__name__)
+
+
+def sign_due(now: datetime) -> int:
+    """Signs the next checkpoint of each served scope whose chains have moved; how many it stored.
+
+    It may be killed anywhere and run by several workers at once: one of them stores the checkpoint of a number, and
+    what the others signed is forgotten.
+    """
+    authorize(WORKER, Permission.AUDIT_SIGN, now=now)
+    stored = sum(_sign_scope(scope, now) for scope in list_served_sets())
+    for scope in list_served_sets():
+        newest_at = _find_newest_at(scope)
+        if newest_at is not None:
+            meters.note_checkpoint(scope, newest_at)
+    return stored
+
+
+def find_newest(scope: str) -> SignedCheckpoint | None:
+    row = AuditCheckpoint.objects.filter(scope=scope).order_by("-number").first()
+    return None if row is None else _signed(row)
+
+
+def list_checkpoints(scope: str, *, first: int = 0) -> Iterator[SignedCheckpoint]:
+    """From that number on, oldest first, in bounded memory."""
+    rows = AuditCheckpoint.objects.filter(scope=scope, number__gte=first).order_by("number")
+    return (_signed(row) for row in rows.iterator(chunk_size=50))
+
+
+def read_heads(scope: str) -> dict[str, Head]:
+    """Where every chain of the scope stands that has an entry: one query, so one moment."""
+    rows = AuditChain.objects.filter(sequence__gt=0).order_by("name").values_list("name", "sequence", "head_hash")
+    return {name: Head(sequence, stored_bytes(digest)) for name, sequence, digest in rows if scope_of(name) == scope}
+
+
+def find_entry_hash(chain: str, sequence: int) -> bytes | None:
+    found = AuditEntry.objects.filter(chain_id=chain, sequence=sequence).values_list("hash", flat=True).first()
+    return None if found is None else stored_bytes(found)
+
+
+def gather_public_keys(given: PublicKeys) -> tuple[dict[KeyName, bytes], dict[str, str]]:
+    """Those of the signers and those `given`, which win; and of each scope that has none of either, why."""
+    known, silent = read_public_keys()
+    files = {scope for scope, _, _ in given}
+    return {**known, **given}, {scope: why for scope, why in silent.items() if scope not in files}
+
+
+def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
+    """The public keys of this service's signers, and of each scope whose signer does not answer, why. Never raises
+    for the latter."""
+    keys: dict[KeyName, bytes] = {}
+    silent = {scope.value: "this process does not serve it" for scope in PepperSet if scope not in list_served_sets()}
+    signer = audit_signer()
+    for scope in list_served_sets():
+        try:
+            found = signer.read_public_keys(scope)
+        except KeyvaultError as error:
+            silent[scope.value] = error.internal or error.detail
+        else:
+            keys |= {(scope.value, signer.name(scope), version): key for version, key in found.items()}
+    return keys, silent
+
+
+# --- signing ----------------------------------------------------------------------------------------------------
+
+
+def _sign_scope(scope: PepperSet, now: datetime) -> bool:
+    try:
+        return _sign_next(scope, now)
+    except IntegrityError as error:
+        _log.error("the audit log is damaged: no checkpoint is signed", extra=_told(scope, error))
+    except KeyvaultError as error:
+        _log.warning("a checkpoint of the audit log is put off", extra=_told(scope, error))
+    return False
+
+
+def _sign_next(scope: PepperSet, now: datetime) -> bool:
+    # The newest first: whatever others write meanwhile, the heads are at least as far as it says.
+    signed = find_newest(scope)
+    if signed is not None and signed.at is not None and timedelta(0) <= now - signed.at < CHECKPOINT_EVERY:
+        return False
+    heads = read_heads(scope)
+    before = None if signed is None else _require_held(signed, heads)
+    if heads == ({} if before is None else before.heads):
+        return False
+    number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
+    body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads))
+    signer = audit_signer()
+    made = signer.sign(scope, body)
+    return _store(SignedCheckpoint(scope, number, body, made.signature, signer.name(scope), made.key_version), now)
+
+
+def _require_held(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
+    """What the newest checkpoint says. Raises IntegrityError when the log is no longer what it signs: nothing is
+    signed on top of that."""
+    try:
+        checkpoint = parse_checkpoint(signed.body)
+    except ValueError:
+        why: str | None = "its bytes are no checkpoint"
+    else:
+        why = _find_departure(checkpoint, heads)
+        if why is None:
+            return checkpoint
+    raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
+
+
+def _find_departure(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
+    """What of a checkpoint the log no longer bears out, or None."""
+    for chain, head in checkpoint.heads.items():
+        now = heads.get(chain)
+        if now is None or now.sequence < head.sequence:
+            return f"chain {chain} ends before entry {head.sequence}, which it signs"
+        if now != head and find_entry_hash(chain, head.sequence) != head.hash:
+            return f"entry {head.sequence} of chain {chain} is another one than it signs"
+    return None
+
+
+def _store(signed: SignedCheckpoint, at: datetime) -> bool:
+    """False: another worker was first."""
+    try:
+        with transaction.atomic():
+            AuditCheckpoint.objects.create(
+                scope=signed.scope,
+                number=signed.number,
+                at=at,
+                body=signed.body,
+                signature=signed.signature,
+                signer=signed.signer,
+                key_version=signed.key_version,
+            )
+    except DatabaseIntegrityError:
+        if not AuditCheckpoint.objects.filter(scope=signed.scope, number=signed.number).exists():
+            raise
+        return False
+    # Wherever logs are shipped to, it is known from now on that this one was there.
+    _log.info(
+        "a checkpoint of the audit log was signed",
+        extra={"scope": signed.scope, "number": signed.number, "digest": signed.digest.hex(), "signer": signed.signer},
+    )
+    return True
+
+
+def _find_newest_at(scope: str) -> datetime | None:
+    """Without the checkpoint itself, which grows with the number of chains."""
+    return AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("at", flat=True).first()
+
+
+def _told(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
+    newest = _find_newest_at(scope)
+    since = "none yet" if newest is None else newest.isoformat()
+    return {"scope": scope.value, "why": error.internal or error.detail, "newest_checkpoint": since}
+
+
+def _signed(row: AuditCheckpoint) -> SignedCheckpoint:
+    body, signature = stored_bytes(row.body), stored_bytes(row.signature)
+    return SignedCheckpoint(row.scope, row.number, body, signature, row.signer, row.key_version, row.at)
+
+
+# --- checking ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeReport:
+    """What checking one scope came to. `unsigned`: entries after the newest checkpoint, chained and no more.
+
+    `unchecked`: why nobody could say whose the signatures are; None when each was checked. `overdue`: that entries wait
+    longer for their signature than they should; None: they do not.
+    """
+
+    scope: str
+    checkpoints: int
+    newest: SignedCheckpoint | None
+    unsigned: int
+    unchecked: str | None
+    broken: Break | None
+    overdue: str | None
+
+
+def verify_checkpoints(keys: PublicKeys, kept: Kept, unchecked: Mapping[str, str], now: datetime) -> list[ScopeReport]:
+    """Every checkpoint against its signature, the one before it, the entries and what an auditor kept.
+
+    `unchecked`: the scopes whose signatures cannot be checked, and why; all else of them is.
+    """
+    return [_verify_scope(scope.value, keys, kept, unchecked.get(scope.value), now) for scope in PepperSet]
+
+
+def _verify_scope(scope: str, keys: PublicKeys, kept: Kept, unchecked: str | None, now: datetime) -> ScopeReport:
+    walk = CheckpointWalk(scope, None if unchecked else keys, kept)
+    broken: tuple[int, str] | None = None
+    for signed in list_checkpoints(scope):
+        why = walk.take(signed, find_entry_hash)
+        if why is not None:
+            broken = (signed.number, why)
+            break
+    else:
+        broken = walk.find_end_fault()
+    # After the walk, so that what was written meanwhile is counted and nothing seems to be missing.
+    heads = read_heads(scope)
+    if broken is None and walk.newest is not None:
+        why = _find_departure(walk.newest, heads)
+        broken = None if why is None else (walk.newest.number, why)
+    return ScopeReport(
+        scope=scope,
+        checkpoints=walk.count,
+        newest=walk.newest_signed,
+        unsigned=count_unsigned(walk.newest, heads),
+        unchecked=unchecked,
+        broken=None if broken is None else Break(f"checkpoints:{scope}", *broken),
+        overdue=_find_overdue(walk.newest, heads, now) if broken is None else None,
+    )
+
+
+def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: datetime) -> str | None:
+    """That entries wait longer for their signature than they should, or None."""
+    signed = {} if newest is None else newest.heads
+    for chain, head in heads.items():
+        first = signed[chain].sequence + 1 if chain in signed else 1
+        if first > head.sequence:
+            continue
+        at = AuditEntry.objects.filter(chain_id=chain, sequence=first).values_list("at", flat=True).first()
+        if at is not None and now - at > UNSIGNED_FOR:
+            return (
+                f"entry {first} of chain {chain} has been unsigned since {at:%Y-%m-%d %H:%M} UTC: the worker or its "
+                "signer was away since, or checkpoints were taken away"
+            )
+    return None
+
+
+def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
+    """How many entries came after the newest checkpoint."""
+    signed = {} if newest is None else newest.heads
+    return sum(
+        max(0, head.sequence - (signed[chain].sequence if chain in signed else 0)) for chain, head in heads.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The newest checkpoint of a scope and whether it holds, as the console shows it. `fault` None: it does."""
+
+    scope: str
+    newest: SignedCheckpoint | None
+    unsigned: int
+    unchecked: str | None
+    fault: str | None
+
+
+def list_standings() -> list[Standing]:
+    """Of each served scope: the newest checkpoint only; `verify_checkpoints` looks at them all."""
+    keys, silent = read_public_keys()
+    return [_standing(scope.value, keys, silent.get(scope.value)) for scope in list_served_sets()]
+
+
+def _standing(scope: str, keys: PublicKeys, unchecked: str | None) -> Standing:
+    signed = find_newest(scope)
+    heads = read_heads(scope)
+    if signed is None:
+        return Standing(scope, None, count_unsigned(None, heads), unchecked, None)
+    try:
+        checkpoint = _require_held(signed, heads)
+    except IntegrityError as error:
+        return Standing(scope, signed, 0, unchecked, error.internal)
+    fault = None if unchecked else find_signature_fault(signed, keys)
+    return Standing(scope, signed, count_unsigned(checkpoint, heads), unchecked, fault)

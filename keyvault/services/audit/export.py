@@ -1,0 +1,70 @@
+"""The audit log as records for an auditor's machine, in an order that can be checked in one pass."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportStart, Record
+from keyvault.domain.checkpoints import Head, SignedCheckpoint, parse_checkpoint
+from keyvault.models import AuditCheckpoint
+from keyvault.services.audit.checkpoints import find_newest, list_checkpoints, read_heads
+from keyvault.services.recording.audit_chain import read_entries
+
+
+def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[Record]:
+    """Every entry and checkpoint of the scopes, as they are stored and whether they hold or not, in bounded memory.
+
+    With `since`, each scope begins with its newest checkpoint that is not younger; without one, with its first entry.
+    Others may write meanwhile: what they add is in it or not.
+    """
+    yield ExportStart(now, tuple(scopes), since)
+    entries = checkpoints = 0
+    for scope in scopes:
+        for record in _export_scope(scope, since):
+            checkpoints += isinstance(record, SignedCheckpoint)
+            entries += not isinstance(record, SignedCheckpoint | ChainHead)
+            yield record
+    yield ExportEnd(entries, checkpoints)
+
+
+def export_newest(scopes: Sequence[str]) -> Iterator[Record]:
+    """The newest checkpoint of each scope: what an auditor keeps to see later that the log was not set back."""
+    return (signed for scope in scopes if (signed := find_newest(scope)) is not None)
+
+
+def _export_scope(scope: str, since: datetime | None) -> Iterator[Record]:
+    first, written = 0, dict[str, int]()
+    base = None if since is None else _find_base(scope, since)
+    if base is not None:
+        first, written = base.number + 1, {chain: head.sequence for chain, head in _heads(base).items()}
+        yield base
+    for signed in list_checkpoints(scope, first=first):
+        yield from _export_entries(_heads(signed), written)
+        yield signed
+    heads = read_heads(scope)
+    yield from _export_entries(heads, written)
+    yield from (ChainHead(chain, head) for chain, head in heads.items())
+
+
+def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator[Record]:
+    """Those up to the heads that are not `written` yet."""
+    for chain, head in heads.items():
+        after = written.get(chain, 0)
+        if head.sequence <= after:
+            continue
+        for entry in read_entries(chain, after=after, last=head.sequence):
+            written[chain] = entry.sequence
+            yield entry
+
+
+def _find_base(scope: str, since: datetime) -> SignedCheckpoint | None:
+    rows = AuditCheckpoint.objects.filter(scope=scope, at__lte=since).order_by("-number")
+    number = rows.values_list("number", flat=True).first()
+    return None if number is None else next(list_checkpoints(scope, first=number), None)
+
+
+def _heads(signed: SignedCheckpoint) -> dict[str, Head]:
+    """None of a checkpoint that somebody altered: it is exported as it is, for the checker to name."""
+    try:
+        return dict(parse_checkpoint(signed.body).heads)
+    except ValueError:
+        return {}

@@ -1,0 +1,102 @@
+"""Who signs the checkpoints of the audit log: a key inside the Vault, or one in this machine's own keystore.
+
+The Vault's key never leaves it, and its login may sign and nothing else: whoever owns the database, even this host's
+files, makes no signature in the past's name. The local key finds what was done by somebody without the keystore, such
+as an administrator of the database or whoever swapped a backup; it proves nothing against the owner of this host.
+"""
+
+import base64
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from django.conf import settings
+
+from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount, SecretBackend
+from keyvault.backends.vault import transit
+from keyvault.backends.vault.kv import VaultBackend
+from keyvault.backends.vault.layout import SIGNING_KEY, Engine
+from keyvault.backends.vault.transit import Signature
+from keyvault.domain.errors import IntegrityError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import AuditCheckpoint
+from keyvault.services.secrets.backend import secret_backend, vault_backend
+
+LOCAL = "local"
+_KEY_BYTES = 32
+
+
+class AuditSigner(Protocol):
+    """Every method but `name` may raise BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
+
+    def name(self, scope: str) -> str:
+        """Under which it stands in a checkpoint, for good."""
+
+    def sign(self, scope: str, message: bytes) -> Signature:
+        """Ed25519. No key of one scope signs for another."""
+
+    def read_public_keys(self, scope: str) -> dict[int, bytes]:
+        """Every version's raw public key."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransitSigner:
+    """The key `audit` of the scope's own signing mount."""
+
+    backend: VaultBackend
+
+    def name(self, scope: str) -> str:
+        return f"vault:{self.backend.layout.mount(Engine.ANCHOR, scope)}/{SIGNING_KEY}"
+
+    def sign(self, scope: str, message: bytes) -> Signature:
+        return transit.sign(self.backend, scope, message)
+
+    def read_public_keys(self, scope: str) -> dict[int, bytes]:
+        return transit.read_public_keys(self.backend, scope)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSigner:
+    """One key for each scope, made when it first signs and never again: version 1."""
+
+    keystore: SecretBackend
+
+    def name(self, scope: str) -> str:
+        return LOCAL
+
+    def sign(self, scope: str, message: bytes) -> Signature:
+        try:
+            key = self._read(scope)
+        except BackendMissingError:
+            key = self._make(scope)
+        return Signature(key.sign(message), 1)
+
+    def read_public_keys(self, scope: str) -> dict[int, bytes]:
+        try:
+            return {1: self._read(scope).public_key().public_bytes_raw()}
+        except BackendMissingError:
+            return {}
+
+    def _read(self, scope: str) -> Ed25519PrivateKey:
+        stored = self.keystore.read(Mount.AUDIT, f"audit-{scope}")
+        return Ed25519PrivateKey.from_private_bytes(base64.b64decode(stored.secret.reveal()))
+
+    def _make(self, scope: str) -> Ed25519PrivateKey:
+        """Raises IntegrityError: another key would sign what the lost one had begun."""
+        if AuditCheckpoint.objects.filter(scope=scope, signer=LOCAL).exists():
+            raise IntegrityError(
+                "The key that signs the audit log is gone.",
+                internal=f"the keystore has no audit-{scope}: restore the one that belongs to this database",
+            )
+        made = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
+        # A conflict: another worker was first, and its key is the one.
+        with suppress(BackendConflictError):
+            self.keystore.put(Mount.AUDIT, f"audit-{scope}", made, {"scope": scope}, expected_version=0)
+        return self._read(scope)
+
+
+def audit_signer() -> AuditSigner:
+    """That of this process's settings. Raises ImproperlyConfigured when the keystore must not be opened."""
+    return TransitSigner(vault_backend()) if settings.IS_VAULT else LocalSigner(secret_backend())

@@ -1,0 +1,127 @@
+"""Upstream endpoints: added, changed, withdrawn and restored by operators. The next request is judged by it."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from keyvault.access.catalog import BUILT_IN, Endpoint
+from keyvault.access.decision import Grant
+from keyvault.access.endpoint_description import authorization_panel
+from keyvault.access.endpoints import EndpointWish, read_endpoint
+from keyvault.access.permissions import Permission
+from keyvault.domain.audit import PLATFORM_CHAIN
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.models import AuditChain, CatalogEndpoint
+from keyvault.services.catalog.base_urls import BASE_URLS
+from keyvault.services.catalog.catalog import endpoint_of
+from keyvault.services.recording.transaction import recorded
+
+
+def add_endpoint(grant: Grant, wish: EndpointWish) -> CatalogEndpoint:
+    """A new one. A withdrawn one's name stays taken: that one is restored. Raises RequestInvalidError with faults."""
+    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=wish.name) as record:
+        _take_turns()
+        taken = CatalogEndpoint.objects.filter(name=wish.name, withdrawn_at__isnull=False).exists()
+        if taken:
+            fault = Fault("/name", "there was an endpoint of this name: restore it and change it")
+            raise RequestInvalidError("The endpoint cannot be added like that.", [fault])
+        endpoint = _require_readable(wish, _live_endpoints())
+        row = CatalogEndpoint(name=wish.name, created_at=grant.at, **_rule_columns(wish))
+        row.save()
+        record.details["rule"] = _told(endpoint)
+    return row
+
+
+def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointWish) -> None:
+    """All of it but its name, at once. Raises RequestInvalidError with faults, StateConflictError when withdrawn."""
+    _require_live(row)
+    if wish.name != row.name:
+        raise RequestInvalidError("An endpoint keeps its name.", [Fault("/name", f"this is {row.name}")])
+    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.changed", endpoint=row.name) as record:
+        _take_turns()
+        endpoint = _require_readable(wish, _live_endpoints(but=row.name))
+        record.details |= {"before": _told(endpoint_of(row)), "rule": _told(endpoint)}
+        row.compare_and_swap(**_rule_columns(wish))
+
+
+def withdraw_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
+    """It is unknown from now on, on every door, until it is restored."""
+    _require_live(row)
+    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.withdrawn", endpoint=row.name):
+        row.compare_and_swap(withdrawn_at=grant.at)
+
+
+def restore_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
+    """As it was. Raises StateConflictError when it is there, or another one has taken its requests meanwhile."""
+    if row.withdrawn_at is None:
+        raise StateConflictError("The endpoint is not withdrawn.")
+    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.restored", endpoint=row.name) as record:
+        _take_turns()
+        try:
+            endpoint = _require_readable(wish_of(row), _live_endpoints())
+        except RequestInvalidError as error:
+            raise StateConflictError(" ".join(fault.detail for fault in error.faults)) from error
+        record.details["rule"] = _told(endpoint)
+        row.compare_and_swap(withdrawn_at=None)
+
+
+def wish_of(row: CatalogEndpoint) -> EndpointWish:
+    """What would make just this endpoint."""
+    endpoint = endpoint_of(row)
+    return EndpointWish(
+        name=endpoint.name,
+        method=endpoint.method,
+        path=endpoint.path,
+        credentials=endpoint.credentials,
+        bearer=endpoint.bearer,
+        idempotent_by_key=endpoint.idempotent_by_key,
+        summary=endpoint.summary,
+        merchant_from=row.merchant_from,
+        store_from=row.store_from,
+        limit_count=row.limit_count,
+        limit_seconds=row.limit_seconds,
+        on_limiter_loss=endpoint.on_limiter_loss,
+    )
+
+
+def _take_turns() -> None:
+    """Writers of the catalog go one after the other: two that overlap would each look whole to the other.
+
+    The lock is the one that their entry in the audit log takes anyway.
+    """
+    list(AuditChain.objects.select_for_update().filter(name=PLATFORM_CHAIN))
+
+
+def _live_endpoints(but: str = "") -> list[Endpoint]:
+    rows = CatalogEndpoint.objects.filter(withdrawn_at__isnull=True).exclude(name=but)
+    return [*BUILT_IN.endpoints, *map(endpoint_of, rows)]
+
+
+def _require_live(row: CatalogEndpoint) -> None:
+    if row.withdrawn_at is not None:
+        raise StateConflictError("The endpoint is withdrawn: restore it first.")
+
+
+def _require_readable(wish: EndpointWish, others: Iterable[Endpoint]) -> Endpoint:
+    read = read_endpoint(wish, others, _base_segments())
+    if isinstance(read, Endpoint):
+        return read
+    raise RequestInvalidError("The endpoint cannot be like that.", read)
+
+
+def _base_segments() -> frozenset[str]:
+    paths = (urlsplit(url).path.strip("/") for url in BASE_URLS.values())
+    return frozenset(path.split("/")[0].lower() for path in paths if path)
+
+
+def _rule_columns(wish: EndpointWish) -> dict[str, Any]:
+    columns = asdict(wish) | {"credentials": sorted(wish.credentials)}
+    del columns["name"]
+    return columns
+
+
+def _told(endpoint: Endpoint) -> JsonValue:
+    """The rule as the audit log keeps it: the words that the panel shows."""
+    return dict(authorization_panel(endpoint)) | {"Summary": endpoint.summary}

@@ -1,0 +1,354 @@
+"""A thread that follows the change feed for a process that judges from memory, and says how far it has got.
+
+Every change that can be seen is applied at once. What the process may then vouch for, it may for as long as
+`settings.MAX_STALENESS_SECONDS` after the look began; whatever hinders the look (the database is away, the
+connection hangs) ends that by itself. On PostgreSQL a process that cannot report neither vouches: whoever
+waits for receipts takes it for expired then, and must be right.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from multiprocessing.util import Finalize
+from typing import Any, Final
+from weakref import WeakSet
+
+import psycopg
+from django.conf import settings
+from django.db import DatabaseError, OperationalError, close_old_connections, connection, connections, transaction
+from django.db.models.functions import Now
+from psycopg import sql
+
+from keyvault.models import Confirmation, Verifier
+from keyvault.models.recording import Subject
+from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, hang_up, take_impatient_connection
+from keyvault.services.postgres.raw_queries import ask, wait_for_notice
+from keyvault.services.recording.changes import CHANNEL, FeedWentBackError, Position, generation, look_at_feed
+from keyvault.services.usage.recorder import usage_log
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+"""At most this long after a commit whose wake-up was lost."""
+
+SQLITE_POLL_SECONDS = 0.05
+
+_TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
+"""The longest that a look and the wait after it may take, where all answers come in time."""
+
+_WATCH_SECONDS = 0.5
+
+_NEVER = float("-inf")
+
+_CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
+_GONE_KEPT_FOR = timedelta(days=7)
+_MOST_FORGOTTEN = 5_000
+
+
+@dataclass(eq=False)
+class Follower:
+    """`apply` is handed the subjects that changed, or None: forget everything. `confirm` is handed the monotonic and
+    the wall clock (seconds) of the moment up to which everything has been applied; a monotonic clock of minus
+    infinity takes every earlier one back. `lose`: the feed went back, so that what the database says is not to be
+    trusted either, for ever. All three are called by its thread.
+    `door` is what the process serves, for whoever reads the receipts.
+    """
+
+    apply: Callable[[Collection[Subject] | None], None]
+    confirm: Callable[[float, float], None]
+    lose: Callable[[], None]
+    door: str
+    _position: Position = field(default_factory=Position)
+    _has_moved: bool = False
+    _reported_at: float | None = None
+    _confirmed_at: float | None = None
+    _is_lost: bool = False
+    _is_out: bool = False
+    _turn_began_at: float = float("inf")
+    _polling: threading.Lock = field(default_factory=threading.Lock)
+    _starting: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        _followers.add(self)
+
+    def start(self) -> None:
+        """Follows from now on. Repeatable."""
+        with self._starting:
+            if self._thread is not None:
+                return
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
+            self._thread.start()
+        # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+        Finalize(None, self.stop, exitpriority=0)
+
+    def stop(self) -> None:
+        """The farewell: nothing is vouched for any more, and nobody waits for this one's receipts."""
+        self._stop.set()
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=5)
+
+    def forget(self) -> None:
+        """In a forked child, which has followed nothing yet: it is to start its own. What is lost stays lost."""
+        is_lost = self._is_lost
+        self.__init__(self.apply, self.confirm, self.lose, self.door)  # type: ignore[misc]  # a dataclass's own
+        self._is_lost = is_lost
+
+    @property
+    def is_following(self) -> bool:
+        """Whether its thread was started and not stopped."""
+        return self._thread is not None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the feed has been followed to a moment that is not longer ago than may be."""
+        at = self._confirmed_at
+        return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
+
+    def poll_once(self) -> None:
+        """One look: applies what is new, reports, confirms. Raises what the database raises, and FeedWentBackError
+        once and for all: no later look is a reason to trust the memory again, nor the database.
+        """
+        with self._polling:
+            if not self._poll():
+                self._poll()
+
+    def _poll(self) -> bool:
+        """Whether the look could be vouched for; if not, another one can, begun now."""
+        monotonic, wall = time.monotonic(), time.time()
+        if self._is_lost:
+            raise FeedWentBackError("the feed went back; restart this process")
+        look = look_at_feed(self._position.floor)
+        try:
+            new = self._position.find_new(look)
+        except FeedWentBackError:
+            self._is_lost = True
+            self.lose()
+            self._distrust()
+            raise
+        if new is None or new:
+            self.apply(new)
+        self._has_moved |= self._position.advance(look)
+        is_due = self._reported_at is None or monotonic - self._reported_at >= _report_seconds()
+        if (is_due or self._has_moved) and not self._report(monotonic):
+            return False
+        self._confirmed_at = monotonic
+        self.confirm(monotonic, wall)
+        return True
+
+    def _report(self, monotonic: float) -> bool:
+        """Whether what was looked at before may be vouched for. If this process was not there for the receipts until
+        now, or had expired, then a revocation may be complete that it has not seen: only another look will do.
+
+        SQLite's one lock may be another's for long. There all verifiers are on one host, and none needs a receipt to
+        be right: the next look tries again.
+        """
+        before = self._reported_at
+        # First: whoever cannot tell which word this host shares reports nothing, and so vouches for nothing.
+        generation().heal()
+        try:
+            self._write_report()
+        except OperationalError:
+            if connection.vendor == "postgresql":
+                raise
+            return True
+        self._has_moved, self._reported_at = False, monotonic
+        return before is not None and time.monotonic() - before <= _expires_after_seconds()
+
+    def _write_report(self) -> None:
+        reporter, confirmed = usage_log.reporter_id, self._position.confirmed
+        if connection.vendor == "postgresql":
+            self._write_report_at_once(reporter, confirmed)
+            return
+        with transaction.atomic():
+            known = Verifier.objects.filter(pk=reporter).update(
+                confirmed_sequence=confirmed, seen_at=Now(), stopped_at=None
+            )
+            if not known:
+                Verifier.objects.create(
+                    verifier_id=reporter,
+                    door=self.door,
+                    started_at=Now(),
+                    seen_at=Now(),
+                    confirmed_sequence=confirmed,
+                    staleness_ms=round(1000 * _expires_after_seconds()),
+                )
+            if self._has_moved:
+                # Perhaps it was said before, and the answer to that was lost.
+                Confirmation.objects.get_or_create(verifier_id=reporter, sequence=confirmed, defaults={"at": Now()})
+
+    def _write_report_at_once(self, reporter: str, confirmed: int) -> None:
+        """In one exchange and one transaction: whoever waits for receipts waits for this, and so do verdicts.
+
+        Committed as any other: without a report that a crash has lost, receipts do not wait for this process, though it
+        vouches.
+        """
+        statements = [_PATIENCE, _REPORT, _CONFIRM] if self._has_moved else [_PATIENCE, _REPORT]
+        values = {
+            "reporter": sql.Literal(reporter),
+            "door": sql.Literal(self.door),
+            "confirmed": sql.Literal(confirmed),
+            "staleness": sql.Literal(round(1000 * _expires_after_seconds())),
+        }
+        ask(sql.SQL(";".join(statements)).format(**values).as_bytes())
+
+    def _follow(self) -> None:
+        wake_up = _WakeUp(self._stop)
+        try:
+            take_impatient_connection()
+            self._watch(wake_up)
+            while not self._stop.is_set() and not self._is_lost:
+                self._turn_began_at = time.monotonic()
+                self._try_poll()
+                close_old_connections()
+                wake_up.wait()
+            self._distrust()
+            if not self._is_lost:
+                self._say_farewell()
+        finally:
+            self._turn_began_at = float("inf")
+            wake_up.close()
+            connections.close_all()  # this thread's own
+
+    def _watch(self, wake_up: "_WakeUp") -> None:
+        """By another thread: a turn that takes far too long waits for what will never come."""
+        if connection.vendor != "postgresql":
+            return
+        watched, stop = connections["default"], self._stop
+
+        def watch() -> None:
+            while not stop.wait(_WATCH_SECONDS):
+                if time.monotonic() - self._turn_began_at > _TURN_SECONDS:
+                    hang_up(watched.connection)
+                    hang_up(wake_up.connection)
+
+        self._turn_began_at = time.monotonic()
+        threading.Thread(target=watch, name="feed-watch", daemon=True).start()
+
+    def _say_farewell(self) -> None:
+        try:
+            Verifier.objects.filter(pk=usage_log.reporter_id).update(stopped_at=Now())
+        except DatabaseError as error:
+            _log.warning("no farewell: receipts wait for this process until it counts as expired", extra={"why": error})
+
+    def _distrust(self) -> None:
+        """Whatever was confirmed before, nothing is from now on: before others are told that they need not wait."""
+        self._confirmed_at = self._reported_at = None
+        self.confirm(_NEVER, 0.0)
+
+    def _try_poll(self) -> None:
+        try:
+            self.poll_once()
+        except FeedWentBackError as error:
+            _log.critical(
+                "the database lacks changes that were there: this process says no yes any more; "
+                "replay the revocations, then restart it",
+                extra={"why": error},
+            )
+        except Exception as error:  # noqa: BLE001  whatever it was, the next look may do better
+            if not self._is_out:
+                _log.error("the change feed cannot be followed", exc_info=error)
+            self._is_out = True
+        else:
+            if self._is_out:
+                _log.warning("the change feed is followed again")
+            self._is_out = False
+
+
+_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+_REPORT: Final = """
+    INSERT INTO keyvault_verifier
+        (verifier_id, door, started_at, confirmed_sequence, seen_at, staleness_ms, stopped_at)
+    VALUES ({reporter}, {door}, statement_timestamp(), {confirmed}, statement_timestamp(), {staleness}, NULL)
+    ON CONFLICT (verifier_id) DO UPDATE SET
+        confirmed_sequence = excluded.confirmed_sequence, seen_at = excluded.seen_at, stopped_at = NULL
+"""
+_CONFIRM: Final = """
+    INSERT INTO keyvault_confirmation (verifier_id, sequence, at)
+    VALUES ({reporter}, {confirmed}, statement_timestamp())
+    ON CONFLICT (verifier_id, sequence) DO NOTHING
+"""
+
+
+class _WakeUp:
+    """Waits for the next look: for a NOTIFY on a connection of its own, and never longer than a poll's time.
+
+    What becomes of that connection alters nothing but how soon a change is seen.
+    """
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self.connection: psycopg.Connection[Any] | None = None
+        self._is_out = False
+
+    def wait(self) -> None:
+        if connection.vendor != "postgresql":
+            self._stop.wait(SQLITE_POLL_SECONDS)
+            return
+        try:
+            if self.connection is None:
+                self._listen()
+                # What was told meanwhile nobody heard: look at once.
+            else:
+                wait_for_notice(self.connection.pgconn, POLL_SECONDS)
+        except psycopg.Error as error:
+            if not self._is_out:
+                _log.warning("changes are not told, only found by polling", extra={"why": error})
+            self._is_out = True
+            self.close()
+            self._stop.wait(POLL_SECONDS)
+        else:
+            self._is_out = False
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
+
+    def _listen(self) -> None:
+        chosen = connection.get_connection_params()
+        for name in ("context", "cursor_factory", "server_side_binding"):
+            chosen.pop(name, None)
+        self.connection = psycopg.connect(**chosen, autocommit=True)
+        self.connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(CHANNEL)))
+
+
+def _report_seconds() -> float:
+    return float(settings.MAX_STALENESS_SECONDS) / 4
+
+
+def _expires_after_seconds() -> float:
+    """It vouches so long after a look, and looks so long after a report."""
+    return float(settings.MAX_STALENESS_SECONDS) + _report_seconds()
+
+
+_followers: "WeakSet[Follower]" = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for follower in list(_followers):
+        follower.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def is_feed_followed() -> bool | None:
+    """Whether this process follows the feed, and is not behind; None: it has nothing in memory to vouch for."""
+    following = [follower for follower in _followers if follower.is_following]
+    return all(follower.is_fresh for follower in following) if following else None
+
+
+def forget_old(now: datetime) -> None:
+    """Deletes confirmations of more than 30 days ago, some thousands at a time, and verifiers gone for 7 days."""
+    old = Confirmation.objects.filter(at__lt=now - _CONFIRMATIONS_KEPT_FOR).order_by("at")
+    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MOST_FORGOTTEN])).delete()
+    Verifier.objects.filter(seen_at__lt=now - _GONE_KEPT_FOR).delete()

@@ -1,0 +1,68 @@
+"""What a credential may be used from: networks, and what an Origin header beside its private keys leads to; and where
+its merchant reads it."""
+
+from collections.abc import Sequence
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.networks import MOST_NETWORKS, parse_network
+from keyvault.models import Credential
+from keyvault.models.keys import OriginHeader
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.backend import find_place
+
+_LONGEST = 64
+
+
+def restrict_credential(
+    grant: Grant, credential: Credential, networks: Sequence[str], origin_header: OriginHeader
+) -> None:
+    """Its keys are good from these networks only, from the next request on; none: from everywhere.
+
+    Raises RequestInvalidError, with a fault for each network that is none.
+    """
+    faults = []
+    kept: list[JsonValue] = []
+    if len(networks) > MOST_NETWORKS:
+        faults.append(Fault("/networks", f"up to {MOST_NETWORKS} networks"))
+    for place, text in enumerate(networks[:MOST_NETWORKS]):
+        canonical = _canonical(text)
+        if canonical is None:
+            faults.append(Fault(f"/networks/{place}", "a CIDR block without host bits, such as 192.0.2.0/24"))
+        elif canonical not in kept:
+            kept.append(canonical)
+    if origin_header is OriginHeader.REPORT and credential.kind != KeyKind.PRIVATE:
+        faults.append(Fault("/origin_header", "public keys come from browsers: there is nothing to report"))
+    if faults:
+        raise RequestInvalidError("The credential cannot be restricted like that.", faults)
+    with recorded(
+        grant,
+        Permission.CREDENTIALS_RESTRICT,
+        "credential.restricted",
+        account=credential.account,
+        credential_id=credential.credential_id,
+        old={"networks": list(credential.networks), "origin_header": credential.origin_header},
+        new={"networks": kept, "origin_header": origin_header},
+    ):
+        credential.compare_and_swap(networks=kept, origin_header=origin_header)
+
+
+def _canonical(text: str) -> str | None:
+    """As it is kept; None for what is no network, or an IPv4 one in IPv6's clothes, which no address would be in."""
+    try:
+        network = parse_network(text.strip()[:_LONGEST])
+    except ValueError:
+        return None
+    mapped = getattr(network.network_address, "ipv4_mapped", None)
+    return str(network) if mapped is None and "%" not in str(network) else None
+
+
+def find_reading_place(credential: Credential) -> dict[str, str]:
+    """The mount and the path where the merchant's backend reads the credential's key; nothing where it does not."""
+    if credential.delivery != Delivery.SECRET_BACKEND:
+        return {}
+    return find_place(credential.environment, credential.backend_path)

@@ -1,0 +1,414 @@
+"""The life of a key: staged, activated, suspended, resumed, retired. The only writer of key rows."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Q, QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import KeyHolder, System
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.free_text import clean_text
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement, may_become
+from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason, state_after
+from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
+from keyvault.services.limits.limiter import spend_repeat
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import Record, recorded
+
+_ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
+_NEWS = timedelta(minutes=1)
+"""So long, at most, a verifier vouches for what it knew before (`KEYVAULT_MAX_STALENESS`)."""
+
+_REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
+
+MAX_VERIFYING = 2
+"""Keys of one credential that verify at once (a trigger holds it too)."""
+
+
+def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | None) -> tuple[Key, Plaintext]:
+    """A new key, its digest stored and its string in nobody's hands but the caller's.
+
+    The hash comes first: whatever dies from here on costs a key that nobody ever held.
+    """
+    kind, environment = KeyKind(credential.kind), credential.environment
+    minted = mint_keystring(settings.KEY_BRAND, STRING_KIND[kind], STRING_SCOPE[environment], secrets.token_bytes)
+    digest, pepper_version = load_peppers(PEPPER_SET[environment]).digest(minted.text)
+    key = Key(
+        key_id=minted.key_id,
+        credential=credential,
+        digest=digest,
+        pepper_version=pepper_version,
+        state=KeyState.PRE_ACTIVATION,
+        created_at=grant.at,
+        expires_at=None if expires_in_days is None else grant.at + timedelta(days=expires_in_days),
+    )
+    with recorded(grant, _ENGINE, "key.staged", account=credential.account, **_about(key)):
+        key.save()
+    return key, minted.text
+
+
+def activate_key(grant: Grant, key: Key) -> None:
+    """From here on it verifies."""
+    _move(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
+
+
+def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
+    """The secret backend holds the key's string as that version; a dead key's is to be destroyed."""
+    material = Material.DESTROY_DUE if KeyState(key.state) in DEAD_STATES else Material.HELD
+    with recorded(
+        grant,
+        _ENGINE,
+        "key.stored",
+        account=key.credential.account,
+        backend_version=backend_version,
+        **_about(key),
+    ):
+        key.compare_and_swap(backend_version=backend_version, material=material)
+
+
+def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
+    """Refused from now on, reversibly. `hides_copy`: in quarantine, where the backend's copy is soft-deleted too.
+
+    Not where it is what merchants read as the newest one: they would find nothing there, and not know why.
+    """
+    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_overtaken(key)
+    return _move(
+        grant,
+        frozenset({P.KEYS_SUSPEND, P.ROTATIONS_ADVANCE}),
+        key,
+        KeyState.SUSPENDED,
+        "key.suspended",
+        suspended_at=grant.at,
+        material=Material.DELETE_DUE if is_hidden else Material(key.material),
+    )
+
+
+def resume_key(grant: Grant, key: Key) -> Record:
+    """Good again. Raises StateConflictError on a key that is not suspended, or has expired meanwhile."""
+    if key.state != KeyState.SUSPENDED:
+        raise StateConflictError(f"Only a suspended key is resumed; this one is {key.state}.")
+    if key.expires_at is not None and grant.at >= key.expires_at:
+        raise StateConflictError("The key has expired; resuming would not make it good again.")
+    permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
+    # A deletion that is merely due may be under way: that one is brought back like one that was done.
+    is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
+    material = Material.RESTORE_DUE if is_hidden else Material(key.material)
+    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
+
+
+def revoke_key(
+    grant: Grant,
+    key: Key,
+    reason: RevocationReason,
+    *,
+    evidence: Sequence[str] = (),
+) -> Record:
+    """Refused from now on, for ever; needs neither the secret backend nor the broker. `evidence` is cited.
+
+    A key that is dead already stays as it is, and the answer is the same (repeatable); only a report of
+    compromise still marks one that was merely deactivated. Merchant and operators are told, and alarmed when the
+    credential has no usable key left.
+    """
+    with _as_it_is(grant, key):
+        return _revoke(grant, key, reason, evidence)
+
+
+def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence[str]) -> Record:
+    if reason is RevocationReason.KEY_COMPROMISE:
+        return _report_compromise(grant, key)
+    if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
+        with recorded(grant, _REVOKE, "key.revoke_repeated", account=key.credential.account, **_about(key)) as record:
+            pass
+        # Whoever asks again may have lost the answer to a commit, and this host with it the news.
+        tell_host([key.alters()])
+        return record
+    if key.state == KeyState.PRE_ACTIVATION:
+        return burn_key(grant, key)
+    return _move(
+        grant,
+        _REVOKE,
+        key,
+        state_after(reason),
+        "key.revoked",
+        notice=NoticeKind.KEY_REVOKED,
+        details={"reason": reason.value, "evidence": list(evidence)},
+        deactivated_at=grant.at,
+        retirement=Retirement.REVOKED,
+        reason=reason,
+        material=_to_destroy(key),
+    )
+
+
+def report_compromise(grant: Grant, key: Key, *, why: str = "") -> Record:
+    """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone; an alarm.
+
+    `why` is kept in the audit log.
+    """
+    with _as_it_is(grant, key):
+        return _report_compromise(grant, key, why)
+
+
+def revoke_own_key(grant: Grant, key: Key) -> int:
+    """Whoever presented the key ends it, as compromised: the sequence of its end, the same however often asked.
+
+    A repeat writes nothing, so that nobody fills the audit log with it, and is counted before anything is read for it.
+    Raises RateLimitedError when it comes too often, PermissionMissingError on any other key than the presented one.
+    """
+    if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
+        raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
+    ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
+    is_repeat = key.state in ended
+    if is_repeat:
+        spend_repeat(key.key_id)
+    else:
+        with _as_it_is(grant, key):
+            is_repeat = key.state in ended
+            if not is_repeat:
+                _report_compromise(grant, key)
+    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _NEWS):
+        tell_host([key.alters()])  # as in `_revoke`; later nobody vouches for what was before
+    return last_sequence(key)
+
+
+@contextmanager
+def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
+    """Whoever ends a key by hand ends it as it is now, whatever was written since they looked.
+
+    Our own engine ends what it saw, or nothing.
+    """
+    with transaction.atomic():
+        if not isinstance(grant.principal, System):
+            key.refresh_from_db(from_queryset=_keys().select_for_update(of=("self",)))
+        yield
+
+
+def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
+    permissions = frozenset({P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE, P.KEYS_REVOKE_SELF})
+    if key.state in {KeyState.COMPROMISED, KeyState.DESTROYED}:
+        with recorded(
+            grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
+        ) as record:
+            pass
+        tell_host([key.alters()])  # as in `_revoke`
+        return record
+    return _move(
+        grant,
+        permissions,
+        key,
+        KeyState.COMPROMISED,
+        "key.compromised",
+        notice=NoticeKind.KEY_COMPROMISED,
+        details={
+            "reason": RevocationReason.KEY_COMPROMISE.value,
+            "was": key.state,
+            **({"why": clean_text(why, 300)} if why else {}),
+        },
+        compromised_at=grant.at,
+        reason=RevocationReason.KEY_COMPROMISE,
+        material=_to_destroy(key),
+    )
+
+
+def burn_key(grant: Grant, key: Key) -> Record:
+    """Ends a key that nobody was given: it never verified, or must never verify again."""
+    permissions = _REVOKE | {P.ROTATIONS_WRITE}
+    material = _to_destroy(key)
+    if key.state == KeyState.PRE_ACTIVATION:
+        return _move(
+            grant, permissions, key, KeyState.DESTROYED, "key.burned", destroyed_at=grant.at, material=material
+        )
+    return _move(
+        grant,
+        permissions,
+        key,
+        KeyState.DEACTIVATED,
+        "key.burned",
+        deactivated_at=grant.at,
+        retirement=Retirement.REVOKED,
+        reason=RevocationReason.CESSATION_OF_OPERATION,
+        material=material,
+    )
+
+
+def end_again(grant: Grant, key: Key, reason: RevocationReason, **details: JsonValue) -> Record:
+    """Ends a key that had ended, and that a restored database has brought back; everybody was told at the time."""
+    state = state_after(reason)
+    if key.state == KeyState.PRE_ACTIVATION and state is KeyState.DEACTIVATED:
+        state = KeyState.DESTROYED
+    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _to_destroy(key)}
+    if state is not KeyState.DESTROYED:
+        stamps["reason"] = reason
+    if state is KeyState.DEACTIVATED:
+        stamps["retirement"] = Retirement.REVOKED
+    told: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
+    return _move(
+        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=told, **stamps
+    )
+
+
+def expire_key(grant: Grant, key: Key) -> None:
+    """Records what the clock has decided already: every verdict judges expiry by itself."""
+    if key.expires_at is None or grant.at < key.expires_at:
+        raise StateConflictError("The key has not expired.")
+    _move(
+        grant,
+        _ENGINE,
+        key,
+        KeyState.DEACTIVATED,
+        "key.expired",
+        deactivated_at=grant.at,
+        retirement=Retirement.EXPIRED,
+        material=_to_destroy(key),
+        notice=NoticeKind.KEY_REVOKED,
+    )
+
+
+def list_expired(now: datetime) -> list[Key]:
+    """Of the environments that this process serves, the longest expired first."""
+    living = _keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)
+    served = living.filter(credential__account__environment__in=settings.ENVIRONMENTS)
+    return list(served.order_by("expires_at")[:100])
+
+
+def get_key(key_id: str) -> Key | None:
+    return _keys().filter(key_id=key_id).first()
+
+
+def last_sequence(key: Key) -> int:
+    """The sequence with which the key ended: what a repeated revocation, which changes nothing, answers with.
+
+    Of a key that lives, that of its latest change. What is written later (its material was destroyed) ends nothing.
+    """
+    changes = Change.objects.filter(subject_kind="key", subject_id=key.key_id)
+    ended_at = key.compromised_at or key.deactivated_at or key.destroyed_at
+    if ended_at is not None:
+        changes = changes.filter(at__lte=ended_at)
+    change = changes.order_by("-sequence").first()
+    return 0 if change is None else change.sequence
+
+
+def describe_key(key: Key) -> dict[str, Any]:
+    """What every door tells about a key: never material, nor anything made of it."""
+    use = KeyUse.objects.filter(key=key).first()
+    credential = key.credential
+    return {
+        "key_id": key.key_id,
+        "state": key.state,
+        "kind": credential.kind,
+        "credential_id": credential.credential_id,
+        "merchant_id": credential.account.merchant_id,
+        "environment": credential.account.environment,
+        "created_at": key.created_at,
+        "activated_at": key.activated_at,
+        "expires_at": key.expires_at,
+        "first_used_at": use.first_at if use else None,
+        "last_used_at": use.last_at if use else None,
+        "retirement": key.retirement,
+        "reason": key.reason,
+    }
+
+
+def usable_keys(credential_id: str, now: datetime) -> QuerySet[Key]:
+    """Those of the credential that verify now, as long as its merchant and account are active."""
+    unexpired = Q(expires_at__isnull=True) | Q(expires_at__gt=now)
+    keys: QuerySet[Key] = Key.objects.filter(unexpired, credential_id=credential_id, state=KeyState.ACTIVE)
+    return keys
+
+
+def _keys() -> QuerySet[Key]:
+    return Key.objects.select_related("credential__account__merchant")
+
+
+def _about(key: Key) -> dict[str, JsonValue]:
+    return {"key_id": key.key_id, "credential_id": key.credential_id}
+
+
+def _to_destroy(key: Key) -> Material:
+    is_gone = key.material in {Material.NONE, Material.DESTROYED}
+    return Material(key.material) if is_gone else Material.DESTROY_DUE
+
+
+def _is_overtaken(key: Key) -> bool:
+    """Whether the credential's newest version is another key's, as far as our rows know."""
+    others = Key.objects.filter(credential_id=key.credential_id).exclude(pk=key.pk)
+    return others.filter(backend_version__gt=key.backend_version).exists()
+
+
+def _move(
+    grant: Grant,
+    permissions: frozenset[P],
+    key: Key,
+    state: KeyState,
+    event: str,
+    *,
+    notice: NoticeKind | None = None,
+    details: dict[str, JsonValue] | None = None,
+    **stamps: object,
+) -> Record:
+    """One way of the transition table, in one transaction with its audit entry, change row and notices."""
+    if not may_become(KeyState(key.state), state):
+        raise StateConflictError(
+            f"A key that is {key.state} cannot become {state}.", internal=f"{key.key_id}: {key.state} to {state}"
+        )
+    with recorded(
+        grant, permissions, event, account=key.credential.account, **_about(key), **(details or {})
+    ) as record:
+        if state is KeyState.ACTIVE:
+            _require_room(key)
+        was_active = key.state == KeyState.ACTIVE
+        key.compare_and_swap(state=state, **stamps)
+        if notice is not None:
+            _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
+        if was_active and event in _TAKES_AWAY:
+            _alarm_if_last(grant, key)
+    return record
+
+
+_TAKES_AWAY = frozenset({"key.revoked", "key.compromised", "key.expired"})
+"""What may leave a credential without a usable key. A burned one was in nobody's hands, a suspended one comes back."""
+
+
+def _alarm_if_last(grant: Grant, key: Key) -> None:
+    """Inside the transaction that took the key away. Not of a merchant that leaves: there it is what was asked for.
+
+    A key that another transaction holds this moment may be going too: it is not counted on, so that of two
+    revocations at once at least one raises the alarm, and neither waits for the other.
+    """
+    if key.credential.account.merchant.status == MerchantStatus.OFFBOARDED:
+        return
+    others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk)
+    if not list(others.select_for_update(skip_locked=True, no_key=True)):
+        why = str(key.reason or key.retirement)
+        _announce(grant, NoticeKind.CREDENTIAL_WITHOUT_KEY, key, key.credential_id, why)
+
+
+def _announce(grant: Grant, notice: NoticeKind, key: Key, subject: str, reason: str) -> None:
+    account, credential_id = key.credential.account, key.credential_id
+    announce(grant, notice, account, subject, reason=reason, key_id=key.key_id, credential_id=credential_id)
+
+
+def _require_room(key: Key) -> None:
+    """Inside the transaction. The credential's row is locked, so that two activations are counted one by one; the
+    account's too, so that its merchant leaves either before (and this stops) or after, and finds the key."""
+    rows = Credential.objects.select_related("account").select_for_update(no_key=True, of=("self", "account"))
+    account = rows.get(pk=key.credential_id).account
+    # Read once the lock is held: what was read with it may be older.
+    if Merchant.objects.get(pk=account.merchant_id).status == MerchantStatus.OFFBOARDED:
+        raise StateConflictError("The merchant has left; its credentials get no keys any more.")
+    verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
+    if verifying.count() >= MAX_VERIFYING:
+        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")

@@ -1,0 +1,148 @@
+"""Progressive re-hash: a key that was just proved by an older pepper gets its digest by the newest one.
+
+Only whoever is shown the string can make the new digest, so it is made in memory when the key is proved, and written
+a moment later by the thread that reports usage. What is lost on the way costs nothing: the next proof makes it again.
+Customer access tokens are left alone: none lives longer than a day.
+"""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import WORKER
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import Peppers
+from keyvault.domain.keys import DEAD_STATES
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, Key, ServiceToken
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
+
+_MOST_PENDING: Final = 5_000
+_AT_ONCE: Final = 100
+"""Keys of one account written in one transaction, with one audit entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehash:
+    """What a stored digest may be replaced with, as long as it is still the one that was proved."""
+
+    digest: bytes = field(repr=False)
+    pepper_version: int
+    new_digest: bytes = field(repr=False)
+    new_pepper_version: int
+
+    @property
+    def seen(self) -> dict[str, object]:
+        return {"digest": self.digest, "pepper_version": self.pepper_version}
+
+    @property
+    def changes(self) -> dict[str, object]:
+        return {"digest": self.new_digest, "pepper_version": self.new_pepper_version}
+
+
+class PendingRehashes:
+    """Of this process. Bounded: what finds no room is made again by the next proof."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[type[Key | ServiceToken], str], Rehash] = {}
+
+    def note_proof(
+        self,
+        kind: type[Key | ServiceToken],
+        identity: str,
+        text: Plaintext,
+        proved: tuple[bytes, int],
+        peppers: Peppers,
+    ) -> None:
+        """`proved`: the stored digest and its pepper version, which `text` was found to match. Some microseconds, so
+        that the verifier's engine asks only where there is something to note."""
+        digest, version = proved
+        if version >= peppers.current_version:
+            return
+        with self._lock:
+            if len(self._pending) < _MOST_PENDING:
+                self._pending[kind, identity] = Rehash(digest, version, *peppers.digest(text))
+
+    def write(self, now: datetime) -> None:
+        """Writes what is pending. What cannot be written now is dropped, and raises."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        _rehash_keys({identity: rehash for (kind, identity), rehash in pending.items() if kind is Key}, now)
+        for (kind, identity), rehash in sorted(pending.items(), key=lambda item: item[0][1]):
+            if kind is ServiceToken:
+                rehash_service_token(identity, rehash, now)
+
+    def forget(self) -> None:
+        """In a forked child: what is pending is the parent's to write."""
+        self.__init__()  # type: ignore[misc]  # its own, which takes nothing
+
+
+pending_rehashes = PendingRehashes()
+"""This process's own."""
+
+os.register_at_fork(after_in_child=pending_rehashes.forget)
+
+
+def _rehash_keys(rehashes: Mapping[str, Rehash], now: datetime) -> None:
+    """In the transactions of their accounts."""
+    accounts: dict[int, list[str]] = defaultdict(list)
+    for chosen in _batches(sorted(rehashes), _AT_ONCE):
+        for key_id, account in Key.objects.filter(key_id__in=chosen).values_list("key_id", "credential__account_id"):
+            accounts[account].append(key_id)
+    for pk, key_ids in accounts.items():
+        account = Account.objects.select_related("merchant").get(pk=pk)
+        for chosen in _batches(key_ids, _AT_ONCE):
+            rehash_keys(account, {key_id: rehashes[key_id] for key_id in chosen}, now)
+
+
+def rehash_keys(account: Account, rehashes: Mapping[str, Rehash], now: datetime) -> None:
+    """Replaces digests of keys of one account, in one transaction with one audit entry, which names them.
+
+    Compare-and-swap on the digest and its version, never on the row's: whoever revokes or suspends the key at the same
+    moment wins. A key that somebody else has locked is left for the next proof, so that nobody waits for this; a dead
+    one keeps its digest.
+    """
+    grant = authorize(WORKER, Permission.KEYS_REHASH, account, now=now)
+    rows = Key.objects.filter(key_id__in=rehashes, credential__account=account).exclude(state__in=DEAD_STATES)
+    with (
+        suppress(_NothingToDoError),
+        recorded(grant, Permission.KEYS_REHASH, "key.rehashed", account=account) as record,
+    ):
+        done: dict[str, JsonValue] = {}
+        for row in rows.order_by("key_id").select_for_update(of=("self",), skip_locked=True, no_key=True):
+            rehash = rehashes[row.key_id]
+            if row.swap_beside(rehash.seen, **rehash.changes):
+                done[row.key_id] = rehash.new_pepper_version
+        if not done:
+            raise _NothingToDoError
+        record.details["pepper_versions"] = done
+
+
+def rehash_service_token(token_id: str, rehash: Rehash, now: datetime) -> None:
+    """The same for a service token that was not revoked."""
+    grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
+    rows = ServiceToken.objects.filter(token_id=token_id, revoked_at__isnull=True)
+    event, number = "service_token.rehashed", rehash.new_pepper_version
+    with (
+        suppress(_NothingToDoError),
+        recorded(grant, Permission.KEYS_REHASH, event, token_id=token_id, pepper_version=number),
+    ):
+        row = rows.select_for_update(of=("self",), skip_locked=True, no_key=True).first()
+        if row is None or not row.swap_beside(rehash.seen, **rehash.changes):
+            raise _NothingToDoError
+
+
+class _NothingToDoError(Exception):
+    """Somebody was faster: no row was written, and so there is nothing to record."""
+
+
+def _batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (names[start : start + size] for start in range(0, len(names), size))

@@ -1,0 +1,255 @@
+"""The limits of this process: of accounts and endpoints, and of failed proofs by the end client's address.
+
+Numbers are `access.limits`, stores `services.limit_stores`. Here is what becomes of a request when the store is
+lost: it spends from buckets of this process, a share of each limit, or is refused where its endpoint wants that.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from ipaddress import IPv6Address, IPv6Network, ip_address
+
+from django.conf import settings
+
+from keyvault.access.limits import FAILED_PROOF_LIMIT, REPEAT_LIMIT, Bucket, Limit, RateLimitedError, Spend, fallback
+from keyvault.domain.errors import DependencyUnavailableError
+from keyvault.domain.keys import KeyKind
+from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, PipelinedStore, RedisStore
+
+_log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+"""A lost store is left alone that long: not every request shall wait for it in vain."""
+
+_MOST_ADDRESSES = 50_000
+
+_LOOK_UPS = 2
+"""So many look-ups at once for all addresses together that are over their limit."""
+
+
+class StoreWatch:
+    """What this process knows of its shared store: whether it is lost, and when to try it again."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._retry_at: float | None = None  # None: the store is there
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """To ask the store in. Raises LimitStoreLostError at once while it is left alone; tells news to the log."""
+        if not self._may_try():
+            raise LimitStoreLostError("left alone")
+        try:
+            yield
+        except LimitStoreLostError as error:
+            self._note_lost(error)
+            raise
+        self._note_back()
+
+    def _may_try(self) -> bool:
+        """Whether the store is there, or it is this request's turn to see whether it is back."""
+        if self._retry_at is None:
+            return True
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            now = self._monotonic()
+            if now < self._retry_at:
+                return False
+            self._retry_at = now + RETRY_SECONDS
+            return True
+
+    def _note_lost(self, error: LimitStoreLostError) -> None:
+        with self._lock:
+            is_news = self._retry_at is None
+            self._retry_at = self._monotonic() + RETRY_SECONDS
+        if is_news:
+            _log.warning("limit store lost", extra={"why": str(error)})
+
+    def _note_back(self) -> None:
+        if self._retry_at is None:
+            return
+        with self._lock:
+            is_news = self._retry_at is not None
+            self._retry_at = None
+        if is_news:
+            _log.warning("limit store back")
+
+
+class Limiter:
+    """Spends from the store; while that is lost, `fallback_percent` of each limit from the other one.
+
+    Limiters of one store share its watch, so that a lost one holds up one request a second in all.
+    """
+
+    def __init__(
+        self,
+        store: LimitStore,
+        fallback_store: LocalStore | None,
+        fallback_percent: int,
+        monotonic: Callable[[], float] = time.monotonic,
+        watch: StoreWatch | None = None,
+    ) -> None:
+        self.store = store
+        self.watch = watch or StoreWatch(monotonic)
+        self._fallback_store = fallback_store
+        self._fallback_percent = fallback_percent
+
+    def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+        """All buckets or none. Raises DependencyUnavailableError when the store is lost and nothing may stand in."""
+        with suppress(LimitStoreLostError), self.watch.asking():
+            return self.store.spend(buckets, cost)
+        return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
+
+    async def spend_soon(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+        """The same in asyncio, where nothing waits for the store but the caller."""
+        if not isinstance(self.store, PipelinedStore):
+            return self.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
+        with suppress(LimitStoreLostError), self.watch.asking():
+            return await self.store.spend_soon(buckets, cost)
+        return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
+
+    async def close_soon(self) -> None:
+        """Lets go of what the store keeps open for the running loop, which is about to end."""
+        if isinstance(self.store, PipelinedStore):
+            await self.store.close_soon()
+
+    def spend_share(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool) -> Spend:
+        """What becomes of a request while the store is lost.
+
+        A cost beyond the smaller burst takes all of it: with less, such a request could never pass.
+        """
+        if refuse_on_loss or self._fallback_store is None:
+            raise DependencyUnavailableError(
+                "The limits of this endpoint cannot be checked right now.",
+                internal="limit store lost",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        shares = [
+            Bucket(bucket.policy, bucket.key, fallback(bucket.limit, self._fallback_percent)) for bucket in buckets
+        ]
+        return self._fallback_store.spend(shares, min(cost, *(share.limit.count for share in shares)))
+
+
+class FailedProofs:
+    """Failed proofs by the end client's address. No address, no limit; a valid key passes, whatever came before it."""
+
+    def __init__(
+        self, limiter: Limiter, monotonic: Callable[[], float] = time.monotonic, own: Limiter | None = None
+    ) -> None:
+        self._limiter = limiter
+        self._own = own or limiter
+        self._monotonic = monotonic
+        self._over_until: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._slow_lane = threading.BoundedSemaphore(_LOOK_UPS)
+
+    def note(self, address: str | None) -> int | None:
+        """Counts one; the seconds after which to come back when this address has had too many."""
+        return self._count(self._limiter, address)
+
+    def note_here(self, address: str | None) -> int | None:
+        """The same without I/O, for an event loop: in this process alone.
+
+        So an address has the whole limit once with each such process, and once with all the others together.
+        """
+        return self._count(self._own, address)
+
+    def _count(self, limiter: Limiter, address: str | None) -> int | None:
+        source = source_of(address)
+        if source is None:
+            return None
+        limit = FAILED_PROOF_LIMIT
+        spend = limiter.spend([Bucket("proof", f"kv:limit:{{proof:{source}}}:{limit}", limit)], 1)
+        if spend.allowed:
+            return None
+        self._remember(source, self._monotonic() + spend.retry_after_seconds)
+        return spend.retry_after_seconds
+
+    @contextmanager
+    def look_up(self, address: str | None) -> Iterator[None]:
+        """To look a key up in. Those of addresses over their limit wait for each other, all others for nobody."""
+        if self.is_over(address):
+            with self._slow_lane:
+                yield
+        else:
+            yield
+
+    def is_over(self, address: str | None) -> bool:
+        """Whether this address has failed too often lately."""
+        source = source_of(address) if self._over_until else None
+        return source is not None and self._over_until.get(source, 0) > self._monotonic()
+
+    def _remember(self, source: str, until: float) -> None:
+        with self._lock:
+            self._over_until.pop(source, None)
+            self._over_until[source] = until
+            if len(self._over_until) > _MOST_ADDRESSES:
+                del self._over_until[next(iter(self._over_until))]
+
+
+def account_buckets(
+    account_id: int,
+    kind: KeyKind,
+    account_limit: Limit,
+    endpoint_name: str,
+    endpoint_limit: Limit | None,
+    *,
+    account_setting: str = "",
+    endpoint_setting: str = "",
+) -> tuple[Bucket, ...]:
+    """What a request spends from: the account's bucket, and the endpoint's where it has a limit.
+
+    Both keys of a rotation draw from one bucket, which is the account's. Public and private keys draw apart: shoppers
+    cannot use up what the merchant's backend needs. The limit is part of the name, and so is which setting it comes
+    from (`…_setting`: a row and its version), so that a changed one starts full, also when it is changed back.
+    """
+    prefix = f"kv:limit:{{{account_id}}}:{kind}"
+    account = Bucket("account", f"{prefix}:account:{account_setting}:{account_limit}", account_limit)
+    if endpoint_limit is None:
+        return (account,)
+    place = f"{prefix}:endpoint:{endpoint_name}:{endpoint_setting}:{endpoint_limit}"
+    return (account, Bucket("endpoint", place, endpoint_limit))
+
+
+def spend_repeat(key_id: str) -> None:
+    """Count one repeated revocation by the holder of that key, who has proved it. Raises RateLimitedError."""
+    bucket = Bucket("repeat", f"kv:limit:{{repeat:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
+    spend = limiter().spend([bucket], 1)
+    if not spend.allowed:
+        raise RateLimitedError(spend)
+
+
+@cache
+def limiter() -> Limiter:
+    """Of accounts and endpoints. Raises ValueError for a Redis URL that is none."""
+    percent = settings.LIMIT_FALLBACK_PERCENT
+    if not settings.REDIS_URL:
+        return Limiter(LocalStore(), None, percent)
+    return Limiter(RedisStore(settings.REDIS_URL), LocalStore(), percent)
+
+
+@cache
+def failed_proofs() -> FailedProofs:
+    """Has buckets of its own, so that a flood of addresses cannot push those of accounts out."""
+    local = LocalStore(capacity=_MOST_ADDRESSES)
+    own = Limiter(local, None, fallback_percent=100)
+    if not settings.REDIS_URL:
+        return FailedProofs(own)
+    shared = limiter()
+    return FailedProofs(Limiter(shared.store, local, fallback_percent=100, watch=shared.watch), own=own)
+
+
+def source_of(address: str | None) -> str | None:
+    """Return whom an address stands for: an IPv6 site has a /64 to choose from; an IPv4-mapped address is IPv4."""
+    try:
+        parsed = ip_address(address or "")
+    except ValueError:
+        return None
+    if not isinstance(parsed, IPv6Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or IPv6Network((int(parsed), 64), strict=False))

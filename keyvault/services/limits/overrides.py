@@ -1,0 +1,122 @@
+"""The limits that operators set: of an account, of an endpoint in an environment, of the pair. The next request
+spends by them; a changed limit starts full."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from django.db import IntegrityError
+
+from keyvault.access.catalog import Endpoint
+from keyvault.access.decision import Grant
+from keyvault.access.limits import Limit
+from keyvault.access.permissions import Permission
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.models import Account, LimitOverride
+from keyvault.services.catalog.catalog import endpoint_limit, find_endpoint, limit_of
+from keyvault.services.limits.defaults import default_limit
+from keyvault.services.recording.transaction import recorded
+
+NO_ACCOUNT = 0
+"""No account's row has this id."""
+
+
+class LimitSource(StrEnum):
+    """Who says so: the account's own limit, the endpoint's in the environment, the pair's, or nobody in particular."""
+
+    ACCOUNT = "account"
+    ENDPOINT = "endpoint"
+    PAIR = "pair"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitInForce:
+    """None: no limit of its own, as endpoints have none unless they are given one."""
+
+    limit: Limit | None
+    source: LimitSource
+
+
+def set_account_limit(grant: Grant, account: Account, limit: Limit | None) -> None:
+    """None clears it: the environment's default holds again."""
+    before = limit_of(account.limit_count, account.limit_seconds)
+    if limit is None and before is None:
+        return
+    with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, old=_told(before), new=_told(limit)):
+        account.compare_and_swap(**_columns(limit))
+
+
+def set_endpoint_limit(
+    grant: Grant, environment: Environment, endpoint_name: str, limit: Limit | None, account: Account | None = None
+) -> LimitOverride | None:
+    """The endpoint's limit for this account, or (None) for every account of the environment. A limit of None clears it.
+
+    The grant is for the account, or for the platform. Answers the row, None when there was nothing to clear. Raises
+    RequestInvalidError for an endpoint that is not in the catalog, or that no limit holds back.
+    """
+    row: LimitOverride | None = LimitOverride.objects.filter(
+        account=account, environment=environment, endpoint=endpoint_name
+    ).first()
+    if limit is not None or row is None:
+        _require_limitable(endpoint_name)
+    before = None if row is None else limit_of(row.limit_count, row.limit_seconds)
+    if limit is None and before is None:
+        return row
+    details: dict[str, JsonValue] = {"environment": environment, "endpoint": endpoint_name}
+    details |= {"old": _told(before), "new": _told(limit)}
+    try:
+        with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, **details):
+            if row is not None:
+                return row.compare_and_swap(**_columns(limit))
+            row = LimitOverride(
+                account=account, environment=environment, endpoint=endpoint_name, created_at=grant.at, **_columns(limit)
+            )
+            row.save()
+    except IntegrityError as error:
+        raise StateConflictError("Somebody else set this limit at the same moment. Look at it again.") from error
+    return row
+
+
+def account_limit_in_force(account: Account) -> LimitInForce:
+    own = limit_of(account.limit_count, account.limit_seconds)
+    if own is not None:
+        return LimitInForce(own, LimitSource.ACCOUNT)
+    return LimitInForce(default_limit(Environment(account.environment)), LimitSource.DEFAULT)
+
+
+def endpoint_limit_in_force(
+    environment: Environment, endpoint_name: str, account: Account | None = None
+) -> LimitInForce:
+    """The endpoint's limit for that account; None: for those without one of their own. Raises RequestInvalidError."""
+    endpoint = _require_limitable(endpoint_name)
+    limit, row = endpoint_limit(NO_ACCOUNT if account is None else account.pk, environment, endpoint)
+    if row is None:
+        return LimitInForce(limit, LimitSource.DEFAULT)
+    return LimitInForce(limit, LimitSource.ENDPOINT if row.account_id is None else LimitSource.PAIR)
+
+
+def _require_limitable(endpoint_name: str) -> Endpoint:
+    endpoint = find_endpoint(endpoint_name)
+    if not isinstance(endpoint, Endpoint):
+        fault = "there is no such endpoint in the catalog"
+    elif not endpoint.spends:
+        fault = "no limit holds back a request for it"
+    else:
+        return endpoint
+    raise RequestInvalidError("There is no limit to set there.", [Fault("/endpoint", fault)])
+
+
+def _event(limit: Limit | None) -> str:
+    return "limit.cleared" if limit is None else "limit.set"
+
+
+def _columns(limit: Limit | None) -> dict[str, int | None]:
+    if limit is None:
+        return {"limit_count": None, "limit_seconds": None}
+    return {"limit_count": limit.count, "limit_seconds": limit.seconds}
+
+
+def _told(limit: Limit | None) -> JsonValue:
+    return None if limit is None else {"count": limit.count, "seconds": limit.seconds}

@@ -1,0 +1,334 @@
+"""What falls due by itself, found in the database and done one by one; each may be killed and run again."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from django.conf import settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import WORKER
+from keyvault.backends.base import BackendDeniedError
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.models import Account, Credential, IssuanceRequest, Key, ProviderConnection
+from keyvault.services import idempotency, offboarding
+from keyvault.services.change_feed import follower
+from keyvault.services.issuance import collection
+from keyvault.services.issuance import requests as issuance
+from keyvault.services.keys import lifecycle
+from keyvault.services.pepper_rotation import propagation
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.revocations import log_backfill
+from keyvault.services.secrets import provider_connections, stored_copies
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.sessions import sign_in
+from keyvault.services.usage import recorder
+from keyvault.services.verification import refusals
+from keyvault.services.webhooks import deliveries, endpoints
+from keyvault.services.work import leases
+from keyvault.services.work.leases import Lease
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 100
+
+_FAILURES = 3
+"""Calls in a row that the backend does not answer: then it is away, and the rest waits."""
+
+_UPKEEP_SECONDS = 20.0
+"""A step of the upkeep begins calls to the backend for so long."""
+
+_STRANGER_AGAIN = timedelta(hours=1)
+"""The reconciler tells of it; a person sees to it."""
+
+_USED_AGAIN = timedelta(days=1)
+"""The sweep comes by every few seconds, a person does not."""
+
+_Row = TypeVar("_Row", Key, Credential, ProviderConnection)
+
+
+def issue_due() -> int:
+    """Issues every approved request that nobody is at work on; how many it issued."""
+    now = datetime.now(UTC)
+    requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved()}
+    return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
+
+
+def issue_one(request: IssuanceRequest) -> bool:
+    """Whether this call issued it. A failure is noted on the lease and tried again later."""
+    now = datetime.now(UTC)
+    lease = leases.claim(f"issuance:{request.request_id}", now)
+    if lease is None:
+        return False
+    try:
+        fresh = issuance.get_request(request.request_id)
+        if fresh is None:
+            return False
+        issuance.issue_approved(fresh, lease, now)
+    except DependencyUnavailableError as error:
+        leases.pause(lease, now, error.internal or error.detail)
+        _log.warning("issuance paused", extra={"request_id": request.request_id, "why": error.internal})
+        return False
+    except KeyvaultError as error:
+        if isinstance(error, BackendDeniedError):
+            stored_copies.tell_of_refusal(_grant(request.account, now), request.account, "issuing", error)
+        leases.postpone(lease, now, error.internal or error.detail)
+        _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
+        return False
+    leases.release(lease)
+    return True
+
+
+def expire_due() -> None:
+    """Records expiries that the clock has decided: of requests nobody approved, and of keys."""
+    now = datetime.now(UTC)
+    for request in issuance.list_overdue(now):
+        with _one_by_one():
+            issuance.expire_issuance(_grant(request.account, now), request)
+    for key in lifecycle.list_expired(now):
+        with _one_by_one():
+            lifecycle.expire_key(_grant(key.credential.account, now), key)
+
+
+def burn_due() -> None:
+    """Ends the keys that nobody collected in time. One in use goes on, and is told of for a person to see to."""
+    now = datetime.now(UTC)
+    for request in issuance.list_uncollected(now):
+        with _one_by_one():
+            collection.burn_uncollected(_grant(request.account, now), request)
+    _used_uncollected.report(now)
+
+
+@dataclass(slots=True)
+class UsedUncollected:
+    """Reports keys that nobody collected and somebody uses: each once a day in each process, however many there are.
+
+    `after`: the last one reported. `again_at`: when to begin with the first one again; None: now.
+    """
+
+    after: tuple[datetime, str] | None = None
+    again_at: datetime | None = None
+
+    def report(self, now: datetime) -> None:
+        """Log the next ones, as many as one listing has."""
+        if self.again_at is None or now >= self.again_at:
+            self.after, self.again_at = None, now + _USED_AGAIN
+        for request in issuance.list_used_uncollected(now, self.after):
+            _log.warning(
+                "an uncollected key was used", extra={"request_id": request.request_id, "key_id": request.key_id}
+            )
+            if request.issued_at is not None:
+                self.after = request.issued_at, request.request_id
+
+
+_used_uncollected = UsedUncollected()
+
+
+def forget_due() -> None:
+    """What is kept for a while only: sealed secrets, answers to retries, explained refusals, old use and receipts,
+    sessions."""
+    now = datetime.now(UTC)
+    idempotency.shred_due(now)
+    idempotency.forget_expired(now)
+    refusals.forget_old(now)
+    deliveries.forget_old_deliveries(now)
+    recorder.forget_old(now)
+    follower.forget_old(now)
+    sign_in.forget_expired_sessions(now)
+
+
+def mend_journal() -> None:
+    """Appends to this host's journal of revocations what it lacks, a bounded number at a time."""
+    log_backfill.heal_journal(datetime.now(UTC))
+
+
+def destroy_due() -> None:
+    """Destroys the secret backend's copies of keys that are dead, were to be shown only once, or given to nobody."""
+    _burn_withdrawn(datetime.now(UTC))
+    due = stored_copies.list_to_destroy()
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        if own := [key for key in due if key.credential.environment is environment]:
+            with _alone(environment) as goes_on:
+                _destroy(own, goes_on)
+
+
+def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
+    """Until the backend refuses us, or does not answer some times in a row: each further call would be for nothing."""
+    unanswered = 0
+    for key in due:
+        if unanswered >= _FAILURES or not goes_on():
+            return
+        now, account = datetime.now(UTC), key.credential.account
+        with _one_by_one():
+            try:
+                stored_copies.destroy_string(_grant(account, now), key)
+                unanswered = 0
+            except DependencyUnavailableError:
+                unanswered += 1
+                raise
+            except BackendDeniedError as error:
+                unanswered = _FAILURES
+                stored_copies.tell_of_refusal(_grant(account, now), account, "destroying copies", error)
+                raise
+
+
+def renew_peppers() -> None:
+    """Takes new pepper versions into use once every process has them, and moves what is sealed to the newest."""
+    load_peppers.refresh_if_due()
+    now = datetime.now(UTC)
+    for version in propagation.list_staged():
+        with _one_by_one():
+            if propagation.is_everywhere(version, now):
+                grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
+                propagation.begin_hashing(grant, version)
+    for endpoint in endpoints.list_to_reseal():
+        with _one_by_one():
+            grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
+            endpoints.reseal_secrets(grant, endpoint)
+
+
+def watch_backend() -> None:
+    """Asks the secret backend how it is, for /metrics and the log; nothing waits for the answer."""
+    health = secret_backend().health()
+    if not health.ready:
+        _log.warning("the secret backend is not ready", extra={"why": health.detail})
+
+
+def settle_due() -> None:
+    """Hides the backend's copies of keys in quarantine, and brings back those of keys that left it.
+
+    A backend that is away holds up no more than its own environment, and no rotation.
+    """
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        rows = {stored_copies.copy_subject(key): key for key in stored_copies.list_unsettled(environment)}
+        _take_turns(environment, rows, _settle)
+
+
+def leave_due() -> None:
+    """Makes the backend forget the paths of credentials whose merchants have left, once nothing is left there."""
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        rows = {offboarding.path_subject(row): row for row in offboarding.list_to_forget(environment)}
+        _take_turns(environment, rows, _leave)
+
+
+def settle_connections_due() -> None:
+    """Brings the providers' credentials in the backend together with their rows, and erases those of removed ones."""
+    now = datetime.now(UTC)
+    rows = [*provider_connections.list_unsettled(now), *provider_connections.list_to_forget(now)]
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        own = {f"connection:{row.pk}": row for row in rows if row.account.environment == environment}
+        _take_turns(environment, own, _settle_connection)
+
+
+@contextmanager
+def _alone(environment: Environment) -> Iterator[Callable[[], bool]]:
+    """One worker at a time asks an environment's backend for the upkeep, for so long: a slow one must not keep every
+    thread from issuing and rotating. What it gives says whether to go on; what is left over is the next one's.
+    """
+    lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), now_or_never=True)
+    ends_at = time.monotonic() + _UPKEEP_SECONDS
+    if lease is None:
+        yield lambda: False
+        return
+    held = lease
+
+    def goes_on() -> bool:
+        if time.monotonic() >= ends_at:
+            return False
+        leases.renew(held, datetime.now(UTC))
+        return True
+
+    try:
+        with _one_by_one():
+            yield goes_on
+    finally:
+        leases.release(held)
+
+
+def _take_turns(
+    environment: Environment, rows: Mapping[str, _Row], step: Callable[[_Row, Lease, datetime], datetime | None]
+) -> None:
+    """Those whose time has come, each under its lease, until the backend does not answer or refuses us."""
+    if not rows:
+        return
+    with _alone(environment) as goes_on:
+        for subject in leases.list_due(rows, datetime.now(UTC))[:_AT_ONCE]:
+            if not goes_on() or not _is_answered(subject, rows[subject], step):
+                return
+
+
+def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
+    """One step under its lease. False: the next row would only find the same."""
+    now = datetime.now(UTC)
+    lease = leases.claim(subject, now)
+    if lease is None:
+        return True
+    try:
+        due_at = step(row, lease, now)
+    except DependencyUnavailableError as error:
+        leases.pause(lease, now, error.internal or error.detail, seconds=error.retry_after_seconds)
+        _log.warning("put off: the secret backend is away", extra={"subject": subject, "why": error.internal})
+        return False
+    except KeyvaultError as error:
+        leases.postpone(lease, now, error.internal or error.detail)
+        _log.warning("put off", extra={"subject": subject, "why": error.internal or error.detail})
+        if isinstance(error, BackendDeniedError):
+            account = row.credential.account if isinstance(row, Key) else row.account
+            stored_copies.tell_of_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
+            return False
+    else:
+        leases.release(lease, due_at=due_at)
+    return True
+
+
+def _settle_connection(row: ProviderConnection, lease: Lease, now: datetime) -> None:
+    grant = authorize(WORKER, Permission.BACKEND_RECONCILE, row.account, now=now)
+    if row.removed_at is None:
+        provider_connections.settle_connection(grant, row)
+    else:
+        provider_connections.forget_connection(grant, row)
+
+
+def _settle(row: Key, lease: Lease, now: datetime) -> None:
+    # Read again under the lease: what was listed may have been settled, or turned round, meanwhile.
+    key = lifecycle.get_key(row.key_id)
+    if key is not None:
+        stored_copies.settle_string(_grant(key.credential.account, now), key, lease)
+
+
+def _leave(row: Credential, lease: Lease, now: datetime) -> datetime | None:
+    """When to look again, where something stands there that is not ours to erase."""
+    is_forgotten = offboarding.forget_path(_grant(row.account, now), row)
+    return None if is_forgotten else now + _STRANGER_AGAIN
+
+
+def _burn_withdrawn(now: datetime) -> None:
+    """Under the lease of its issuance, so that no worker is in the middle of it."""
+    for request in issuance.list_withdrawn():
+        lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)
+        if lease is not None:
+            with _one_by_one():
+                issuance.burn_withdrawn(request, lease, now)
+            leases.release(lease)
+
+
+def _grant(account: Account, now: datetime) -> Grant:
+    return authorize(WORKER, Permission.ISSUANCE_EXECUTE, account, now=now)
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """One row's trouble is not the next one's; each is looked at again next time."""
+    try:
+        yield
+    except StateConflictError as error:
+        _log.info("somebody was faster", extra={"why": error.internal})
+    except KeyvaultError as error:
+        _log.warning("put off", extra={"why": error.internal or error.detail})

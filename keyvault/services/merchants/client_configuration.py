@@ -1,0 +1,105 @@
+"""What an account gives to browsers and apps: its client configuration, its origins, its customers' tokens' bound."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from django.db.models import TextField
+from django.db.models.functions import Cast
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.canonical import canonical_bytes
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.origins import find_origin_fault, is_origin
+from keyvault.domain.redaction import redact
+from keyvault.models import Account, MerchantStatus
+from keyvault.services.recording.transaction import recorded
+
+LARGEST_BYTES = 16_384
+MOST_ORIGINS = 50
+SHORTEST_SECONDS, LONGEST_SECONDS = 60, 86_400
+
+
+def set_client_configuration(grant: Grant, account: Account, configuration: Mapping[str, Any]) -> None:
+    """A JSON object that everybody may read. Raises RequestInvalidError on what is none, too large, or secret."""
+    if (fault := _configuration_fault(configuration)) is not None:
+        raise RequestInvalidError("The configuration does not fit.", [Fault("/configuration", fault)])
+    digest = sha256(canonical_bytes(configuration)).hexdigest()
+    with recorded(
+        grant, Permission.MERCHANTS_WRITE, "account.client_configuration_set", account=account, sha256=digest
+    ):
+        account.compare_and_swap(client_configuration=configuration)
+
+
+def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) -> None:
+    """Where the account's public keys may be used from in a browser, in place of what was listed before.
+
+    Raises RequestInvalidError, naming each that is no origin.
+    """
+    wanted = list(dict.fromkeys(origin.strip().lower() for origin in origins))
+    faults = [
+        Fault("/origins", f"line {number}: {fault}")
+        for number, origin in enumerate(wanted, 1)
+        if (fault := find_origin_fault(origin)) is not None
+    ]
+    if len(wanted) > MOST_ORIGINS:
+        faults = [Fault("/origins", f"at most {MOST_ORIGINS}")]
+    if faults:
+        raise RequestInvalidError("The origins do not fit.", faults)
+    with recorded(grant, Permission.MERCHANTS_WRITE, "account.origins_set", account=account, origins=wanted):
+        account.compare_and_swap(allowed_origins=wanted)
+
+
+def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> None:
+    """The longest life of a customer access token from now on; those that were issued keep theirs."""
+    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
+        fault = Fault("/seconds", f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}")
+        raise RequestInvalidError("The bound does not fit.", [fault])
+    with recorded(
+        grant, Permission.MERCHANTS_WRITE, "account.customer_token_bound_set", account=account, seconds=seconds
+    ):
+        account.compare_and_swap(customer_token_seconds=seconds)
+
+
+def is_listed_by_anybody(origin: str, environment: Environment) -> bool:
+    """Whether an active account of the environment lists the origin: all that a preflight, without a key, can ask."""
+    if not is_origin(origin):
+        return False
+    # Canonical origins hold nothing that JSON escapes, so that the quoted one stands in the list's text or nowhere.
+    return (
+        Account.objects.annotate(listed=Cast("allowed_origins", TextField()))
+        .filter(
+            environment=environment,
+            status=MerchantStatus.ACTIVE,
+            merchant__status=MerchantStatus.ACTIVE,
+            listed__contains=f'"{origin}"',
+        )
+        .exists()
+    )
+
+
+def is_listed_by(origin: str, merchant_id: str, environment: Environment) -> bool:
+    """Whether this merchant's account lists the origin."""
+    lists = Account.objects.filter(merchant=merchant_id, environment=environment).values_list(
+        "allowed_origins", flat=True
+    )
+    return is_origin(origin) and any(origin in origins for origins in lists)
+
+
+def _configuration_fault(configuration: object) -> str | None:
+    if not isinstance(configuration, Mapping):
+        return "a JSON object"
+    try:
+        text = canonical_bytes(configuration)
+    except (TypeError, ValueError, RecursionError):
+        return "JSON of texts, whole numbers, true, false and null; any other number as a text"
+    if len(text) > LARGEST_BYTES:
+        return f"at most {LARGEST_BYTES} bytes"
+    if b"\\u0000" in text:
+        return "no NUL character"
+    decoded = text.decode()
+    if redact(decoded) != decoded:
+        return "nothing that looks like a secret: everybody who has a public key can read this"
+    return None

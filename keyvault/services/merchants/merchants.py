@@ -1,0 +1,92 @@
+"""Merchants and their accounts."""
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.audit import account_chain
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
+from keyvault.domain.ids import is_merchant_id
+from keyvault.models import Account, Merchant, MerchantStatus
+from keyvault.services.recording.audit_chain import open_chain
+from keyvault.services.recording.transaction import recorded
+
+
+def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
+    """A merchant with an account, and an audit chain, in each environment.
+
+    Raises RequestInvalidError, listing what does not fit, StateConflictError on a merchant id that is taken.
+    """
+    faults = []
+    if not is_merchant_id(merchant_id):
+        faults.append(Fault("/merchant_id", "1 to 64 of a-z, 0-9 and inner hyphens"))
+    if (fault := find_text_fault(name, 200)) is not None:
+        faults.append(Fault("/name", fault))
+    if faults:
+        raise RequestInvalidError("The merchant cannot be made like that.", faults)
+    if Merchant.objects.filter(merchant_id=merchant_id).exists():
+        raise StateConflictError(f"There is a merchant {merchant_id} already.")
+    with recorded(grant, Permission.MERCHANTS_WRITE, "merchant.created", merchant_id=merchant_id, name=name):
+        merchant = Merchant(merchant_id=merchant_id, name=name, created_at=grant.at)
+        merchant.save()
+        for environment in Environment:
+            Account(merchant=merchant, environment=environment, created_at=grant.at).save()
+            open_chain(account_chain(merchant_id, environment))
+    return merchant
+
+
+def suspend_merchant(grant: Grant, merchant: Merchant) -> None:
+    """No key of the merchant is good anywhere until it is resumed."""
+    _set_merchant_status(grant, merchant, MerchantStatus.SUSPENDED, "merchant.suspended")
+
+
+def resume_merchant(grant: Grant, merchant: Merchant) -> None:
+    _set_merchant_status(grant, merchant, MerchantStatus.ACTIVE, "merchant.resumed")
+
+
+def suspend_account(grant: Grant, account: Account) -> None:
+    """No key of the merchant is good in this environment until it is resumed."""
+    _set_account_status(grant, account, MerchantStatus.SUSPENDED, "account.suspended")
+
+
+def resume_account(grant: Grant, account: Account) -> None:
+    _set_account_status(grant, account, MerchantStatus.ACTIVE, "account.resumed")
+
+
+def find_account(merchant_id: str, environment: str) -> Account:
+    """Raises NotFoundError."""
+    account: Account | None = (
+        Account.objects.select_related("merchant").filter(merchant=merchant_id, environment=environment).first()
+    )
+    if account is None:
+        raise NotFoundError(f"There is no merchant {merchant_id} in {environment}.")
+    return account
+
+
+def require_staying(account: Account) -> None:
+    """Inside the transaction that gives the merchant something: its account's row is locked, so that it leaves either
+    before, and this raises StateConflictError, or afterwards, and what was given is found. Other accounts do not wait.
+    """
+    Account.objects.select_for_update(no_key=True).get(pk=account.pk)
+    _refuse_offboarded(Merchant.objects.get(pk=account.merchant_id))
+
+
+def _refuse_offboarded(merchant: Merchant) -> None:
+    if merchant.status == MerchantStatus.OFFBOARDED:
+        raise StateConflictError("The merchant has left, and does not come back: make a new one.")
+
+
+def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatus, event: str) -> None:
+    _refuse_offboarded(merchant)
+    if merchant.status == status:
+        raise StateConflictError(f"The merchant is {status} already.")
+    with recorded(grant, Permission.MERCHANTS_WRITE, event, merchant_id=merchant.merchant_id):
+        merchant.compare_and_swap(status=status)
+
+
+def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, event: str) -> None:
+    _refuse_offboarded(account.merchant)
+    if account.status == status:
+        raise StateConflictError(f"The account is {status} already.")
+    with recorded(grant, Permission.MERCHANTS_WRITE, event, account=account):
+        account.compare_and_swap(status=status)

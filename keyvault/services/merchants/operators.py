@@ -1,0 +1,142 @@
+"""Operators: made, changed and disabled on the host, never in the console."""
+
+from collections.abc import Iterable
+
+from django.contrib.auth.models import Group
+from django.contrib.auth.password_validation import validate_password
+from django.core.exceptions import ValidationError
+from django.db.models import QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Channel
+from keyvault.access.principals import Operator as OperatorPrincipal
+from keyvault.access.roles import Role
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Operator
+from keyvault.services.recording.authorization import operator_principal
+from keyvault.services.recording.transaction import recorded
+
+
+def create_operator(
+    grant: Grant, *, username: str, roles: Iterable[Role], password: Plaintext, person: str | None = None
+) -> Operator:
+    """A log-in for the console. `person` names an existing human being when this is their second log-in.
+
+    Raises StateConflictError on a name that is taken, RequestInvalidError on a password that is too weak.
+    """
+    if Operator.objects.filter(username=username).exists():
+        raise StateConflictError(f"There is an operator {username} already.")
+    names = sorted(role.value for role in roles)
+    operator = Operator(username=username, is_staff=True)
+    if person is not None:
+        operator.person = person
+    _set_password(operator, password)
+    with recorded(grant, Permission.OPERATORS_WRITE, "operator.created", username=username, roles=names):
+        operator.save()
+        operator.groups.set(Group.objects.filter(name__in=names))
+    return operator
+
+
+def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> None:
+    """Replace a password, end every session and known device of the operator, and lift a lock of the name.
+
+    Raises RequestInvalidError on a password that is too weak, StateConflictError for a disabled operator.
+    """
+    _require_active(operator)
+    _set_password(operator, password)
+    with recorded(grant, Permission.OPERATORS_WRITE, "operator.password_reset", username=operator.username):
+        operator.compare_and_swap(password=operator.password)
+
+
+def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
+    """Replace an operator's roles, and end every session of theirs.
+
+    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    """
+    _require_active(operator)
+    before, after = operator.roles, frozenset(roles)
+    if before == after:
+        return
+    old: list[JsonValue] = [*sorted(before)]
+    new: list[JsonValue] = [*sorted(after)]
+    with recorded(
+        grant, Permission.OPERATORS_WRITE, "operator.roles_changed", username=operator.username, old=old, new=new
+    ):
+        if _ADMINISTRATOR in before - after:
+            _require_another_administrator(operator)
+        operator.groups.set(Group.objects.filter(name__in=sorted(after)))
+        operator.compare_and_swap()
+
+
+def disable_operator(grant: Grant, operator: Operator) -> None:
+    """Disable an operator permanently: no sign-in, no session and no command in that name from now on.
+
+    Raises StateConflictError for a disabled operator, and for the last active key administrator.
+    """
+    _require_active(operator)
+    with recorded(grant, Permission.OPERATORS_WRITE, "operator.disabled", username=operator.username):
+        if _ADMINISTRATOR in operator.roles:
+            _require_another_administrator(operator)
+        operator.compare_and_swap(is_active=False)
+
+
+def list_operators() -> QuerySet[Operator]:
+    """All operators by name, disabled ones too, with their groups."""
+    rows: QuerySet[Operator] = Operator.objects.order_by("username").prefetch_related("groups")
+    return rows
+
+
+def find_operator(username: str, host_user: str) -> OperatorPrincipal:
+    """The operator whom a command line names; that line proves nothing, so the host's user is kept beside it.
+
+    Raises NotFoundError when there is none, or the log-in is disabled.
+    """
+    row = Operator.objects.filter(username=username, is_active=True).first()
+    if row is None:
+        raise NotFoundError(f"There is no operator {username}.")
+    return operator_principal(row, Channel.COMMAND_LINE, host_user)
+
+
+def get_operator(username: str) -> Operator:
+    """The row of an operator, disabled or not. Raises NotFoundError."""
+    row: Operator | None = Operator.objects.filter(username=username).first()
+    if row is None:
+        raise NotFoundError(f"There is no operator {username}. `manage.py list_operators` lists them.")
+    return row
+
+
+def operator_row(principal: OperatorPrincipal) -> Operator:
+    return Operator.objects.get(username=principal.username)
+
+
+_ADMINISTRATOR = Role.KEY_ADMINISTRATOR
+
+
+def _require_active(operator: Operator) -> None:
+    if not operator.is_active:
+        raise StateConflictError(
+            f"Operator {operator.username} is disabled. Make a new one: "
+            f"manage.py create_operator NAME --role ROLE --same-person-as {operator.username}"
+        )
+
+
+def _require_another_administrator(operator: Operator) -> None:
+    """Inside the `recorded` block, under a lock on all administrators: two that end each other take turns."""
+    active = Operator.objects.select_for_update(of=("self",)).filter(is_active=True, groups__name=_ADMINISTRATOR)
+    if not any(other.pk != operator.pk for other in active.order_by("pk")):
+        raise StateConflictError(
+            f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
+            f"First make another: manage.py create_operator NAME --role {_ADMINISTRATOR}"
+        )
+
+
+def _set_password(operator: Operator, password: Plaintext) -> None:
+    try:
+        validate_password(password.reveal(), operator)
+    except ValidationError as error:
+        faults = [Fault("/password", message) for message in error.messages]
+        raise RequestInvalidError("The password is too weak.", faults) from None
+    operator.set_password(password.reveal())

@@ -1,0 +1,66 @@
+"""Orders: created and read by the merchant's own private keys, in their own environment."""
+
+import re
+import secrets
+
+from keyvault.access.customers import Customer, find_customer_id_fault
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.ids import mint_id
+from keyvault.models import Account, Order
+from keyvault.services.recording.transaction import recorded
+
+LARGEST_AMOUNT = 999_999_999_999
+"""In the currency's minor unit."""
+
+CURRENCY = r"^[A-Z]{3}$"
+
+
+def create_order(
+    grant: Grant, account: Account, *, amount_minor: int, currency: str, customer_id: str | None = None
+) -> Order:
+    """Raises RequestInvalidError, listing what does not fit."""
+    faults = []
+    if not 1 <= amount_minor <= LARGEST_AMOUNT:
+        faults.append(Fault("/amount_minor", f"1 to {LARGEST_AMOUNT}"))
+    if re.fullmatch(CURRENCY, currency) is None:
+        faults.append(Fault("/currency", "three capital letters (ISO 4217)"))
+    if customer_id is not None and (fault := find_customer_id_fault(customer_id)) is not None:
+        faults.append(Fault("/customer_id", fault))
+    if faults:
+        raise RequestInvalidError("The order cannot be made like that.", faults)
+    order = Order(
+        order_token=mint_id("ord", secrets.token_bytes),
+        account=account,
+        amount_minor=amount_minor,
+        currency=currency,
+        customer_id=customer_id,
+        created_at=grant.at,
+    )
+    with recorded(
+        grant,
+        Permission.ORDERS_CREATE,
+        "order.created",
+        account=account,
+        order_token=order.order_token,
+        amount_minor=amount_minor,
+        currency=currency,
+        customer_id=customer_id,
+    ):
+        order.save()
+    return order
+
+
+def find_order(account: Account, order_token: str, customer: Customer | None = None) -> Order:
+    """The account's order; for a signed-in customer, not another customer's. Raises NotFoundError."""
+    order: Order | None = Order.objects.filter(account=account, order_token=order_token).first()
+    is_anothers = (
+        order is not None
+        and customer is not None
+        and order.customer_id is not None
+        and order.customer_id != customer.customer_id
+    )
+    if order is None or is_anothers:
+        raise NotFoundError
+    return order

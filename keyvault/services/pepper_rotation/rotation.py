@@ -1,0 +1,282 @@
+"""New pepper versions, and the end of old ones. On the host only: the service itself may read peppers, and no more.
+
+rotate_pepper        a new version proves from now on, and makes the digests once every process has it, see
+                     `services.pepper_propagation`
+(re-hash)            each key moves to it when it is next used, see `services.rehashing`
+retire_pepper        refused while anything living leans on the old one
+destroy_pepper       its material, by hand, once no backup can bring back a database that needs it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from django.db import IntegrityError as DatabaseIntegrityError
+from django.db import OperationalError, connection
+from django.db.models import QuerySet
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.backends.base import BackendConflictError, Mount, VersionState
+from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import IntegrityError, NotFoundError, StateConflictError
+from keyvault.domain.keys import DEAD_STATES
+from keyvault.domain.sealing import sealed_with
+from keyvault.models import CustomerToken, Key, PepperVersion, ServiceToken, WebhookEndpoint
+from keyvault.models.idempotency import IdempotentRequest
+from keyvault.services.pepper_rotation.propagation import PROPAGATION, list_lagging
+from keyvault.services.peppers.ring import list_served_sets, put_pepper, read_pepper, require_own_pepper
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.webhooks.endpoints import sealed_versions
+
+KEPT_AFTER_RETIREMENT: Final = timedelta(days=30)
+"""So long a retired version's material stays: a database restored from before the retirement needs it again."""
+
+MOST_APART: Final = 90
+"""Versions from the oldest in use to the newest: beyond 100 a Vault's mount would erase the oldest (`max_versions`)."""
+
+
+# --- a new one ------------------------------------------------------------------------------------------------
+
+
+def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
+    """The new version's row. May be killed anywhere and run again: a version without a row is adopted.
+
+    Raises StateConflictError while the one before is still on its way to every process, or when too many are in use;
+    BackendUnavailableError; and IntegrityError when the set's newest version is not ours.
+    """
+    _require_served(pepper_set)
+    rows = list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
+    if not rows:
+        raise IntegrityError("The service was not set up.", internal=f"no {pepper_set} pepper; run manage.py setup")
+    newest, oldest = rows[-1], next(row for row in rows if row.retired_at is None)
+    if newest.is_staged:
+        raise StateConflictError(f"Version {newest.number} is on its way to every process. {_waits_for(newest)}")
+    if newest.number - oldest.number >= MOST_APART:
+        raise StateConflictError(f"Version {oldest.number} is in use still: retire the old ones first.")
+    number = _adopt(pepper_set, newest.number) or _make(pepper_set, newest.number)
+    check_value = Peppers(pepper_set, {number: read_pepper(pepper_set, number)}).check_value(number)
+    row = PepperVersion(pepper_set=pepper_set, number=number, check_value=check_value, created_at=datetime.now(UTC))
+    try:
+        with recorded(grant, Permission.PEPPERS_WRITE, "pepper.rotated", pepper_set=pepper_set, number=number):
+            # Under the lock of the one before, so that of two at once the second finds the first one's row.
+            PepperVersion.objects.select_for_update(no_key=True).get(pk=newest.pk)
+            if PepperVersion.objects.filter(pepper_set=pepper_set, number__gt=newest.number).exists():
+                raise StateConflictError("Somebody else has made a new version at the same moment.")
+            row.save()
+    except DatabaseIntegrityError as error:
+        raise StateConflictError("Somebody else makes a new version at the same moment.") from error
+    return row
+
+
+def _waits_for(row: PepperVersion) -> str:
+    lagging = ", ".join(list_lagging(row))
+    return (
+        f"Not loaded yet by: {lagging}. Can they reach the secret backend?"
+        if lagging
+        else "The worker takes it into use by itself."
+    )
+
+
+def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
+    """A version of ours that an earlier run left without a row. Raises IntegrityError on one that is not ours."""
+    beyond = [
+        stored.version
+        for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)
+        if stored.version > newest and stored.state is VersionState.LIVE
+    ]
+    if not beyond:
+        return None
+    labels = secret_backend().read(Mount.PEPPERS, pepper_set, beyond[0]).labels
+    if (labels.get("pepper_set"), labels.get("number")) != (pepper_set.value, str(beyond[0])):
+        raise IntegrityError(
+            "Somebody else has written where the peppers are.",
+            internal=f"{pepper_set} pepper {beyond[0]} is not ours: find out who wrote it, and have it destroyed",
+        )
+    require_own_pepper(pepper_set, beyond[0])
+    return beyond[0]
+
+
+def _make(pepper_set: PepperSet, newest: int) -> int:
+    """A version after all that there ever were, destroyed ones included."""
+    known = [stored.version for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)]
+    number = max([newest, *known]) + 1
+    try:
+        put_pepper(pepper_set, number)
+    except BackendConflictError as error:
+        raise StateConflictError("Somebody else makes a new version at the same moment. Run it again.") from error
+    return number
+
+
+# --- the end of an old one ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaning:
+    """What can still prove something by a version, or is sealed under it; each set of rows to be listed."""
+
+    keys: QuerySet[Key]
+    service_tokens: QuerySet[ServiceToken]
+    customer_tokens: QuerySet[CustomerToken]
+    webhook_endpoints: Sequence[int]
+    sealed_answers: int
+
+    def words(self) -> str:
+        """What leans on it, counted; empty when nothing does."""
+        counts = {
+            "keys": self.keys.count(),
+            "service tokens": self.service_tokens.count(),
+            "customer access tokens": self.customer_tokens.count(),
+            "sealed webhook secrets": len(self.webhook_endpoints),
+            "sealed answers to retries": self.sealed_answers,
+        }
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+class PepperInUseError(StateConflictError):
+    """Something that lives leans on it."""
+
+
+def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> Leaning:
+    environment = _environment(pepper_set)
+    living = Key.objects.filter(pepper_version=number).exclude(state__in=DEAD_STATES)
+    good = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
+    tokens = ServiceToken.objects.filter(**good) if environment is None else ServiceToken.objects.none()
+    endpoints = WebhookEndpoint.objects.filter(account__environment=environment).order_by("pk")
+    return Leaning(
+        living.filter(credential__account__environment=environment).order_by("key_id"),
+        tokens.order_by("token_id"),
+        CustomerToken.objects.filter(account__environment=environment, **good).order_by("token_id"),
+        [row.pk for row in endpoints.iterator() if number in sealed_versions(row)],
+        _count_sealed_answers(environment, number, now),
+    )
+
+
+def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
+    """Nothing is proved by that version any more: its dead keys are `credential_invalid` from then on.
+
+    Repeatable. Raises PepperInUseError, saying what to do, while anything that lives leans on it; StateConflictError
+    on the newest, and while a newer one does not make the digests for long enough; NotFoundError.
+    """
+    _require_served(pepper_set)
+    row = _find_version(pepper_set, number)
+    if row.retired_at is not None:
+        return row
+    _require_succeeded(row, grant.at)
+    try:
+        with recorded(grant, Permission.PEPPERS_WRITE, "pepper.retired", pepper_set=pepper_set, number=number):
+            _hold_off_writers()
+            _require_unused(row, grant.at)
+            row.compare_and_swap(retired_at=grant.at)
+    except OperationalError as error:
+        raise StateConflictError("Keys are being written this moment. Run it again.", internal=str(error)) from error
+    return row
+
+
+def destroyable_from(row: PepperVersion) -> datetime | None:
+    """From when on its material may be destroyed; None where it is not retired."""
+    return None if row.retired_at is None else row.retired_at + KEPT_AFTER_RETIREMENT
+
+
+def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
+    """Erases a retired version in the backend, for ever: no backup of the database from before its retirement works
+    any more. Repeatable, also where a restored Vault has brought it back.
+
+    Raises StateConflictError, saying from when it may be, before 30 days are over; NotFoundError; IntegrityError where
+    another installation wrote it; and BackendUnavailableError: run it again.
+    """
+    _require_served(pepper_set)
+    row = _find_version(pepper_set, number)
+    destroyable_at = destroyable_from(row)
+    if destroyable_at is None:
+        raise StateConflictError("Only a retired version is destroyed: retire it first.")
+    if grant.at < destroyable_at:
+        raise StateConflictError(
+            f"It may be destroyed from {destroyable_at:%Y-%m-%d %H:%M} UTC on: until then it is kept for a database "
+            "that is restored from a backup of before its retirement."
+        )
+    require_own_pepper(pepper_set, number)
+    secret_backend().destroy(Mount.PEPPERS, row.pepper_set, row.number)
+    if row.destroyed_at is not None:
+        return row
+    details = {"pepper_set": row.pepper_set, "number": row.number}
+    with recorded(grant, Permission.PEPPERS_WRITE, "pepper.destroyed", **details):
+        row.compare_and_swap(destroyed_at=grant.at)
+    return row
+
+
+def _require_succeeded(row: PepperVersion, now: datetime) -> None:
+    """A process may hash with the old one until it has heard of the new, and then finish what it has begun."""
+    newer = list(
+        PepperVersion.objects.filter(
+            pepper_set=row.pepper_set, number__gt=row.number, retired_at__isnull=True
+        ).order_by("hashes_from_at")
+    )
+    if not newer:
+        raise StateConflictError(
+            f"It is the newest {row.pepper_set} pepper: make a new one first (rotate_pepper --set {row.pepper_set})."
+        )
+    successor = next((each for each in newer if not each.is_staged), None)
+    if successor is None:
+        raise StateConflictError(
+            f"It makes the digests still: version {newer[0].number} is on its way. {_waits_for(newer[0])}"
+        )
+    settled_at = successor.hashes_from_at + PROPAGATION
+    if now < settled_at:
+        raise StateConflictError(f"Processes may still need it: run this again after {settled_at:%H:%M:%S} UTC.")
+
+
+def _require_unused(row: PepperVersion, now: datetime) -> None:
+    leaning = find_leaning(PepperSet(row.pepper_set), row.number, now).words()
+    if leaning:
+        raise PepperInUseError(
+            f"It is in use: {leaning}. A key moves to the newest pepper when it is used; rotate or revoke those that "
+            f"are not used (pepper_status --list). Sealed webhook secrets are moved by the worker, customer access "
+            "tokens and sealed answers end by themselves."
+        )
+
+
+def _hold_off_writers() -> None:
+    """Inside the transaction: who counts sees every digest that was written, and nobody writes one meanwhile.
+
+    It waits for less than it takes PostgreSQL to look for a deadlock: it is this one that gives way. (SQLite has one
+    writer at a time.)
+    """
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = '500ms'")
+            cursor.execute(_LOCK)
+            cursor.execute("SET LOCAL lock_timeout = DEFAULT")
+
+
+_LOCK = (
+    "LOCK TABLE keyvault_key, keyvault_servicetoken, keyvault_customertoken, keyvault_webhookendpoint, "
+    "keyvault_idempotentrequest IN SHARE ROW EXCLUSIVE MODE"
+)
+
+
+def _count_sealed_answers(environment: Environment | None, number: int, now: datetime) -> int:
+    """Answers name no environment: another one's of the same number count too, for the quarter of an hour they live."""
+    if environment is None:
+        return 0
+    rows = IdempotentRequest.objects.filter(sealed__isnull=False, sealed_until__gt=now)
+    return sum(row.sealed is not None and sealed_with(bytes(row.sealed)) == number for row in rows.iterator())
+
+
+def _find_version(pepper_set: PepperSet, number: int) -> PepperVersion:
+    row: PepperVersion | None = PepperVersion.objects.filter(pepper_set=pepper_set, number=number).first()
+    if row is None:
+        raise NotFoundError(f"There is no {pepper_set} pepper {number}.")
+    return row
+
+
+def _environment(pepper_set: PepperSet) -> Environment | None:
+    return next((environment for environment, each in PEPPER_SET.items() if each is pepper_set), None)
+
+
+def _require_served(pepper_set: PepperSet) -> None:
+    if pepper_set not in list_served_sets():
+        raise NotFoundError(f"This process does not serve {pepper_set} (KEYVAULT_ENVIRONMENTS).")

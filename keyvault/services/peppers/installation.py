@@ -1,0 +1,55 @@
+"""Which installation this database belongs to, and whether what is in the secret backend is its own."""
+
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+
+from django.db import IntegrityError as DatabaseIntegrityError
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.domain.errors import IntegrityError
+from keyvault.models import Installation
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
+
+LABEL = "installation"
+"""Of the labels of a pepper; those written by earlier releases have none."""
+
+
+def mint_installation_id() -> str:
+    return secrets.token_hex(16)
+
+
+def ensure_installation(now: datetime) -> None:
+    """Names this database at the first run, for good; safe when two first runs meet."""
+    if Installation.objects.exists():
+        return
+    grant = authorize(HOST, Permission.OPERATORS_WRITE, now=now)
+    made = mint_installation_id()
+    with (
+        suppress(DatabaseIntegrityError),  # The one beside us was first.
+        recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=made),
+    ):
+        Installation(installation_id=made, created_at=now).save()
+
+
+def installation_id() -> str:
+    """Raises IntegrityError before the set-up."""
+    row: Installation | None = Installation.objects.first()
+    if row is None:
+        raise IntegrityError("The service was not set up.", internal="no installation id; run manage.py setup")
+    return row.installation_id
+
+
+def require_ours(labels: Mapping[str, str], what: str) -> None:
+    """Raises IntegrityError, saying whose it is and what to do, unless the labels name this installation."""
+    ours, theirs = installation_id(), labels.get(LABEL)
+    if theirs != ours:
+        whose = f"to installation {theirs}" if theirs else "to nobody that we know"
+        raise IntegrityError(
+            "What the secret backend has belongs to another installation.",
+            internal=f"{what} belongs {whose}, this database to {ours}: set a KEYVAULT_VAULT_PREFIX (or"
+            " KEYVAULT_DATA_DIR) of this installation's own, or restore the database that belongs to it",
+        )

@@ -1,0 +1,128 @@
+"""What a look at the secret backend found: counted, listed, logged, and told to whom it concerns."""
+
+import logging
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import System
+from keyvault.backends.base import BackendDeniedError
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.free_text import clean_text
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Key, Notice, ProviderConnection
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets import provider_connections
+from keyvault.services.secrets.stored_copies import announce_missing, tell_of_refusal
+
+_log = logging.getLogger(__name__)
+
+MOST_TOLD = 1000
+"""Findings that an answer lists one by one; all are counted, and logged."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What one environment's backend holds, and what was done about it (in a dry run: would be).
+
+    `destroyed`: orphans of ours. `put_right`: copies that were hidden and should not be, or the other way round.
+    `missing`: copies that are gone. `strangers`: what nobody can attribute. `left`: somebody was at work on it.
+    """
+
+    environment: str
+    is_dry_run: bool = False
+    is_complete: bool = False
+    paths: int = 0
+    versions: int = 0
+    destroyed: int = 0
+    put_right: int = 0
+    forgotten: int = 0
+    missing: int = 0
+    strangers: int = 0
+    left: int = 0
+    failed: int = 0
+    findings: list[dict[str, JsonValue]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        return asdict(self)
+
+    def counts(self) -> dict[str, JsonValue]:
+        return {name: value for name, value in self.as_json().items() if name != "findings"}
+
+    def tell(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
+        """One finding, into the list and the log. A stranger's path is anything: whatever is secret in it is masked."""
+        finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
+        _log.log(
+            logging.WARNING if what in {"stranger", "missing", "failed"} else logging.INFO,
+            "reconciling found something",
+            extra={"finding": finding, "is_dry_run": self.is_dry_run},
+        )
+        if len(self.findings) < MOST_TOLD:
+            self.findings.append(finding)
+
+
+class Telling:
+    """What one look at one environment says, to whom and how often."""
+
+    def __init__(self, environment: Environment, is_dry_run: bool, principal: System) -> None:
+        self.environment, self.principal = environment, principal
+        self.report = Report(environment.value, is_dry_run)
+
+    def tell_stranger(self, path: str, number: int | None, why: str) -> None:
+        """In the answer and the log each time; in the console once, where an account can be named."""
+        self.report.strangers += 1
+        self.report.tell("stranger", path, number, why=why)
+        account = self._find_account(path)
+        if account is not None:
+            self._announce(account, clean_text(path.rpartition("/")[2], 64) or "?", path, number, why)
+
+    def _announce(self, account: Account, subject: str, path: str, number: int | None, why: str) -> None:
+        """Once."""
+        payload: dict[str, JsonValue] = {"path": clean_text(path, 200), "backend_version": number, "why": why}
+        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
+        if self.report.is_dry_run or any(row.payload == payload for row in told):
+            return
+        grant = self.grant(account)
+        with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
+            announce(grant, NoticeKind.BACKEND_STRANGER, account, subject, **payload)
+
+    def tell_of_refusal(self, error: BackendDeniedError) -> None:
+        account = Account.objects.filter(environment=self.environment).order_by("pk").first()
+        if account is not None and not self.report.is_dry_run:
+            tell_of_refusal(self.grant(account), account, "the nightly look at what is stored", error)
+
+    def tell_missing(self, key: Key) -> None:
+        self.report.missing += 1
+        self.report.tell("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
+        account = key.credential.account
+        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
+        if self.report.is_dry_run or any(row.payload.get("backend_version") == key.backend_version for row in told):
+            return
+        grant = self.grant(account)
+        with recorded(grant, P.BACKEND_RECONCILE, "key.material_missing", account=account, key_id=key.key_id):
+            announce_missing(grant, key)
+
+    def tell_missing_connection(self, row: ProviderConnection) -> None:
+        fresh = provider_connections.find_by_path(self.environment, row.backend_path)
+        if fresh is None or fresh.version != row.version:
+            self.report.left += 1
+            return
+        self.report.missing += 1
+        why = "credentials of a connection that the service did not destroy are gone"
+        self.report.tell("missing", row.backend_path, row.backend_version, why=why)
+        self._announce(row.account, provider_connections.connection_id(row), row.backend_path, row.backend_version, why)
+
+    def _find_account(self, path: str) -> Account | None:
+        first = path.partition("/")[0]
+        if not (first.isascii() and first.isdigit() and len(first) <= 18):
+            return None
+        rows = Account.objects.select_related("merchant").filter(environment=self.environment)
+        account: Account | None = rows.filter(pk=int(first)).first()
+        return account
+
+    def grant(self, account: Account) -> Grant:
+        return authorize(self.principal, P.BACKEND_RECONCILE, account, now=datetime.now(UTC))

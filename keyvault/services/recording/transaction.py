@@ -1,0 +1,165 @@
+"""The one transaction helper: rows, change rows and audit entries are committed together or not at all.
+
+    with recorded(grant, Permission.KEYS_REVOKE, "key.revoked", account=account, key_id=key_id) as record:
+        key.compare_and_swap(state=...)
+    record.sequence
+
+`recorded` checks that the grant is for this permission and this account, collects the subjects that the
+written rows name, and adds one change row for each and one audit entry. Blocks may nest: the outermost one
+commits, and takes the locks of the audit chains last of all and in the order of their names, so that two
+transactions never wait for each other.
+
+The details of an entry are kept for good, so they are redacted here, whoever wrote them. An act on a command
+line is recorded with the user of the host.
+"""
+
+import getpass
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from django.db import transaction
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Channel, Operator, Principal
+from keyvault.access.rules import OperationRule, Target
+from keyvault.domain.audit import PLATFORM_CHAIN, account_chain
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import PermissionMissingError
+from keyvault.domain.redaction import redact
+from keyvault.models import Account
+from keyvault.models.recording import Subject, collect_subjects
+from keyvault.services.recording.audit_chain import append_entry
+from keyvault.services.recording.changes import announce_changes
+from keyvault.services.recording.revocation_log import append_ended
+
+
+@dataclass(slots=True)
+class Record:
+    """What is being recorded. `sequence` is known once the outermost block has ended."""
+
+    chain: str
+    event: str
+    grant: Grant
+    details: dict[str, JsonValue]
+    sequence: int | None = None
+
+
+@dataclass(slots=True)
+class _Unit:
+    """All the records of one outermost block."""
+
+    records: list[Record] = field(default_factory=list)
+
+
+_open_unit: ContextVar[_Unit | None] = ContextVar("open_unit", default=None)
+
+
+@contextmanager
+def recorded(
+    grant: Grant,
+    permission: Permission | frozenset[Permission],
+    event: str,
+    *,
+    account: Account | None = None,
+    **details: JsonValue,
+) -> Iterator[Record]:
+    """One change of state. Raises PermissionMissingError when the grant is for something else.
+
+    Several permissions: any one of them opens it (an operator suspends a key, and so does the engine).
+    """
+    _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account)
+    chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
+    record = Record(chain, event, grant, details)
+    unit = _open_unit.get()
+    if unit is not None:
+        with _undone_together(unit), transaction.atomic():
+            # The entry of what caused this one comes first, so the place is taken before the block runs.
+            unit.records.append(record)
+            yield record
+        return
+    unit = _Unit([record])
+    token = _open_unit.set(unit)
+    try:
+        with transaction.atomic():
+            with collect_subjects() as subjects:
+                yield record
+            _commit(unit, subjects, grant.at)
+    finally:
+        _open_unit.reset(token)
+
+
+@contextmanager
+def _undone_together(unit: _Unit) -> Iterator[None]:
+    """A nested block whose rows are rolled back leaves no entry and no change row of theirs either."""
+    with collect_subjects() as subjects:
+        entries, altered = len(unit.records), dict(subjects)
+        try:
+            yield
+        except BaseException:
+            del unit.records[entries:]
+            subjects.clear()
+            subjects.update(altered)
+            raise
+
+
+def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
+    sequence = announce_changes(subjects, now)
+    for record in sorted(unit.records, key=lambda record: record.chain):
+        record.sequence = sequence
+        principal = record.grant.principal
+        details = {name: _redacted(value) for name, value in record.details.items()}
+        if (host_user := _host_user(principal)) is not None:
+            details["host_user"] = host_user
+        append_entry(
+            chain=record.chain,
+            at=record.grant.at,
+            event=record.event,
+            actor=principal.actor,
+            channel=principal.channel,
+            details=details,
+        )
+    append_ended(subjects, sequence, now)
+
+
+def _redacted(value: JsonValue) -> JsonValue:
+    """The value with every secret masked, however deep it lies."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact(name): _redacted(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return value
+
+
+def _host_user(principal: Principal) -> str | None:
+    """Who sat at the command line: an operator's door has said so, the host's owner is whoever runs this."""
+    if isinstance(principal, Operator):
+        return principal.host_user
+    if principal.channel is not Channel.COMMAND_LINE:
+        return None
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # A container's user need not have a name.
+        return f"uid {os.getuid()}"
+
+
+def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:
+    """A grant opens the one thing that was asked for: this permission, on this account or the platform."""
+    place = (None, None) if account is None else (account.environment, account.merchant_id)
+    fits = (
+        isinstance(grant.rule, OperationRule)
+        and grant.rule.permission in permissions
+        and isinstance(grant.target, Target)
+        and (grant.target.environment, grant.target.merchant_id) == place
+    )
+    if not fits:
+        raise PermissionMissingError(
+            "This was not allowed.",
+            internal=f"{grant!r} opens none of {sorted(permissions)} on {account or 'the platform'}",
+        )

@@ -1,0 +1,78 @@
+"""Making this host's journal of revocations: at the first start, or after an operator has accepted that it is lost."""
+
+from datetime import datetime
+
+from django.conf import settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_reason_fault
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation_log import Opened
+from keyvault.models import CustomerToken, Key, ServiceToken
+from keyvault.services.peppers.installation import installation_id
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.revocation_log import any_account, append_lines, host_name, make_journal, read_journal
+from keyvault.services.recording.transaction import recorded
+
+_ISSUED = (Key, ServiceToken, CustomerToken)
+"""What may have been revoked. Their rows are never deleted."""
+
+
+def has_issued() -> bool:
+    """Whether this database has ever issued a key or a token."""
+    return any(model._default_manager.exists() for model in _ISSUED)
+
+
+def is_lost() -> bool:
+    """Whether this host has no journal, though there is something that may have been revoked. Raises OSError."""
+    return next(read_journal(), None) is None and has_issued()
+
+
+def open_journal(now: datetime) -> bool:
+    """Make the journal unless there is one; False where it is lost.
+
+    Raises OSError where it cannot be read or written, IntegrityError before the set-up.
+    """
+    if is_lost():
+        return False
+    make_journal(Opened(installation_id(), now))
+    return True
+
+
+def adopt_journal(now: datetime) -> None:
+    """Note in the journal of an earlier release which installation it belongs to. Raises OSError."""
+    append_lines([Opened(installation_id(), now)])
+
+
+def accept_loss(grant: Grant, operator: Operator, reason: str) -> None:
+    """Make a new journal where this host's is lost, with an audit entry and an alarm. The grant is for the platform.
+
+    Raises RequestInvalidError without a reason, StateConflictError where nothing is lost, OSError where the journal
+    cannot be read or written.
+    """
+    if (fault := find_reason_fault(reason)) is not None:
+        raise RequestInvalidError("To accept the loss of the journal needs a reason.", [Fault("/reason", fault)])
+    path = str(settings.JOURNAL)
+    if not is_lost():
+        raise StateConflictError(
+            f"The journal {path} is not lost: it has lines, or nothing was issued yet and the next start makes it. Run "
+            "manage.py replay_revocations without --accept-loss. Move a journal that is damaged or belongs to another "
+            "installation away first."
+        )
+    why = clean_text(reason, 300)
+    with recorded(
+        grant,
+        P.REVOCATIONS_REPLAY,
+        "journal.loss_accepted",
+        by=operator.username,
+        why=why,
+        host=host_name(),
+        journal=path,
+    ):
+        if (account := any_account()) is not None:
+            announce(grant, NoticeKind.JOURNAL_LOSS_ACCEPTED, account, host_name(), why=why)
+    # After the commit: a journal that is there lets the service start, so its audit entry comes first.
+    make_journal(Opened(installation_id(), grant.at, operator.username, why))

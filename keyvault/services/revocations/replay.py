@@ -1,0 +1,248 @@
+"""Holding the database against the journal of revocations, and ending again what a restored backup brought back."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from django.db import connection, transaction
+from django.db.models import Q
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import DEAD_STATES, KeyState
+from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.revocation_log import Ended, Looked, Opened, StandingLines
+from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
+from keyvault.models.recording import Subject
+from keyvault.services.keys.lifecycle import end_again, get_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.revocation_log import ENDING, boot_id, read_journal
+from keyvault.services.recording.transaction import recorded
+
+_BATCH = 900
+"""Ids asked for at once; SQLite takes 999 parameters everywhere."""
+
+_ROUNDS = 5
+"""Times that a row is tried which somebody else writes meanwhile."""
+
+_LIVING: Mapping[str, Q] = {
+    "key": ~Q(state__in=DEAD_STATES),
+    "service_token": Q(revoked_at__isnull=True),
+    "customer_token": Q(revoked_at__isnull=True),
+    "merchant": ~Q(status=MerchantStatus.OFFBOARDED),
+}
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What the journal says and the database does not.
+
+    `lost`: had ended, and lives again (or is no longer known as compromised). `unknown`: ended, and in no row, so that
+    nothing can be proven with it either. `damaged`: numbers of lines. `highest`: the newest change that the journal
+    knows of; `counter`: the newest that the database has drawn. `installations`: those that the journal belongs to;
+    one of an earlier release does not say.
+    """
+
+    highest: int = 0
+    counter: int = 0
+    lines: int = 0
+    lost: dict[Subject, Ended] = field(default_factory=dict)
+    unknown: set[Subject] = field(default_factory=set)
+    damaged: list[int] = field(default_factory=list)
+    installations: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`left`: what could not be ended, since others were writing it all the time."""
+
+    found: Comparison
+    replayed: Sequence[Subject]
+    left: Sequence[Subject]
+    counter: int
+
+
+def compare_journal() -> Comparison:
+    """Reads the whole journal: a million lines take seconds. Raises OSError when it cannot be read.
+
+    The database is asked about what could be of use to somebody again: not about customer tokens that have expired.
+    """
+    found = Comparison()
+    for batch in _batches(found, datetime.now(UTC)):
+        _compare_batch(batch, found)
+    # After the journal: others may be at work, and a line comes after its sequence was drawn.
+    found.counter = read_counter()
+    return found
+
+
+def have_ended(ends: Sequence[Ended]) -> bool:
+    """Whether the database says so of all of them, each as it was to end."""
+    found = Comparison()
+    for begin in range(0, len(ends), _BATCH):
+        _compare_batch(ends[begin : begin + _BATCH], found)
+    return not (found.lost or found.unknown)
+
+
+def replay_revocations(grant: Grant) -> Replay:
+    """Ends again whatever has ended by the journal, each in a transaction of its own. Killed anywhere, run it again.
+
+    First the sequence of changes goes on behind the newest one that the journal knows, so that no receipt goes back.
+    The grant is for the platform. Raises OSError when the journal cannot be read.
+    """
+    found = compare_journal()
+    if found.counter < found.highest:
+        with recorded(grant, P.REVOCATIONS_REPLAY, "changes.sequence_moved", was=found.counter, to=found.highest):
+            _move_counter(found.highest)
+    replayed: list[Subject] = []
+    left: list[Subject] = []
+    for subject, line in found.lost.items():
+        (replayed if _end(grant, line) else left).append(subject)
+    return Replay(found, replayed, left, read_counter())
+
+
+def read_counter() -> int:
+    """The newest sequence that this database has drawn for a change; 0: none yet."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM keyvault_change_sequence_seq")
+        else:
+            cursor.execute("SELECT seq FROM sqlite_sequence WHERE name = 'keyvault_change'")
+        row = cursor.fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _move_counter(sequence: int) -> None:
+    """Forward only. Whoever draws one at the same time waits until this transaction has ended, or is ahead of it."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("LOCK TABLE keyvault_change IN SHARE ROW EXCLUSIVE MODE")
+            if read_counter() < sequence:
+                cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [sequence])
+            return
+        cursor.execute(
+            "UPDATE sqlite_sequence SET seq = max(seq, %s) WHERE name = 'keyvault_change'",
+            [sequence],
+        )
+        if cursor.rowcount == 0:
+            cursor.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('keyvault_change', %s)", [sequence])
+
+
+# --- what was lost ----------------------------------------------------------------------------------------
+
+
+def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
+    """The ends that stand, in the order of the journal; notes on the way what the lines themselves tell."""
+    standing = StandingLines()
+    batch: list[Ended] = []
+    for line in _standing(standing, found):
+        found.highest = max(found.highest, line.sequence)
+        if isinstance(line, Ended) and not line.has_expired(now):
+            batch.append(line)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _standing(standing: StandingLines, found: Comparison) -> Iterator[Ended | Looked]:
+    for number, (_, line) in enumerate(read_journal(), 1):
+        found.lines = number
+        if line is None:
+            found.damaged.append(number)
+        else:
+            if isinstance(line, Opened):
+                found.installations.add(line.installation)
+            yield from standing.add(line)
+    yield from standing.list_unfinished(boot_id())
+
+
+def _compare_batch(batch: Sequence[Ended], found: Comparison) -> None:
+    for kind in ENDING:
+        _compare(kind, {line.id: line for line in batch if line.kind == kind}, found)
+
+
+def _compare(kind: str, ends: Mapping[str, Ended], found: Comparison) -> None:
+    if not ends:
+        return
+    rows = ENDING[kind]._default_manager.filter(pk__in=list(ends))
+    known = set(rows.values_list("pk", flat=True))
+    lost = set(rows.filter(_LIVING[kind]).values_list("pk", flat=True))
+    compromised = [key_id for key_id, line in ends.items() if line.reason == RevocationReason.KEY_COMPROMISE]
+    if compromised:
+        weaker = rows.filter(pk__in=compromised, state=KeyState.DEACTIVATED)
+        lost.update(weaker.values_list("pk", flat=True))
+    # The latest line about a thing is the one that counts.
+    found.lost.update({(kind, name): line for name, line in ends.items() if name in lost})
+    found.unknown.update((kind, name) for name in ends if name not in known)
+
+
+# --- and how it ends again --------------------------------------------------------------------------------
+
+
+def _end(grant: Grant, line: Ended) -> bool:
+    """Whether it has ended. Somebody else who writes the row meanwhile is waited for, some rounds."""
+    for _ in range(_ROUNDS):
+        try:
+            _END[line.kind](grant, line)
+        except StateConflictError:
+            continue
+        return True
+    return False
+
+
+def _end_key(grant: Grant, line: Ended) -> None:
+    key = get_key(line.id)
+    is_compromise = line.reason == RevocationReason.KEY_COMPROMISE
+    if key is None or (key.state in DEAD_STATES and not (is_compromise and key.state == KeyState.DEACTIVATED)):
+        return
+    reason = RevocationReason(line.reason or RevocationReason.UNSPECIFIED)
+    end_again(_own(grant, key.credential.account), key, reason, journal=_told(line))
+
+
+def _end_service_token(grant: Grant, line: Ended) -> None:
+    token: ServiceToken | None = ServiceToken.objects.filter(pk=line.id, revoked_at__isnull=True).first()
+    if token is not None:
+        event = "service_token.revocation_replayed"
+        with recorded(grant, P.REVOCATIONS_REPLAY, event, token_id=token.token_id, journal=_told(line)):
+            token.compare_and_swap(revoked_at=grant.at)
+
+
+def _end_customer_token(grant: Grant, line: Ended) -> None:
+    rows = CustomerToken.objects.select_related("account__merchant")
+    token: CustomerToken | None = rows.filter(pk=line.id, revoked_at__isnull=True).first()
+    if token is not None:
+        own, event = _own(grant, token.account), "customer_token.revocation_replayed"
+        with recorded(
+            own, P.REVOCATIONS_REPLAY, event, account=token.account, token_id=token.token_id, journal=_told(line)
+        ):
+            token.compare_and_swap(revoked_at=grant.at)
+
+
+def _end_merchant(grant: Grant, line: Ended) -> None:
+    """It gets nothing any more; what it has left ends by lines of its own, or by `offboard_merchant` run again."""
+    with transaction.atomic():
+        list(Account.objects.select_for_update(no_key=True).filter(merchant_id=line.id).order_by("pk"))
+        merchant: Merchant = Merchant.objects.select_for_update(no_key=True).get(pk=line.id)
+        if merchant.status != MerchantStatus.OFFBOARDED:
+            event = "merchant.offboarding_replayed"
+            with recorded(grant, P.REVOCATIONS_REPLAY, event, merchant_id=merchant.merchant_id, journal=_told(line)):
+                merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
+
+
+_END: Mapping[str, Callable[[Grant, Ended], None]] = {
+    "key": _end_key,
+    "service_token": _end_service_token,
+    "customer_token": _end_customer_token,
+    "merchant": _end_merchant,
+}
+
+
+def _own(grant: Grant, account: Account) -> Grant:
+    return authorize(grant.principal, P.REVOCATIONS_REPLAY, account, now=grant.at)
+
+
+def _told(line: Ended) -> dict[str, JsonValue]:
+    """What the journal says of it, for the audit log."""
+    return {"at": line.at.astimezone(UTC).isoformat(), "sequence": line.sequence}

@@ -1,0 +1,142 @@
+"""Refused sign-ins, counted in memory and written to the audit log once a minute.
+
+Anybody can make them, so their number is bounded, and a name is kept only where an operator has it: what was typed
+into the field of the name may be a password. A process that is killed loses the counts of its last minute.
+"""
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.util import Finalize
+
+from django.db import DatabaseError, connections
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import CONSOLE
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.usage.recorder import usage_log
+
+_log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 60.0
+
+MOST_PAIRS = 20
+"""Pairs of a name and an address of one minute. Further addresses are counted together, for each name."""
+
+UNKNOWN = "unknown"
+OTHERS = "others"
+
+_Pair = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Count:
+    """`locked`: how many of them were refused without a look at the password."""
+
+    since: datetime
+    refused: int = 0
+    locked: int = 0
+
+
+class SignInRefusals:
+    """The refused sign-ins of this process that are not yet written."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew. In a forked child: what is pending is the parent's to write."""
+        self._counts: dict[_Pair, _Count] = {}
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._is_finalized = False
+
+    def note(self, username: str | None, address: str | None, now: datetime, *, is_locked: bool) -> None:
+        """Count one. `username` is an operator's, or None; no I/O."""
+        pair = (username or UNKNOWN, address or UNKNOWN)
+        with self._lock:
+            if pair not in self._counts and len(self._counts) >= MOST_PAIRS:
+                pair = (pair[0], OTHERS)
+            count = self._counts.setdefault(pair, _Count(now))
+            count.refused += 1
+            count.locked += is_locked
+            self._start()
+
+    def flush(self) -> None:
+        """Write one audit entry for each pair. What a lost database did not take is kept."""
+        with self._lock:
+            pending, self._counts = self._counts, {}
+            self._timer = None
+        while pending:
+            pair, count = next(iter(pending.items()))
+            try:
+                _write(pair, count)
+            except DatabaseError:
+                self._take_back(pending)
+                raise
+            del pending[pair]
+
+    def stop(self) -> None:
+        """Write what is left before the process ends."""
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            self._try_flush()
+
+    def _start(self) -> None:
+        """Set the timer of this minute. A process that reports its uses writes these too; others have no console."""
+        if self._timer is not None or not usage_log.is_reporting:
+            return
+        self._timer = threading.Timer(FLUSH_SECONDS, self._try_flush)
+        self._timer.daemon = True
+        self._timer.start()
+        if not self._is_finalized:
+            self._is_finalized = True
+            # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+            Finalize(None, self.stop, exitpriority=0)
+
+    def _try_flush(self) -> None:
+        try:
+            self.flush()
+        except DatabaseError as error:
+            _log.warning("refused sign-ins could not be written; they are kept", extra={"why": str(error)})
+        except Exception:  # noqa: BLE001  whatever it was, the next minute's may be written
+            _log.exception("refused sign-ins could not be written")
+        finally:
+            connections.close_all()  # this thread's own
+
+    def _take_back(self, pending: dict[_Pair, _Count]) -> None:
+        with self._lock:
+            for pair, count in pending.items():
+                known = pair in self._counts or len(self._counts) < MOST_PAIRS
+                kept = self._counts.setdefault(pair if known else (pair[0], OTHERS), _Count(count.since))
+                kept.since = min(kept.since, count.since)
+                kept.refused += count.refused
+                kept.locked += count.locked
+            self._start()
+
+
+def _write(pair: _Pair, count: _Count) -> None:
+    username, address = pair
+    grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=datetime.now(UTC))
+    with recorded(
+        grant,
+        Permission.SESSIONS_WRITE,
+        "operator.sign_in_refused",
+        operator=username,
+        address=address,
+        count=count.refused,
+        locked=count.locked,
+        since=count.since.isoformat(timespec="seconds"),
+    ):
+        pass
+
+
+sign_in_refusals = SignInRefusals()
+"""This process's own."""
+
+os.register_at_fork(after_in_child=sign_in_refusals.forget)

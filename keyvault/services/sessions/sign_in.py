@@ -1,0 +1,244 @@
+"""Sign-in to the console: every attempt is counted before its password is judged, and every outcome is audited.
+
+A device that an operator has signed in with before carries a signed cookie and is counted by itself. An attacker who
+locks a name or an address does not lock that device (OWASP, "Device Cookies"). Names that do not exist are counted,
+locked and answered like those that do.
+"""
+
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.contrib.auth.hashers import UNUSABLE_PASSWORD_PREFIX, make_password, verify_password
+from django.contrib.sessions.models import Session
+from django.core import signing
+from django.utils.crypto import constant_time_compare, salted_hmac
+
+from keyvault.access.decision import Grant
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import CONSOLE
+from keyvault.domain.errors import ErrorCode, KeyvaultError, PermissionMissingError
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Notice, Operator
+from keyvault.services.limits.limiter import source_of
+from keyvault.services.limits.sign_in_attempts import attempts
+from keyvault.services.recording.authorization import authorize, operator_principal
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.sessions.refusals import sign_in_refusals
+
+DEVICE_LIFETIME = timedelta(days=90)
+"""How long a device is known after its last sign-in."""
+
+_DEVICE_SALT = "keyvault.services.sessions.sign_in.device"
+_NAME_SALT = "keyvault.services.sessions.sign_in.name"
+_MOST_FORGOTTEN = 5_000
+
+
+class SignInRefusedError(PermissionMissingError):
+    """The name or the password is wrong, or the operator may not sign in: one answer for all three."""
+
+
+class SignInLockedError(KeyvaultError):
+    """There were too many failures. The password was not looked at."""
+
+    code = ErrorCode.RATE_LIMITED
+
+    def __init__(self, detail: str, *, retry_after_seconds: int) -> None:
+        super().__init__(detail)
+        self.retry_after_seconds = retry_after_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """A submitted form. `address` is None when no trusted proxy vouches for one; `device` is "" without a cookie."""
+
+    username: str
+    password: Plaintext
+    address: str | None
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedIn:
+    """The operator, and the new value of the device's cookie."""
+
+    operator: Operator
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """What an attempt is counted by: `kind` is name, address or device."""
+
+    kind: str
+    key: str
+
+
+def sign_in(presented: Presented, now: datetime) -> SignedIn:
+    """Judge a name and a password, and record the outcome.
+
+    Raises SignInRefusedError, or SignInLockedError after 10 failures for 30 minutes.
+    """
+    row = Operator.objects.filter(username=presented.username).first()
+    device = None if row is None else _read_device(row, presented.device)
+    locking = _take(row, presented, device, now)
+    is_right, is_hash_weak = verify_password(presented.password.reveal(), _stored_hash(row))
+    if row is None or not is_right or not _may_sign_in(row):
+        sign_in_refusals.note(_name_of(row), presented.address, now, is_locked=False)
+        for counter in locking:
+            _record_lock(counter, row, presented.address, now)
+        if locking:
+            raise _locked(SIGN_IN_LOCK_SECONDS, now)
+        raise SignInRefusedError("Wrong user name or password. Both are case-sensitive.")
+    for counter in _counters(row, presented, device):
+        attempts().give_back(counter.key)
+    _record_sign_in(row, presented, device, now, is_hash_weak=is_hash_weak)
+    return SignedIn(row, _write_device(row, device or secrets.token_urlsafe(12)))
+
+
+def sign_out(grant: Grant) -> None:
+    """Record that an operator has ended a session."""
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_out"):
+        pass
+
+
+def forget_expired_sessions(now: datetime) -> int:
+    """Delete sessions that have expired, some thousands at a time. Return how many there were."""
+    rows = Session.objects.filter(expire_date__lt=now).order_by("expire_date").values_list("pk", flat=True)
+    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MOST_FORGOTTEN])).delete()
+    return deleted
+
+
+# --------------------------------------------------------------------------------------------------- counting
+
+
+def _counters(row: Operator | None, presented: Presented, device: str | None) -> list[_Counter]:
+    if device is not None:
+        return [_Counter("device", f"kv:sign-in:device:{device}")]
+    # With the operator's version, so that a reset password starts with a full count; hashed, because what stands in
+    # the field of the name may be a password.
+    name = f"{presented.username}\0{'' if row is None else row.version}"
+    counters = [_Counter("name", f"kv:sign-in:name:{salted_hmac(_NAME_SALT, name, algorithm='sha256').hexdigest()}")]
+    source = source_of(presented.address)
+    return counters if source is None else [*counters, _Counter("address", f"kv:sign-in:address:{source}")]
+
+
+def _take(row: Operator | None, presented: Presented, device: str | None, now: datetime) -> list[_Counter]:
+    """Count the attempt. Return what it locks, if it fails. Raises SignInLockedError, and then counts nothing."""
+    locking: list[_Counter] = []
+    taken: list[_Counter] = []
+    for counter in _counters(row, presented, device):
+        attempt = attempts().take(counter.key)
+        if attempt.is_locked:
+            for earlier in taken:
+                attempts().give_back(earlier.key)
+            sign_in_refusals.note(_name_of(row), presented.address, now, is_locked=True)
+            raise _locked(attempt.retry_after_seconds, now)
+        taken.append(counter)
+        if attempt.is_last:
+            locking.append(counter)
+    return locking
+
+
+def _locked(seconds: int, now: datetime) -> SignInLockedError:
+    until = (now + timedelta(seconds=seconds)).strftime("%H:%M")
+    minutes = -(-seconds // 60)
+    return SignInLockedError(
+        "Too many failed sign-ins for this name, device or network. "
+        f"No password is checked until {until} UTC ({minutes} minute{'' if minutes == 1 else 's'}). "
+        "Try again then, or sign in on a device that you have signed in with before.",
+        retry_after_seconds=seconds,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- judging
+
+
+def _stored_hash(row: Operator | None) -> str:
+    """Without an operator a hash that nothing fits, for which Django computes one all the same."""
+    return UNUSABLE_PASSWORD_PREFIX if row is None else row.password
+
+
+def _may_sign_in(row: Operator) -> bool:
+    return row.is_active and row.is_staff and bool(row.roles)
+
+
+def _name_of(row: Operator | None) -> str | None:
+    return None if row is None else row.username
+
+
+# --------------------------------------------------------------------------------------------------- recording
+
+
+def _record_sign_in(
+    row: Operator, presented: Presented, device: str | None, now: datetime, *, is_hash_weak: bool
+) -> None:
+    """Audit the sign-in. Raises SignInRefusedError if the operator was changed since the password was judged."""
+    grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
+    address, told = presented.address or "unknown", "new" if device is None else "known"
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=told):
+        if is_hash_weak:
+            row.compare_and_swap(password=make_password(presented.password.reveal()), last_login=now)
+        elif not row.swap_beside({"version": row.version}, last_login=now):
+            raise SignInRefusedError("Somebody changed this operator just now. Sign in again.")
+
+
+def _record_lock(counter: _Counter, row: Operator | None, address: str | None, now: datetime) -> None:
+    """Audit a lock and raise an alarm, one for each operator and one for all addresses until it is marked as seen.
+
+    The lock of a name that no operator has leaves no entry of its own: anybody can make any number of those.
+    """
+    grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=now)
+    seen: dict[str, Any] = {"address": address or "unknown", "failures": SIGN_IN_FAILURES}
+    seen |= {"seconds": SIGN_IN_LOCK_SECONDS}
+    if counter.kind == "address":
+        if not _is_alarm_unseen(NoticeKind.ADDRESS_LOCKED, _ADDRESSES):
+            with recorded(grant, Permission.SESSIONS_WRITE, "address.locked", **seen):
+                announce(grant, NoticeKind.ADDRESS_LOCKED, None, _ADDRESSES, **seen)
+    elif row is not None:
+        with recorded(
+            grant, Permission.SESSIONS_WRITE, "operator.locked", username=row.username, by=counter.kind, **seen
+        ):
+            _announce_lock(grant, row, counter.kind, seen)
+
+
+def _announce_lock(grant: Grant, row: Operator, by: str, seen: dict[str, Any]) -> None:
+    subject = row.username[:64]
+    if not _is_alarm_unseen(NoticeKind.OPERATOR_LOCKED, subject):
+        announce(grant, NoticeKind.OPERATOR_LOCKED, None, subject, by=by, **seen)
+
+
+_ADDRESSES = "sign-in"
+
+
+def _is_alarm_unseen(kind: NoticeKind, subject: str) -> bool:
+    return Notice.objects.filter(kind=kind, subject=subject, seen_at__isnull=True).exists()
+
+
+# --------------------------------------------------------------------------------------------------- devices
+
+
+def _write_device(row: Operator, device: str) -> str:
+    return signing.dumps({"operator": row.pk, "device": device, "bound": _binding(row)}, salt=_DEVICE_SALT)
+
+
+def _read_device(row: Operator, cookie: str) -> str | None:
+    """Return the device that the cookie names, or None: forged, expired, another operator's, or of an earlier state."""
+    if not row.is_active:
+        return None
+    try:
+        told = signing.loads(cookie, salt=_DEVICE_SALT, max_age=DEVICE_LIFETIME)
+    except signing.BadSignature:
+        return None
+    if told["operator"] != row.pk or not constant_time_compare(told["bound"], _binding(row)):
+        return None
+    return str(told["device"])
+
+
+def _binding(row: Operator) -> str:
+    """Return what ties the cookie to the operator's password and version, as sessions are tied."""
+    return salted_hmac(_DEVICE_SALT, row.get_session_auth_hash(), algorithm="sha256").hexdigest()[:32]

@@ -1,0 +1,34 @@
+"""Whether this process can judge: each thing that a verdict needs, by name."""
+
+from collections.abc import Mapping
+
+from django.db import DatabaseError, connection
+
+from keyvault.models.triggers import missing_triggers
+from keyvault.services.change_feed.follower import is_feed_followed
+from keyvault.services.peppers.ring import list_served_sets, pepper_health
+
+
+def find_readiness() -> Mapping[str, bool]:
+    """The database with its rules in force, the peppers, and the change feed where the process judges from memory.
+    Never raises. Ready is where all of it is."""
+    checks = {"database": _is_database_ready()}
+    # Without the database nothing vouches for a pepper, not even for one in memory.
+    loaded = pepper_health() if checks["database"] else dict.fromkeys(list_served_sets(), False)
+    checks |= {f"peppers_{pepper_set}": ready for pepper_set, ready in loaded.items()}
+    followed = is_feed_followed()
+    return checks if followed is None else {**checks, "change_feed": followed}
+
+
+def readiness_body(checks: Mapping[str, bool]) -> tuple[int, dict[str, object]]:
+    """Status and body of the answer."""
+    ready = all(checks.values())
+    states = {name: "ok" if fine else "failing" for name, fine in checks.items()}
+    return 200 if ready else 503, {"status": "ready" if ready else "not_ready", "checks": states}
+
+
+def _is_database_ready() -> bool:
+    try:
+        return not missing_triggers(connection)
+    except DatabaseError:
+        return False

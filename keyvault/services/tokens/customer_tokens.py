@@ -1,0 +1,89 @@
+"""Customer access tokens: issued by a merchant's private key for one of its customers, hashed like keys."""
+
+import secrets
+from datetime import timedelta
+
+from django.conf import settings
+from django.db import transaction
+
+from keyvault.access.customers import find_customer_id_fault
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.keystring import STRING_SCOPE, StringKind, mint_keystring
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, CustomerToken, Key
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.transaction import recorded
+
+DEFAULT_SECONDS = 900
+"""How long a token lives unless asked otherwise, or for as long as the account lets it at all."""
+
+
+def issue_customer_token(
+    grant: Grant, account: Account, key: Key, *, customer_id: str, ttl_seconds: int | None = None
+) -> tuple[CustomerToken, Plaintext]:
+    """The token's row, and the token itself, which is nowhere else. `key` is the private one that asks.
+
+    Raises RequestInvalidError on a customer id that is none, and on a lifetime above the account's bound.
+    """
+    longest = account.customer_token_seconds
+    seconds = min(DEFAULT_SECONDS, longest) if ttl_seconds is None else ttl_seconds
+    faults = []
+    if (fault := find_customer_id_fault(customer_id)) is not None:
+        faults.append(Fault("", f"The customer id in the path: {fault}."))
+    if not 1 <= seconds <= longest:
+        faults.append(Fault("/ttl_seconds", f"1 to {longest}, the account's bound"))
+    if faults:
+        raise RequestInvalidError("The token cannot be issued like that.", faults)
+    environment = Environment(account.environment)
+    minted = mint_keystring(
+        settings.KEY_BRAND, StringKind.CUSTOMER_TOKEN, STRING_SCOPE[environment], secrets.token_bytes
+    )
+    digest, pepper_version = load_peppers(PEPPER_SET[environment]).digest(minted.text)
+    token = CustomerToken(
+        token_id=minted.key_id,
+        account=account,
+        issued_with=key,
+        customer_id=customer_id,
+        digest=digest,
+        pepper_version=pepper_version,
+        created_at=grant.at,
+        expires_at=grant.at + timedelta(seconds=seconds),
+    )
+    with recorded(
+        grant,
+        Permission.CUSTOMER_TOKENS_WRITE,
+        "customer_token.issued",
+        account=account,
+        token_id=token.token_id,
+        customer_id=customer_id,
+        ttl_seconds=seconds,
+    ):
+        token.save()
+    return token, minted.text
+
+
+def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None:
+    """At once and for ever; asked again, nothing is left to do. Raises NotFoundError on what is not the account's."""
+    with transaction.atomic():
+        token: CustomerToken | None = (
+            CustomerToken.objects.select_for_update().filter(account=account, token_id=token_id).first()
+        )
+        if token is None:
+            raise NotFoundError
+        if token.revoked_at is not None:
+            tell_host([token.alters()])  # whoever asks again may have lost the answer to a commit
+            return
+        with recorded(
+            grant,
+            Permission.CUSTOMER_TOKENS_WRITE,
+            "customer_token.revoked",
+            account=account,
+            token_id=token.token_id,
+            customer_id=token.customer_id,
+        ):
+            token.compare_and_swap(revoked_at=grant.at)

@@ -1,0 +1,166 @@
+"""Service tokens: hashed like keys, scoped, expiring, rotated with an overlap."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+from django.conf import settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
+from keyvault.access.principals import Operator
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
+from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Merchant, ServiceToken
+from keyvault.services.merchants.operators import operator_row
+from keyvault.services.peppers.ring import freshen_peppers, load_peppers
+from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.transaction import recorded
+
+LONGEST_DAYS = 366
+DEFAULT_DAYS = 90
+LONGEST_OVERLAP_HOURS = 168
+
+
+def create_service_token(
+    grant: Grant,
+    *,
+    name: str,
+    scope: StringScope,
+    permissions: Iterable[Permission],
+    merchants: Iterable[str] | None = None,
+    lifetime_days: int = DEFAULT_DAYS,
+    is_probe: bool = False,
+) -> tuple[ServiceToken, Plaintext]:
+    """The token's row, and the token itself, which is nowhere else and cannot be had again.
+
+    `merchants` None: all of them. What a token that `is_probe` verifies counts as no use of a key.
+    Raises RequestInvalidError, listing what does not fit.
+    """
+    wanted = sorted(set(permissions))
+    chosen = None if merchants is None else sorted(set(merchants))
+    faults = [Fault("/permission", f"a service token cannot hold {p}") for p in wanted if p not in SERVICE_PERMISSIONS]
+    if (fault := find_text_fault(name, 100)) is not None:
+        faults.append(Fault("/name", fault))
+    if not wanted:
+        faults.append(Fault("/permission", "at least one permission"))
+    if not 1 <= lifetime_days <= LONGEST_DAYS:
+        faults.append(Fault("/lifetime_days", f"1 to {LONGEST_DAYS}"))
+    if chosen is not None:
+        known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
+        faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
+    if faults:
+        raise RequestInvalidError("The token cannot be made like that.", faults)
+    token, text = _mint(
+        grant,
+        name=name,
+        scope=scope,
+        permissions=wanted,
+        merchants=chosen,
+        lifetime=timedelta(days=lifetime_days),
+        is_probe=is_probe,
+    )
+    with recorded(
+        grant,
+        Permission.TOKENS_WRITE,
+        "service_token.created",
+        token_id=token.token_id,
+        name=name,
+        scope=scope,
+        permissions=wanted,
+        merchants=chosen,
+        is_probe=is_probe,
+    ):
+        token.save()
+    return token, text
+
+
+def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) -> tuple[ServiceToken, Plaintext]:
+    """A successor of the same name and rights, for as long as the first of its line was made for, and its string.
+
+    Both are good for `overlap_hours`, 0 to 168, though the old one never longer than before. Raises
+    RequestInvalidError, StateConflictError when the token is not good any more, or was rotated already.
+    """
+    if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
+        fault = Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")
+        raise RequestInvalidError("The token cannot be rotated like that.", [fault])
+    if token.revoked_at is not None or grant.at >= token.expires_at:
+        raise StateConflictError("The token is not good any more: make a new one.")
+    line = list(ServiceToken.objects.filter(lineage=token.lineage).order_by("created_at"))
+    for later in line:
+        if later.created_at > token.created_at and later.revoked_at is None and grant.at < later.expires_at:
+            raise StateConflictError(f"It was rotated already: rotate its successor {later.token_id}.")
+    successor, text = _mint(
+        grant,
+        name=token.name,
+        scope=StringScope(token.scope),
+        permissions=token.permissions,
+        merchants=token.merchants,
+        # Rotating shortens a token's own life, and a successor may have been revoked since: the line remembers.
+        lifetime=max(each.expires_at - each.created_at for each in line),
+        is_probe=token.is_probe,
+        lineage=token.lineage,
+    )
+    ends_at = min(token.expires_at, grant.at + timedelta(hours=overlap_hours))
+    with recorded(
+        grant,
+        Permission.TOKENS_WRITE,
+        "service_token.rotated",
+        token_id=token.token_id,
+        successor_id=successor.token_id,
+        expires_at=ends_at.isoformat(),
+    ):
+        token.compare_and_swap(expires_at=ends_at)
+        successor.save()
+    return successor, text
+
+
+def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
+    """At once and for ever."""
+    if token.revoked_at is not None:
+        tell_host([token.alters()])  # whoever asks again may have lost the answer to a commit
+        raise StateConflictError("The token was revoked already.")
+    with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
+        token.compare_and_swap(revoked_at=grant.at)
+
+
+def get_service_token(token_id: str) -> ServiceToken | None:
+    token: ServiceToken | None = ServiceToken.objects.filter(token_id=token_id).first()
+    return token
+
+
+def _mint(
+    grant: Grant,
+    *,
+    name: str,
+    scope: StringScope,
+    permissions: Sequence[str],
+    merchants: Sequence[str] | None,
+    lifetime: timedelta,
+    is_probe: bool,
+    lineage: str = "",
+) -> tuple[ServiceToken, Plaintext]:
+    """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
+    minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
+    freshen_peppers(PepperSet.SERVICE)
+    digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
+    creator = grant.principal if isinstance(grant.principal, Operator) else None
+    token = ServiceToken(
+        token_id=minted.key_id,
+        lineage=lineage or minted.key_id,
+        name=name,
+        digest=digest,
+        pepper_version=pepper_version,
+        scope=scope,
+        permissions=permissions,
+        merchants=merchants,
+        is_probe=is_probe,
+        creator=None if creator is None else operator_row(creator),
+        creator_person=grant.principal.actor if creator is None else creator.person,
+        created_at=grant.at,
+        expires_at=grant.at + lifetime,
+    )
+    return token, minted.text

@@ -1,0 +1,226 @@
+"""Where the merchants' accounts are told of what happens: endpoints, and the secrets that sign for them.
+
+A secret is shown once and kept sealed under the environment's peppers, so that the database alone signs nothing, and
+no process that does not serve the environment does.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import IntegrityError
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET, Peppers
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.keystring import SHAPED
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.sealing import seal, sealed_with, unseal
+from keyvault.models import Account, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint
+from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.peppers.ring import freshen_peppers, load_peppers
+from keyvault.services.recording.notifications import announce_to
+from keyvault.services.recording.transaction import recorded
+from keyvault.wire.destinations import Destination, parse_url
+from keyvault.wire.webhooks import mint_secret
+
+MOST_ENDPOINTS = 5
+"""Of an account, enabled at the same time."""
+DEFAULT_OVERLAP_HOURS, LONGEST_OVERLAP_HOURS = 24, 168
+CATCH_UP = timedelta(days=7)
+"""What was given up in so long is sent after all, once the endpoint is enabled again."""
+
+_P = Permission.WEBHOOKS_WRITE
+
+
+def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpoint, Plaintext]:
+    """An endpoint, and its secret, which is not shown again.
+
+    Raises RequestInvalidError on a URL that we would not send to, StateConflictError on one that the account has
+    already, or has too many beside.
+    """
+    destination = _read_url(url)
+    freshen_peppers(PEPPER_SET[Environment(account.environment)])
+    secret = mint_secret(secrets.token_bytes)
+    endpoint = WebhookEndpoint(
+        account=account,
+        url=destination.url,
+        secret=_sealed(account, destination.url, secret),
+        created_at=grant.at,
+    )
+    taken = f"The account has this endpoint already: {destination.host}."
+    if WebhookEndpoint.objects.filter(account=account, url=destination.url).exists():
+        raise StateConflictError(taken)
+    try:
+        with recorded(grant, _P, "webhook_endpoint.added", account=account, host=destination.host):
+            require_staying(account)
+            _require_room(account)
+            endpoint.save()
+    except IntegrityError as error:
+        raise StateConflictError(taken) from error
+    return endpoint, secret
+
+
+def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = DEFAULT_OVERLAP_HOURS) -> Plaintext:
+    """The new secret, not shown again. The one before signs beside it for the overlap.
+
+    Raises StateConflictError while one runs: a third secret would silence the one that the merchant still has. After a
+    leak the overlap is 0, and that is taken at any time.
+    """
+    if overlap_hours and endpoint.previous_until is not None and grant.at < endpoint.previous_until:
+        end = f"{endpoint.previous_until:%Y-%m-%d %H:%M} UTC"
+        raise StateConflictError(f"The secret is being rotated already: two sign until {end}.")
+    if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
+        raise RequestInvalidError(
+            "The overlap does not fit.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
+        )
+    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
+    secret = mint_secret(secrets.token_bytes)
+    until = grant.at + timedelta(hours=overlap_hours)
+    details = {**_about(endpoint), "overlap_hours": overlap_hours}
+    with recorded(grant, _P, "webhook_endpoint.secret_rotated", account=endpoint.account, **details):
+        endpoint.compare_and_swap(
+            secret=_sealed(endpoint.account, endpoint.url, secret),
+            previous_secret=bytes(endpoint.secret) if overlap_hours else None,
+            previous_until=until if overlap_hours else None,
+        )
+    return secret
+
+
+def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
+    """Nothing is sent there any more; what was on its way is given up, until it is enabled again."""
+    if endpoint.disabled_at is not None:
+        raise StateConflictError("The endpoint is disabled already.")
+    with recorded(grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_about(endpoint)):
+        write_disabled(endpoint, why, grant.at)
+
+
+def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
+    """Inside the `recorded` block of whoever disables it."""
+    endpoint.compare_and_swap(disabled_at=now, disabled_why=why[:300])
+    WebhookDelivery.objects.filter(endpoint=endpoint, state=DeliveryState.DUE).update(
+        state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled"
+    )
+
+
+def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
+    """Messages go there again, those first that were given up lately; how many those are."""
+    if endpoint.disabled_at is None:
+        raise StateConflictError("The endpoint is enabled already.")
+    with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_about(endpoint)):
+        require_staying(endpoint.account)
+        _require_room(endpoint.account)
+        endpoint.compare_and_swap(disabled_at=None, disabled_why="")
+        return WebhookDelivery.objects.filter(
+            endpoint=endpoint, state=DeliveryState.GIVEN_UP, notice__created_at__gt=grant.at - CATCH_UP
+        ).update(state=DeliveryState.DUE, attempts=0, due_at=grant.at)
+
+
+def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
+    """A message that means nothing, on the way that all messages go. Raises StateConflictError where none goes."""
+    if endpoint.disabled_at is not None:
+        raise StateConflictError("The endpoint is disabled: nothing is sent there.")
+    with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_about(endpoint)):
+        return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
+
+
+def list_to_reseal() -> list[WebhookEndpoint]:
+    """Those whose secrets are sealed under an older pepper than new ones are; of the environments served here."""
+    found = []
+    for environment in map(Environment, settings.ENVIRONMENTS):
+        peppers = load_peppers(PEPPER_SET[environment])
+        if len(peppers.versions) > 1:
+            rows = WebhookEndpoint.objects.filter(account__environment=environment).select_related("account__merchant")
+            found += [row for row in rows if sealed_versions(row) - {peppers.current_version}]
+    return found
+
+
+def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
+    """The same secrets, sealed under the newest pepper, so that the older one can be retired."""
+    peppers, context = _peppers(endpoint.account), _context(endpoint.account, endpoint.url)
+    sealed = {
+        name: seal(peppers, unseal(peppers, bytes(old), context), context, secrets.token_bytes)
+        for name in ("secret", "previous_secret")
+        if (old := getattr(endpoint, name))
+    }
+    details = {**_about(endpoint), "pepper_version": peppers.current_version}
+    with recorded(grant, Permission.KEYS_REHASH, "webhook_endpoint.resealed", account=endpoint.account, **details):
+        endpoint.compare_and_swap(**sealed)
+
+
+def sealed_versions(endpoint: WebhookEndpoint) -> set[int]:
+    """The pepper versions that it takes to open its secrets."""
+    return {sealed_with(bytes(sealed)) for sealed in (endpoint.secret, endpoint.previous_secret) if sealed}
+
+
+def list_endpoints(account: Account) -> Iterable[WebhookEndpoint]:
+    return WebhookEndpoint.objects.filter(account=account).order_by("created_at", "pk")
+
+
+def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
+    """What is known of it; never its secret."""
+    counts = Counter(WebhookDelivery.objects.filter(endpoint=endpoint).values_list("state", flat=True))
+    return {
+        "endpoint": endpoint.pk,
+        "url": endpoint.url,
+        "created_at": endpoint.created_at,
+        "disabled_at": endpoint.disabled_at,
+        "disabled_why": endpoint.disabled_why,
+        **{state.value: counts[state] for state in DeliveryState},
+    }
+
+
+def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]:
+    """What a message is signed with, the newest first. Raises NotFoundError where another process is to send it."""
+    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
+    sealed = [endpoint.secret]
+    if endpoint.previous_secret is not None and endpoint.previous_until is not None and endpoint.previous_until > now:
+        sealed.append(endpoint.previous_secret)
+    peppers, context = _peppers(endpoint.account), _context(endpoint.account, endpoint.url)
+    return [unseal(peppers, bytes(each), context) for each in sealed]
+
+
+def host_of(endpoint: WebhookEndpoint) -> str:
+    """What may be told of a URL everywhere: merchants put secrets of theirs into the rest of it."""
+    return endpoint.url.split("/", 3)[2]
+
+
+def _about(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
+    return {"endpoint": endpoint.pk, "host": host_of(endpoint)}
+
+
+def _read_url(url: str) -> Destination:
+    fault = "no key string: it would be kept and shown"
+    if SHAPED.search(url) is None:
+        try:
+            return parse_url(url.strip(), settings.WEBHOOK_NETWORKS)
+        except ValueError as error:
+            fault = str(error)
+    raise RequestInvalidError("Nothing can be sent there.", [Fault("/url", fault)])
+
+
+def _require_room(account: Account) -> None:
+    """Under the account's lock, so that two at once are counted one after the other."""
+    Account.objects.select_for_update().get(pk=account.pk)
+    if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MOST_ENDPOINTS:
+        raise StateConflictError(f"An account has at most {MOST_ENDPOINTS} enabled endpoints: disable one first.")
+
+
+def _sealed(account: Account, url: str, secret: Plaintext) -> bytes:
+    return seal(_peppers(account), secret, _context(account, url), secrets.token_bytes)
+
+
+def _peppers(account: Account) -> Peppers:
+    return load_peppers(PEPPER_SET[Environment(account.environment)])
+
+
+def _context(account: Account, url: str) -> bytes:
+    """The endpoint, by what never changes of it: its secret opens in its own row only."""
+    return f"webhook_endpoint|{account}|{url}".encode()

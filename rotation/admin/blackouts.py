@@ -1,0 +1,111 @@
+"""Calendars of blackouts in the console: the days on which no rotation of a schedule begins."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Count, Q, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import NOTHING, Detail, Facts, Table, badge, link, mono, short_moment
+from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
+from rotation.admin.schedule_widgets import scope_words, state_of
+from rotation.models import BlackoutCalendar
+from rotation.services.schedules.schedules import save_calendar
+
+
+def _save_calendar(grant: Grant, cleaned: Cleaned) -> Done:
+    return Done("Saved.", row=save_calendar(grant, cleaned["name"], periods_from(cleaned["periods"])))
+
+
+def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> Done:
+    save_calendar(grant, row.name, periods_from(cleaned["periods"]), known=row)
+    return Done("Saved. Rotations that are asked for from now on go by it.")
+
+
+@admin.register(BlackoutCalendar)
+class BlackoutCalendarAdmin(NounAdmin):
+    view_permissions = (P.ROTATIONS_READ,)
+    section, singular, plural = "Keys", "Blackout calendar", "Blackout calendars"
+    asks = (
+        Ask(
+            "save",
+            "Make a blackout calendar",
+            P.SCHEDULES_WRITE,
+            CalendarForm,
+            _save_calendar,
+            "Days on which no rotation of a schedule begins. What has begun goes on.",
+            "Save",
+        ),
+    )
+    acts = (
+        Act(
+            "edit",
+            "Edit",
+            P.SCHEDULES_WRITE,
+            _edit_calendar,
+            lambda row: "Rotations that were asked for already keep the days of their plan.",
+            form=EditCalendarForm,
+        ),
+    )
+
+    list_display = ("name", "count", "next_begin", "used_by")
+    search_fields = ("name",)
+    ordering = ("name",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        used = Count("schedules", filter=Q(schedules__is_enabled=True))
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(schedules_count=used)
+        return rows
+
+    @admin.display(description="periods")
+    def count(self, row: BlackoutCalendar) -> int:
+        return len(row.periods)
+
+    @admin.display(description="next begin (UTC)")
+    def next_begin(self, row: BlackoutCalendar) -> SafeString:
+        now = datetime.now(UTC)
+        ahead = (at for at, _ in _read(row) if at > now)
+        return short_moment(next(ahead, None))
+
+    @admin.display(description="enabled schedules")
+    def used_by(self, row: Any) -> int:
+        return int(row.schedules_count)
+
+    def summary(self, row: BlackoutCalendar) -> Facts:
+        return Facts("Calendar", [("Name", mono(row)), ("Periods", len(row.periods))])
+
+    def detail(self, request: HttpRequest, row: BlackoutCalendar) -> Detail:
+        now = datetime.now(UTC)
+        periods = [
+            [short_moment(begins_at), short_moment(ends_at), each["why"] or NOTHING, "over" if ends_at <= now else ""]
+            for each, (begins_at, ends_at) in zip(row.periods, _read(row), strict=True)
+        ]
+        schedules = row.schedules.select_related("account__merchant", "credential__account__merchant").order_by("pk")
+        using = [
+            [
+                link(reverse("admin:rotation_rotationschedule_change", args=[item.pk]), scope_words(item)),
+                badge(state_of(item)),
+            ]
+            for item in schedules
+        ]
+        return Detail(
+            title=row.name,
+            state="",
+            sections=[
+                Table("Periods", ["begins (UTC)", "ends (UTC)", "why", ""], periods),
+                Table("Schedules that keep it", ["for", "state"], using),
+            ],
+        )
+
+
+def _read(row: BlackoutCalendar) -> list[tuple[datetime, datetime]]:
+    return [
+        (datetime.fromisoformat(each["begins_at"]), datetime.fromisoformat(each["ends_at"])) for each in row.periods
+    ]

@@ -1,0 +1,463 @@
+"""Campaigns in the console: asked for, approved by a second person, watched, paused, resumed, cancelled."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Table,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    seconds,
+    short_moment,
+)
+from keyvault.domain.environments import Environment
+from keyvault.models import Merchant
+from rotation.admin.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
+from rotation.domain.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, START_WITHIN, Pace
+from rotation.domain.policy import DEFAULTS, Proof
+from rotation.models import Campaign, CampaignMember, CampaignState
+from rotation.services.campaigns.campaigns import (
+    approve_campaign,
+    cancel_campaign,
+    pause_campaign,
+    reject_campaign,
+    request_campaign,
+    resume_campaign,
+)
+from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
+from rotation.services.rotations.planning import Wish
+
+C = CampaignState
+
+_MOST_MEMBERS = 200
+_REFRESH_SECONDS = 10
+_AS_USUAL = Pace()
+
+
+def _merchant_choices() -> list[tuple[str, str]]:
+    return [(name, name) for name in Merchant.objects.order_by("merchant_id").values_list("merchant_id", flat=True)]
+
+
+class CampaignForm(ActForm):
+    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    merchants = forms.MultipleChoiceField(
+        required=False,
+        choices=_merchant_choices,
+        widget=forms.SelectMultiple(attrs={"size": 8}),
+        help_text="None chosen: every merchant of the environment.",
+    )
+    older_than_days = forms.IntegerField(
+        required=False,
+        min_value=0,
+        label="Keys older than days",
+        help_text="Counted from the day a key became active. Empty: keys of any age.",
+    )
+    per_minute = forms.IntegerField(
+        min_value=1,
+        max_value=FASTEST_PER_MINUTE,
+        initial=_AS_USUAL.per_minute,
+        label="Begin per minute",
+        help_text="At most so many in any 60 seconds.",
+    )
+    concurrency = forms.IntegerField(
+        min_value=1,
+        max_value=MOST_AT_ONCE,
+        initial=_AS_USUAL.concurrency,
+        label="Unproved at once",
+        help_text="A rotation counts from its begin until its replacement is proved in use. The quiet period and the "
+        "quarantine after that hold nobody up.",
+    )
+    halt_on_stall = forms.BooleanField(
+        required=False, initial=_AS_USUAL.halt_on_stall, label="Halt at the first rotation that stalls"
+    )
+    halt_at_failed_percent = forms.IntegerField(
+        required=False,
+        min_value=0,
+        max_value=100,
+        initial=_AS_USUAL.halt_at_failed_percent,
+        label="Halt when more percent than that fail",
+        help_text="Failed and stalled ones among those that came to something. Empty: no share halts it.",
+    )
+    proof = forms.ChoiceField(choices=[(proof.value, words) for proof, words in PRIVATE_PROOFS.items()])
+    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
+    expires_in_days = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=3650,
+        label="The replacements expire in days",
+        help_text="Empty: they do not expire.",
+    )
+    reason = forms.CharField(max_length=300, widget=forms.Textarea(attrs={"rows": 3}))
+
+
+class ApproveCampaignForm(ApproveForm):
+    """The digest is the stored one; the service makes it anew from what is stored, and compares."""
+
+    @classmethod
+    def initial_for(cls, row: Campaign) -> dict[str, Any]:
+        return {"plan_digest": row.plan_digest}
+
+
+class MaybeWhyForm(ActForm):
+    why = forms.CharField(
+        label="Why",
+        required=False,
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": 3}),
+        help_text="Kept in the audit log. Needed to go on after a halt.",
+    )
+
+
+class SeenMaybeWhyForm(SeenForm, MaybeWhyForm):
+    """Both."""
+
+
+def _request(grant: Grant, cleaned: Cleaned) -> Done:
+    campaign = request_campaign(
+        grant,
+        environment=Environment(cleaned["environment"]),
+        merchants=cleaned["merchants"] or None,
+        older_than_days=cleaned["older_than_days"],
+        wish=Wish(
+            proof=Proof(cleaned["proof"]),
+            quiet_seconds=cleaned["quiet_seconds"],
+            quarantine_seconds=cleaned["quarantine_seconds"],
+            expires_in_days=cleaned["expires_in_days"],
+        ),
+        pace=Pace(
+            per_minute=cleaned["per_minute"],
+            concurrency=cleaned["concurrency"],
+            halt_on_stall=cleaned["halt_on_stall"],
+            halt_at_failed_percent=cleaned["halt_at_failed_percent"],
+        ),
+        reason=cleaned["reason"],
+    )
+    count = _credentials(campaign.members.count())
+    if campaign.state == C.AWAITING_APPROVAL:
+        return Done(f"Asked, for {count}. It now waits for the approval of a second person.", row=campaign)
+    return Done(f"Asked, for {count}. This environment wants no second person: the worker begins now.", row=campaign)
+
+
+def _approve(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+    approve_campaign(grant, campaign, cleaned["plan_digest"])
+    if campaign.state == C.RUNNING:
+        return Done("Approved. The worker begins at the pace that you saw.")
+    return Done("Your approval is noted; it takes another person's too.")
+
+
+def _reject(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+    reject_campaign(grant, campaign, cleaned["why"])
+    return Done("Rejected.")
+
+
+def _pause(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+    pause_campaign(grant, campaign, cleaned["why"])
+    return Done("Paused: no more rotations begin. Those under way go on.")
+
+
+def _resume(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+    resume_campaign(grant, campaign, cleaned["why"])
+    return Done("It goes on.")
+
+
+def _cancel(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+    cancel_campaign(grant, campaign, cleaned["why"])
+    return Done("Cancelled: no more rotations begin. Those under way go on.")
+
+
+def _is_undecided(row: Campaign) -> bool:
+    return bool(row.state == C.AWAITING_APPROVAL)
+
+
+@admin.register(Campaign)
+class CampaignAdmin(NounAdmin):
+    view_permissions = (P.ROTATIONS_READ,)
+    section, singular, plural = "Keys", "Campaign", "Campaigns"
+    asks = (
+        Ask(
+            "request",
+            "Rotate many keys",
+            P.ROTATIONS_WRITE,
+            CampaignForm,
+            _request,
+            "The private keys that fit are selected now, and stay selected. One approval covers all of them with this "
+            "plan and pace; in production it takes a second person. Each is then rotated as if asked for alone.",
+            "Ask for it",
+            preset=lambda query: {"environment": query.get("environment")},
+        ),
+    )
+    acts = (
+        Act(
+            "approve",
+            "Approve",
+            P.ROTATIONS_APPROVE,
+            _approve,
+            lambda row: (
+                f"You approve exactly this: {_credentials(row.members.count())}, listed on the campaign's page, "
+                "with this plan at this pace."
+            ),
+            form=ApproveCampaignForm,
+            fits=_is_undecided,
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "reject",
+            "Reject",
+            P.ROTATIONS_APPROVE,
+            _reject,
+            lambda row: "Nothing is rotated; the keys stay as they are. Whoever asked reads why.",
+            form=WhyForm,
+            fits=_is_undecided,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "pause",
+            "Pause",
+            P.ROTATIONS_WRITE,
+            _pause,
+            lambda row: "No more rotations begin until it is resumed. Those under way go on.",
+            form=MaybeWhyForm,
+            fits=lambda row: row.state == C.RUNNING,
+        ),
+        Act(
+            "resume",
+            "Resume",
+            P.ROTATIONS_WRITE,
+            _resume,
+            lambda row: "More rotations begin, at the approved pace. What led to a halt is not counted again.",
+            form=SeenMaybeWhyForm,
+            fits=lambda row: row.state in {C.PAUSED, C.HALTED},
+            tone=Tone.GOOD,
+        ),
+        Act(
+            "cancel",
+            "Cancel the campaign",
+            P.ROTATIONS_WRITE,
+            _cancel,
+            lambda row: "No more rotations begin, ever. Those under way go on; abort them one by one if they must not.",
+            form=MaybeWhyForm,
+            fits=lambda row: row.closed_at is None,
+            tone=Tone.DANGER,
+        ),
+    )
+
+    list_display = ("campaign_id", "state_badge", "environment_badge", "credentials", "asked_by", "created")
+    list_filter = ("state", "environment")
+    search_fields = ("=campaign_id", "=members__credential__credential_id", "reason")
+    search_help_text = "By campaign id, credential id or a word of the reason."
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("requester")
+
+    @admin.display(description="state", ordering="state")
+    def state_badge(self, row: Campaign) -> SafeString:
+        return badge(row.state)
+
+    @admin.display(description="environment", ordering="environment")
+    def environment_badge(self, row: Campaign) -> SafeString:
+        return badge(row.environment)
+
+    @admin.display(description="credentials")
+    def credentials(self, row: Campaign) -> int:
+        return row.members.count()
+
+    @admin.display(description="asked by", ordering="requester__username")
+    def asked_by(self, row: Campaign) -> str:
+        return row.requester.username
+
+    @admin.display(description="asked (UTC)", ordering="created_at")
+    def created(self, row: Campaign) -> SafeString:
+        return short_moment(row.created_at)
+
+    def name_of(self, row: Campaign) -> str:
+        return f"{row.environment} · {row.reason[:60]}"
+
+    def requester_person_of(self, row: Campaign) -> str:
+        return row.requester_person
+
+    def summary(self, row: Campaign) -> Facts:
+        """All that the digest covers."""
+        pace, merchants, days = Pace.from_json(row.pace), row.selection["merchants"], row.selection["older_than_days"]
+        share = pace.halt_at_failed_percent
+        return Facts(
+            "What is asked for",
+            [
+                ("Environment", badge(row.environment)),
+                ("Credentials", row.members.count()),
+                ("Merchants", "all" if merchants is None else ", ".join(merchants)),
+                ("Keys older than", "any age" if days is None else f"{days} days"),
+                ("Left out", _left_out(row)),
+                ("Reason", row.reason),
+                *_plan(row),
+                ("Pace", f"{pace.per_minute} a minute at most, {pace.concurrency} unproved at once"),
+                ("Halts at the first stall", "yes" if pace.halt_on_stall else "no"),
+                ("Halts when failed or stalled are more than", "no share" if share is None else f"{share} percent"),
+                ("Digest of all this and of the list (SHA-256)", mono(row.plan_digest)),
+                ("Asked by", row.requester.username),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Campaign) -> Detail:
+        told: Any = describe_campaign(row, datetime.now(UTC))
+        return Detail(
+            title=self.name_of(row),
+            state=row.state,
+            notes=list(_notes(request, row, told)),
+            sections=[
+                Facts("How far it is", list(_progress(row, told))),
+                _members(row),
+                self.summary(row),
+                approvals_table(row),
+            ],
+            refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
+        )
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
+        asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
+        where = f"?state__exact={C.AWAITING_APPROVAL}"
+        if may(request, P.ROTATIONS_APPROVE):
+            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.waits("Campaigns that you may approve", others, where, "act")
+        yield self.waits("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
+        yield self.waits("Campaigns under way", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
+
+    def line_of(self, row: Campaign) -> Line:
+        detail = row.why or f"asked for by {row.requester.username}"
+        return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
+
+
+def _credentials(count: int) -> str:
+    return "1 credential" if count == 1 else f"{count} credentials"
+
+
+def _left_out(row: Campaign) -> str:
+    counts = row.selection["left_out"]
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items()) or NOTHING
+
+
+def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
+    """What was chosen, and what is the default for the rest; of the longer gap of two each credential has its own."""
+    wish, default = Wish.from_json(row.wish), DEFAULTS[Environment(row.environment)]
+    proof = wish.proof or Proof.TRAFFIC
+    yield "Proof", PRIVATE_PROOFS.get(proof, proof.value)
+    if proof in {Proof.TRAFFIC, Proof.BOTH}:
+        count, sources = wish.proof_count or default.proof_count, wish.proof_sources or default.proof_sources
+        soak = default.soak_seconds if wish.soak_seconds is None else wish.soak_seconds
+        yield "Traffic that proves it", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
+    longer = ", or twice the longest gap seen there" if row.environment == Environment.PRODUCTION else ""
+    quiet = f"{seconds(default.quiet_seconds)}{longer}" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)
+    quarantine = default.quarantine_seconds if wish.quarantine_seconds is None else wish.quarantine_seconds
+    yield "Quiet period", quiet
+    yield "Quarantine", seconds(quarantine)
+    yield "The replacements expire in days", wish.expires_in_days or "they do not expire"
+    for name in sorted(row.wish.keys() - _SHOWN):
+        yield name.replace("_", " ").capitalize(), mono(row.wish[name])
+
+
+_SHOWN = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
+    {"quiet_seconds", "quarantine_seconds", "expires_in_days"}
+)
+
+
+def _notes(request: HttpRequest, row: Campaign, told: Any) -> Iterable[str]:
+    """What is the matter, and what to do about it."""
+    waiting = told["progress"]["waiting"]
+    if row.state == C.AWAITING_APPROVAL:
+        yield f"Nothing has begun. It waits for approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
+        if row.requester_person == operator_of(request).person:
+            yield "You asked for this: it takes a second person to approve it."
+    elif row.state == C.HALTED:
+        yield (
+            f"Halted: {row.why}. No more rotations begin; those under way go on, and every old key of a stalled one "
+            "still works. Look at the rotations at the top of the list. Resume when they are no reason to stop, "
+            "or cancel the campaign."
+        )
+    elif row.state == C.PAUSED:
+        yield f"Paused{': ' + row.why if row.why else ''}. No more rotations begin until somebody resumes it."
+    elif row.state in {C.CANCELLED, C.EXPIRED, C.REJECTED}:
+        why = f" ({row.why})" if row.why else ""
+        yield f"Closed{why}. {_credentials(waiting)} will not begin any more; those under way go on."
+    if row.state in {C.RUNNING, C.PAUSED, C.HALTED} and waiting and row.began_at is not None:
+        yield f"What has not begun by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC is not begun any more."
+
+
+def _progress(row: Campaign, told: Any) -> Iterable[tuple[str, Any]]:
+    count = told["progress"]
+    yield "Replacement proved in use", _bar(count["proved"], count["members"])
+    ended = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
+    yield "Ended: completed, failed, stalled or skipped", _bar(ended, count["members"])
+    yield "Wait for their turn", count["waiting"]
+    yield "Begun, not proved yet", count["unproved"]
+    yield "Proved, old key still to be retired", count["proved"] - count["completed"]
+    yield "Completed", count["completed"]
+    yield "Stalled", count["stalled"]
+    yield "Failed: cancelled or rolled back", count["failed"]
+    yield "Skipped: no longer fitting when their turn came", count["skipped"]
+    if row.state == C.RUNNING:
+        yield "Begun in the last minute", told["begun_in_last_minute"]
+    if told["all_begun_at"] is not None:
+        yield "All begun at the earliest", moment(datetime.fromisoformat(told["all_begun_at"]))
+    requests = told["requests"]
+    yield "Requests with keys of these rotations", f"{requests['allowed']} allowed, {requests['refused']} refused"
+    yield "Approved and begun", moment(row.began_at, missing="not yet")
+    if row.closed_at is not None:
+        yield "Closed", moment(row.closed_at)
+
+
+def _bar(done: int, total: int) -> SafeString:
+    """The text says it too, for whoever does not see the bar."""
+    return format_html(
+        '<progress class="bar" max="{}" value="{}"></progress> <span class="bar-text">{} of {} ({} %)</span>',
+        max(total, 1),
+        done,
+        done,
+        total,
+        100 * done // max(total, 1),
+    )
+
+
+def _members(row: Campaign) -> Table:
+    """Those in trouble first."""
+    total = row.members.count()
+    found = list_troubled_first(row, _MOST_MEMBERS)
+    more = "" if total <= len(found) else f", the first {len(found)} of {total}"
+    return Table(
+        f"Credentials, those in trouble first{more}",
+        ["account", "credential", "state", "rotation", "why", "since (UTC)"],
+        [_member(row, member) for member in found],
+    )
+
+
+def _member(row: Campaign, member: CampaignMember) -> list[Any]:
+    credential, rotation = member.credential, member.rotation
+    shown = link(reverse("admin:keyvault_credential_change", args=[credential.pk]), credential.label)
+    if rotation is None:
+        state = member.outcome or ("waiting" if row.closed_at is None else "not_begun")
+        return [str(credential.account), shown, badge(state), NOTHING, member.why or NOTHING, NOTHING]
+    its_page = link(reverse("admin:rotation_rotation_change", args=[rotation.pk]), mono(rotation))
+    why = rotation.why or NOTHING
+    return [str(credential.account), shown, badge(rotation.state), its_page, why, short_moment(rotation.entered_at)]

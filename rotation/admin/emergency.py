@@ -1,0 +1,200 @@
+"""Keys in wrong hands, in the console: ended at once, and a replacement asked for on the same page.
+
+Keyvault's own pages can end a key; what asks for rotations too is added to them here.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, Tone
+from keyvault.admin.keys.keys import WHAT_REPORTING_DOES, is_last, warn_of_last
+from keyvault.admin.keys.receipts import receipt_url
+from keyvault.admin.site import ConsoleSite
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.keys import DEAD_STATES, KeyState, may_become
+from keyvault.domain.redaction import redact
+from keyvault.models import Credential, Key, MerchantStatus
+from keyvault.services.keys.lifecycle import usable_keys
+from rotation.services.rotations.emergency import (
+    MOST_KEYS,
+    Response,
+    find_open_rotation,
+    respond_to_compromise,
+    respond_to_leak,
+)
+from rotation.services.rotations.requests import reissue_key
+
+_TOLD = 5
+"""Keys of a long report that the answer names."""
+
+
+class CompromiseForm(ActForm):
+    """What stops a key must not be held up: nothing here has to be filled in."""
+
+    reason = forms.CharField(
+        required=False,
+        max_length=300,
+        label="What happened",
+        widget=forms.Textarea(attrs={"rows": 2}),
+        help_text="Kept in the audit log. May be left empty.",
+    )
+    replace = forms.BooleanField(
+        required=False,
+        label="Ask for a replacement at once",
+        help_text="Where the credential has no other key that is good. It is made as soon as it is approved, in no "
+        "window; the old key stays ended whatever becomes of it.",
+    )
+
+    @classmethod
+    def initial_for(cls, row: Any) -> dict[str, Any]:
+        return {"replace": not isinstance(row, Key) or is_last(row)}
+
+
+class LeakedKeysField(forms.CharField):
+    """Text that may hold whole keys. A form that is shown again has it redacted."""
+
+    def bound_data(self, data: Any, initial: Any) -> Any:
+        return redact(data or "")
+
+
+class LeakForm(CompromiseForm):
+    key_ids = LeakedKeysField(
+        label="Keys",
+        max_length=MOST_KEYS * 120,
+        strip=True,
+        widget=forms.Textarea(attrs={"rows": 8, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
+        help_text=f"Key ids, or the leaked keys as they were found, one a line; up to {MOST_KEYS}. Of a whole key only "
+        "the id is read.",
+    )
+    field_order = ("key_ids", "reason", "replace")
+
+
+class ReissueForm(ActForm):
+    reason = forms.CharField(
+        max_length=300, help_text="Kept in the audit log, and shown to whoever approves.", label="Why"
+    )
+
+
+def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+    response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
+    told = f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip()
+    return Done(told, url=receipt_url(key, response.sequence))
+
+
+def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+    living = [str(key.pk) for key in credential.keys.exclude(state__in=DEAD_STATES)]
+    return _report_all(grant, living, cleaned)
+
+
+def _report_leak(grant: Grant, cleaned: Cleaned) -> Done:
+    return _report_all(grant, cleaned["key_ids"].split(), cleaned)
+
+
+def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Done:
+    """Raises RequestInvalidError when no key was ended."""
+    responses = respond_to_leak(
+        grant.principal, presented, reason=cleaned["reason"], replace=cleaned["replace"], now=grant.at
+    )
+    ended = [response for response in responses if not response.fault]
+    missed = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
+    if not ended:
+        more = [f"and {len(missed) - _TOLD} more"] if len(missed) > _TOLD else []
+        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*missed[:_TOLD], *more)])
+    many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
+    not_ended = f"NOT revoked, {len(missed)}: {_some(missed)}." if missed else ""
+    told = " ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended))))
+    return Done(told, is_partial=bool(missed))
+
+
+_NOTHING_ENDED = (
+    "No key was revoked. Correct what is named below: a key id is the 16 characters after a key's third underscore."
+)
+
+
+def _words(responses: Sequence[Response]) -> str:
+    """What there is of replacements; nothing where none was wanted."""
+    asked = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
+    refused = [f"{response.key_id}: {response.no_replacement}" for response in responses if response.no_replacement]
+    told = [f"The replacement comes with rotation {_some(asked)}." if asked else ""]
+    told += [f"No replacement: {_some(refused)}." if refused else ""]
+    return " ".join(filter(None, told))
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _TOLD
+    return "; ".join(text.removesuffix(".") for text in texts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+    rotation = reissue_key(grant, credential, " ".join(cleaned["reason"].split()))
+    return Done(f"Rotation {rotation} is asked for. The key is made as soon as it is approved.")
+
+
+def _can_be_reissued(credential: Credential) -> bool:
+    """It had a key, has none that is good, nor a way to get one already."""
+    if credential.account.merchant.status == MerchantStatus.OFFBOARDED or find_open_rotation(credential) is not None:
+        return False
+    had_one = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()
+    return had_one and not usable_keys(credential.credential_id, datetime.now(UTC)).exists()
+
+
+def _has_living_key(credential: Credential) -> bool:
+    return credential.keys.exclude(state__in=DEAD_STATES).exists()
+
+
+REPORT = Act(
+    "report-compromise",
+    "Report compromise",
+    P.KEYS_REPORT_COMPROMISE,
+    _report,
+    lambda key: WHAT_REPORTING_DOES,
+    form=CompromiseForm,
+    fits=lambda key: may_become(KeyState(key.state), KeyState.COMPROMISED),
+    warn=warn_of_last,
+    tone=Tone.DANGER,
+)
+REPORT_CREDENTIAL = Act(
+    "compromised",
+    "Compromised: revoke now and replace",
+    P.KEYS_REPORT_COMPROMISE,
+    _report_credential,
+    lambda credential: f"Every key of the credential that is alive is reported. {WHAT_REPORTING_DOES}",
+    form=CompromiseForm,
+    fits=_has_living_key,
+    warn=lambda credential: "Whoever uses the credential is refused from this moment on, until a new key is there.",
+    tone=Tone.DANGER,
+)
+REISSUE = Act(
+    "reissue",
+    "Reissue",
+    P.ROTATIONS_WRITE,
+    _reissue,
+    lambda credential: (
+        "The credential has no key that is good. A new one is made as soon as it is approved, in no window, and "
+        "delivered as the credential's keys are: its id, limits and history stay."
+    ),
+    form=ReissueForm,
+    fits=_can_be_reissued,
+    tone=Tone.GOOD,
+)
+REPORT_LEAK = Ask(
+    "leak",
+    "Report leaked keys",
+    P.KEYS_REPORT_COMPROMISE,
+    LeakForm,
+    _report_leak,
+    f"{WHAT_REPORTING_DOES} Each key is ended by itself: one that cannot be holds up no other.",
+    "Revoke them now",
+    preset=lambda query: {"replace": True, "key_ids": query.get("key")},
+)
+
+
+def extend_console(site: ConsoleSite) -> None:
+    """Add the actions to the pages of keys and credentials."""
+    site.extend(Key, actions=[REPORT], create_actions=[REPORT_LEAK])
+    site.extend(Credential, actions=[REPORT_CREDENTIAL, REISSUE])

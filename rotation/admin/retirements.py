@@ -1,0 +1,177 @@
+"""The dates on which old public keys are retired, in the console: looked at beside who still uses them, and approved by
+a second person."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html_join
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Facts,
+    Line,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
+from keyvault.admin.keys.keys import key_link
+from keyvault.admin.keys.usage import use_tables
+from keyvault.models import Account
+from keyvault.services.usage.reports import list_versions
+from rotation.domain.states import CLOSED
+from rotation.models import Retirement, Rotation
+from rotation.services.rotations.interventions import approve_retirement
+
+_MOST_VERSIONS = 10
+
+
+def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> Done:
+    approve_retirement(grant, retirement)
+    return Done(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+
+
+def _waits(retirement: Retirement) -> bool:
+    """A later date overtakes one that nobody has approved yet."""
+    is_newest = not retirement.rotation.retirements.filter(pk__gt=retirement.pk).exists()
+    is_open = retirement.rotation.current_state not in CLOSED
+    return retirement.approved_at is None and retirement.retire_at > datetime.now(UTC) and is_newest and is_open
+
+
+def _state(retirement: Retirement) -> str:
+    if retirement.approved_at is not None:
+        return "approved"
+    return "awaiting_approval" if _waits(retirement) else "expired"
+
+
+@admin.register(Retirement)
+class RetirementAdmin(NounAdmin):
+    view_permissions = (P.ROTATIONS_READ,)
+    section, singular, plural = "Keys", "Retirement", "Retirements"
+    acts = (
+        Act(
+            "approve",
+            "Approve the date",
+            P.ROTATIONS_APPROVE,
+            _approve,
+            lambda retirement: (
+                "From that moment on the old public key is refused: first in quarantine, then for ever. Shops and apps "
+                "that still use it fail. Traffic never brings it back."
+            ),
+            form=SeenForm,
+            fits=_waits,
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("retired_at", "state_badge", "account", "rotation", "asked_by", "created")
+    list_filter = ("rotation__credential__account__environment",)
+    search_fields = ("=rotation__rotation_id", "=rotation__predecessor__key_id", "=rotation__credential__credential_id")
+    search_help_text = "By rotation id, credential id or the old key's id."
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows = super().get_queryset(request)
+        return rows.select_related(
+            "rotation__credential__account__merchant",
+            "rotation__predecessor__credential__account",
+            "requester",
+            "approver",
+        )
+
+    @admin.display(description="date (UTC)", ordering="retire_at")
+    def retired_at(self, row: Retirement) -> SafeString:
+        return short_moment(row.retire_at)
+
+    @admin.display(description="state")
+    def state_badge(self, row: Retirement) -> SafeString:
+        return badge(_state(row))
+
+    @admin.display(ordering="rotation__credential__account__merchant_id")
+    def account(self, row: Retirement) -> str:
+        return str(row.rotation.credential.account)
+
+    @admin.display(description="asked by", ordering="requester__username")
+    def asked_by(self, row: Retirement) -> str:
+        return row.requester.username
+
+    @admin.display(description="asked (UTC)", ordering="created_at")
+    def created(self, row: Retirement) -> SafeString:
+        return short_moment(row.created_at)
+
+    def name_of(self, row: Retirement) -> str:
+        return f"{row.rotation.credential.account} · {row.rotation.credential.label}"
+
+    def account_of(self, row: Retirement) -> Account:
+        account: Account = row.rotation.credential.account
+        return account
+
+    def requester_person_of(self, row: Retirement) -> str:
+        return row.requester_person
+
+    def summary(self, row: Retirement) -> Facts:
+        """The date, beside who would be refused from then on."""
+        rotation = row.rotation
+        url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
+        return Facts(
+            "What is asked",
+            [
+                ("The old key", key_link(rotation.predecessor)),
+                ("Retired at", moment(row.retire_at)),
+                ("Rotation", link(url, mono(rotation))),
+                ("The replacement is confirmed", moment(rotation.confirmed_at, missing="not yet")),
+                ("Still used by", _versions(rotation)),
+                ("Asked by", row.requester.username),
+            ],
+        )
+
+    def detail(self, request: HttpRequest, row: Retirement) -> Detail:
+        approver = NOTHING if row.approver is None else row.approver.username
+        approval = Facts("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
+        notes = []
+        if _state(row) == "awaiting_approval" and row.requester_person == operator_of(request).person:
+            notes.append("You asked for this: it takes a second person to approve it.")
+        elif _state(row) == "expired":
+            notes.append(
+                "It was not approved, and cannot be any more: its time is past, or a later date was asked for."
+            )
+        return Detail(
+            title=self.name_of(row),
+            state=_state(row),
+            notes=notes,
+            sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
+        )
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        if not may(request, P.ROTATIONS_APPROVE):
+            return
+        asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
+        mine = [row for row in self.for_me(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at")) if _waits(row)]
+        yield self.waits("Retirement dates that you may approve", mine, "", "act")
+
+    def line_of(self, row: Retirement) -> Line:
+        return Line(
+            self.url_of(row), self.name_of(row), f"asked for by {row.requester.username}; retired at", row.retire_at
+        )
+
+
+def _versions(rotation: Rotation) -> SafeString | str:
+    lines = (
+        (f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}", f"{use.last_at:%Y-%m-%d}", use.count)
+        for use in list_versions(rotation.predecessor_id, limit=_MOST_VERSIONS)
+    )
+    return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "nobody that was seen"

@@ -1,0 +1,339 @@
+"""What can be done to a rotation in the console, and the one thing that is asked for."""
+
+from datetime import UTC, datetime
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done, SeenForm, SeenWhyForm, Tone, WhyForm
+from keyvault.admin.framework.four_eyes import break_glass_warning
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import DEAD_STATES, KeyKind
+from keyvault.services.secrets.stored_copies import is_in_backend
+from rotation.admin.rotation_forms import (
+    ApprovePlanForm,
+    BypassForm,
+    ConfirmForm,
+    ExtendForm,
+    RetireForm,
+    RotateForm,
+    wish_of,
+)
+from rotation.domain.events import OUTCOMES, Event, RotationState
+from rotation.domain.runbook import IN_WORDS, Remedy
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import (
+    abort_rotation,
+    ask_retirement,
+    collect_replacement,
+    confirm_rotation,
+    extend_rotation,
+    may_be_aborted,
+    may_be_confirmed,
+    predecessor_ended_at,
+    resume_rotation,
+    rolls_back,
+    stage_of,
+)
+from rotation.services.rotations.requests import (
+    approve_rotation,
+    bypass_rotation,
+    is_undecided,
+    reject_rotation,
+    request_rotation,
+)
+
+S = RotationState
+
+
+def _request(grant: Grant, cleaned: Cleaned) -> Done:
+    rotation = request_rotation(grant, cleaned["credential_id"], wish_of(cleaned))
+    if rotation.state == S.AWAITING_APPROVAL:
+        return Done("Asked. It now waits for the approval of a second person.", row=rotation)
+    return Done("Asked. This environment wants no second person: it begins when its time has come.", row=rotation)
+
+
+def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    approve_rotation(grant, rotation, cleaned["plan_digest"])
+    if not is_undecided(rotation):
+        return Done("Approved. The worker begins when its time has come.")
+    return Done("Your approval is noted; it takes another person's too.")
+
+
+def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    reject_rotation(grant, rotation, cleaned["why"])
+    return Done("Rejected.")
+
+
+def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    bypass_rotation(grant, rotation, cleaned["plan_digest"], cleaned["reason"])
+    return Done("It begins without the second person. It stays in sight until somebody else has reviewed it.")
+
+
+def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    if rolls_back(rotation):
+        raise StateConflictError("The merchant may use the replacement already: roll back instead.")
+    abort_rotation(grant, rotation, cleaned["why"])
+    if rotation.state == S.ROLLING_BACK:
+        return Done("The secret backend holds the replacement already, so that it rolls back; the old key stays.")
+    return Done(f"Aborted. {_what_stays(rotation)}")
+
+
+def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    if not rolls_back(rotation):
+        raise StateConflictError("Nobody has the replacement yet: abort it instead.")
+    abort_rotation(grant, rotation, cleaned["why"])
+    return Done(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
+
+
+def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    resume_rotation(grant, rotation)
+    return Done("It goes on where it stalled, with its timers started anew.")
+
+
+def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    extend_rotation(grant, rotation, cleaned["deadline"])
+    return Done(f"The deadline is {cleaned['deadline']:%Y-%m-%d %H:%M} UTC now.")
+
+
+def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    confirm_rotation(grant, rotation, cleaned["why"])
+    return Done("Confirmed, under your name. It goes on when the worker comes by.")
+
+
+def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    retirement = ask_retirement(grant, rotation, cleaned["retire_at"])
+    if retirement.approved_at is not None:
+        return Done(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+    return Done("Asked. The date counts once a second person has approved it.")
+
+
+def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+    return Done("The replacement", secret=collect_replacement(grant, rotation))
+
+
+# --- whether a button shows ---------------------------------------------------------------------------------
+
+
+def _waits_for_approval(rotation: Rotation) -> bool:
+    return is_undecided(rotation) and datetime.now(UTC) < rotation.approval_expires_at
+
+
+def _may_be_approved(rotation: Rotation) -> bool:
+    """Nobody approves what cannot be shown."""
+    return _waits_for_approval(rotation) and rotation.readable_plan is not None
+
+
+def _may_be_resumed(rotation: Rotation) -> bool:
+    """A deadline that has passed is extended instead."""
+    is_late = rotation.deadline_at is not None and datetime.now(UTC) >= rotation.deadline_at
+    return rotation.state == S.STALLED and rotation.stalled_from is not None and not is_late
+
+
+def _may_be_extended(rotation: Rotation) -> bool:
+    """While it can stall at it, or has stalled and could not be resumed after it."""
+    counts = rotation.state == S.STALLED or OUTCOMES[Event.DEADLINE].get(rotation.current_state) is S.STALLED
+    return counts and rotation.deadline_at is not None
+
+
+def _may_be_rolled_back(rotation: Rotation) -> bool:
+    return may_be_aborted(rotation) and rolls_back(rotation) and has_old_key(rotation)
+
+
+def has_old_key(rotation: Rotation) -> bool:
+    """Whether there is one to go back to: neither revoked, compromised nor expired."""
+    return predecessor_ended_at(rotation, datetime.now(UTC)) is None
+
+
+def _may_be_retired(rotation: Rotation) -> bool:
+    stage = stage_of(rotation)
+    is_before = stage not in CLOSED and stage not in {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
+    return KeyKind(rotation.credential.kind) is KeyKind.PUBLIC and is_before
+
+
+def may_be_collected(rotation: Rotation) -> bool:
+    """A sealed credential's key is shown to nobody, and is read from the secret backend; a public one on its own
+    page, as often as one likes."""
+    key, credential = rotation.replacement, rotation.credential
+    is_waiting = rotation.delivered_at is not None and rotation.collected_at is None
+    is_good = key is not None and key.state not in DEAD_STATES
+    is_shown = credential.delivery != Delivery.SEALED and credential.kind == KeyKind.PRIVATE
+    return is_waiting and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
+
+
+# --- what a page says before ---------------------------------------------------------------------------------
+
+
+def _what_approving_does(rotation: Rotation) -> str:
+    if rotation.state == S.EMERGENCY:
+        return (
+            "The credential has no key that is good. You approve exactly this plan: the replacement is made at once, "
+            "in no window, unseen by you."
+        )
+    return "You approve exactly this plan. The replacement will be made unseen by you."
+
+
+def _what_rolling_back_does(rotation: Rotation) -> str:
+    return (
+        "The merchant may use the replacement already, so it is not taken from them at once. Both keys verify; the "
+        "replacement is retired by the same rules of silence and quarantine, and revoked at the end. "
+        f"{_where_the_old_key_is(rotation)}"
+    )
+
+
+def _where_the_old_key_is(rotation: Rotation) -> str:
+    if rotation.credential.kind == KeyKind.PUBLIC:
+        return "The old key stands on its own page."
+    if is_in_backend(rotation.predecessor):
+        return "The old key is written to the secret backend again."
+    return "No copy of the old key is kept here: the merchant goes back to the one that they have."
+
+
+def _what_stays(rotation: Rotation) -> str:
+    if has_old_key(rotation):
+        return "The old key stays as it is."
+    return "The credential stays without a key that is good."
+
+
+def _warn_of_the_bypass(rotation: Rotation) -> str:
+    return (
+        "This is break-glass: the plan begins with nobody but you having looked at it. An alarm is raised at once, and "
+        "it stays in sight, under your name, until a second person has reviewed it."
+    )
+
+
+def _what_confirming_does(rotation: Rotation) -> str:
+    goes = "it is retired on an approved date" if rotation.approved_plan.deadline is None else "it must fall silent"
+    return (
+        "You say for the merchant that the replacement is in use. Nothing else proves it here: the old key goes the "
+        f"way of every other one from then on: {goes}, and is then quarantined and revoked."
+    )
+
+
+def _what_collecting_does(rotation: Rotation) -> str:
+    if rotation.credential.delivery == Delivery.SHOW_ONCE:
+        return "The replacement is shown on the next page, this once, and its copy here is destroyed afterwards."
+    return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
+
+
+ASK = Ask(
+    "request",
+    IN_WORDS[Remedy.ASK_AGAIN],
+    P.ROTATIONS_WRITE,
+    RotateForm,
+    _request,
+    "A replacement is made and delivered, proved in use, and only then is the old key suspended and revoked. "
+    "In production a second person approves the plan first.",
+    "Ask for it",
+    account_of=lambda cleaned: cleaned["credential_id"].account,
+    preset=lambda query: {"credential_id": query.get("credential")},
+)
+
+ACTS = (
+    Act(
+        "approve",
+        IN_WORDS[Remedy.APPROVE],
+        P.ROTATIONS_APPROVE,
+        _approve,
+        _what_approving_does,
+        form=ApprovePlanForm,
+        fits=_may_be_approved,
+        tone=Tone.GOOD,
+    ),
+    Act(
+        "reject",
+        IN_WORDS[Remedy.REJECT],
+        P.ROTATIONS_APPROVE,
+        _reject,
+        lambda rotation: f"No replacement is made. {_what_stays(rotation)} Whoever asked reads why.",
+        form=WhyForm,
+        fits=_waits_for_approval,
+        tone=Tone.DANGER,
+    ),
+    Act(
+        "resume",
+        IN_WORDS[Remedy.RESUME],
+        P.ROTATIONS_WRITE,
+        _resume,
+        lambda rotation: f"It goes on from {rotation.get_stalled_from_display()}, with its timers started anew.",
+        form=SeenForm,
+        fits=_may_be_resumed,
+        tone=Tone.GOOD,
+    ),
+    Act(
+        "confirm",
+        IN_WORDS[Remedy.CONFIRM],
+        P.ROTATIONS_WRITE,
+        _confirm,
+        _what_confirming_does,
+        form=ConfirmForm,
+        fits=may_be_confirmed,
+        tone=Tone.GOOD,
+    ),
+    Act(
+        "retire",
+        IN_WORDS[Remedy.RETIRE],
+        P.ROTATIONS_WRITE,
+        _retire,
+        lambda rotation: (
+            "The moment from which the old public key is refused, if the replacement is confirmed by then. It is then "
+            "in quarantine, and revoked after that. Shops and apps that use it fail; traffic never brings it back."
+        ),
+        form=RetireForm,
+        fits=_may_be_retired,
+    ),
+    Act(
+        "extend",
+        IN_WORDS[Remedy.EXTEND],
+        P.ROTATIONS_WRITE,
+        _extend,
+        lambda rotation: (
+            "Nothing is taken from anybody. "
+            + ("Both keys verify for longer. " if has_old_key(rotation) else "")
+            + "A rotation that stalled at its deadline goes on."
+        ),
+        form=ExtendForm,
+        fits=_may_be_extended,
+    ),
+    Act(
+        "collect",
+        IN_WORDS[Remedy.COLLECT],
+        P.ISSUANCE_COLLECT,
+        _collect,
+        _what_collecting_does,
+        fits=may_be_collected,
+        warn=lambda rotation: break_glass_warning(rotation.credential.account),
+    ),
+    Act(
+        "bypass",
+        IN_WORDS[Remedy.BYPASS],
+        P.ROTATIONS_BYPASS,
+        _bypass,
+        lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
+        form=BypassForm,
+        fits=_may_be_approved,
+        warn=_warn_of_the_bypass,
+        tone=Tone.DANGER,
+    ),
+    Act(
+        "abort",
+        IN_WORDS[Remedy.ABORT],
+        P.ROTATIONS_WRITE,
+        _abort,
+        lambda rotation: f"{_what_stays(rotation)} A replacement that nobody was given is burned.",
+        form=SeenWhyForm,
+        fits=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
+        tone=Tone.DANGER,
+    ),
+    Act(
+        "roll-back",
+        IN_WORDS[Remedy.ROLL_BACK],
+        P.ROTATIONS_WRITE,
+        _roll_back,
+        _what_rolling_back_does,
+        form=SeenWhyForm,
+        fits=_may_be_rolled_back,
+        tone=Tone.DANGER,
+    ),
+)

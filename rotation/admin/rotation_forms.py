@@ -1,0 +1,297 @@
+"""What the console asks when a rotation is asked for, and when one is acted upon."""
+
+from datetime import UTC
+from typing import Any
+
+from django import forms
+
+from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm, WhyForm
+from keyvault.admin.framework.four_eyes import ApproveForm
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.keys import KeyState
+from keyvault.models import Credential
+from rotation.admin.plan_fields import PeriodField, by_default
+from rotation.domain.policy import DEFAULTS, LONGEST_SECONDS, AtDeadline, DeliveryChannel, Plan, Proof, Reinstatement
+from rotation.domain.windows import Window, read_clock
+from rotation.models import Rotation
+from rotation.services.rotations.planning import Wish
+
+PROOFS = {
+    Proof.TRAFFIC: "traffic: real authentications with the replacement",
+    Proof.ACK: "acknowledgement: the merchant presents the replacement to credentials/acknowledge",
+    Proof.BOTH: "both: traffic, and the acknowledgement",
+    Proof.CONFIRMATION: "confirmation: an operator says so for the merchant",
+}
+AT_DEADLINE = {
+    AtDeadline.STALL: "it stalls: both keys stay, and somebody is paged",
+    AtDeadline.REVOKE: "the old key is quarantined and revoked, if the replacement is proved",
+}
+REINSTATEMENT = {
+    Reinstatement.ONCE: "reinstated once, for a source that used it before",
+    Reinstatement.NEVER: "never reinstated: attempts raise an alarm and no more",
+}
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+_WHOLE_DAY = 24 * 60
+_DEFAULT = [("", "as usual")]
+
+
+class UtcField(forms.DateTimeField):
+    """A time in UTC, to the minute as browsers ask for it."""
+
+    def __init__(self, **options: Any) -> None:
+        widget = forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M")
+        super().__init__(widget=widget, **options)
+
+    def to_python(self, value: Any) -> Any:
+        at = super().to_python(value)
+        try:
+            return None if at is None else at.astimezone(UTC)
+        except OverflowError as error:
+            raise forms.ValidationError("A time that a calendar goes to.") from error
+
+
+class ClockField(forms.CharField):
+    """A time of day as `HH:MM`, 24:00 included. Gives minutes, or None for nothing."""
+
+    def to_python(self, value: Any) -> Any:
+        text = super().to_python(value)
+        if not text:
+            return None
+        minutes = read_clock(text)
+        if minutes is None:
+            raise forms.ValidationError("A time of day such as 22:00, up to 24:00.")
+        return minutes
+
+
+def weekdays_field(help_text: str) -> forms.TypedMultipleChoiceField:
+    return forms.TypedMultipleChoiceField(
+        required=False,
+        coerce=int,
+        choices=list(enumerate(WEEKDAYS)),
+        widget=forms.CheckboxSelectMultiple,
+        help_text=help_text,
+    )
+
+
+def opens_field() -> ClockField:
+    return ClockField(required=False, label="Opens at", help_text="Such as 22:00. Empty: 00:00.")
+
+
+def closes_field() -> ClockField:
+    return ClockField(
+        required=False, label="Closes at", help_text="Earlier than it opens: the next morning. Empty: 24:00."
+    )
+
+
+def time_zone_field() -> forms.CharField:
+    return forms.CharField(
+        required=False,
+        max_length=64,
+        initial="UTC",
+        label="Time zone of these hours",
+        help_text="An IANA name such as Europe/Berlin.",
+    )
+
+
+def _credential_words(credential: Credential) -> str:
+    return f"{credential.account} · {credential.label} · {credential.kind} ({credential.credential_id})"
+
+
+def _numbers(name: str) -> str:
+    return "; ".join(f"{getattr(DEFAULTS[env], name)} in {env}" for env in Environment)
+
+
+class RotateForm(ActForm):
+    """Every field of a plan; what is left empty is the environment's default, which the field says."""
+
+    groups = (
+        Group(
+            "Proof",
+            ("proof", "proof_count", "proof_sources", "soak_seconds"),
+            "how the replacement is known to be in use",
+        ),
+        Group(
+            "Retiring the old key",
+            ("quiet_seconds", "quarantine_seconds", "reinstatement", "retire_at"),
+            "silence, quarantine, and a public key's date",
+        ),
+        Group("When", ("not_before", "deadline", "at_deadline", "predecessor_may_expire"), "beginning and deadline"),
+        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which it may begin"),
+        Group("The replacement", ("expires_in_days", "webhook"), "its expiry, and who is told of it"),
+    )
+
+    credential_id = RowChoice(
+        Credential.objects.select_related("account__merchant")
+        .filter(keys__state=KeyState.ACTIVE)
+        .distinct()
+        .order_by("account__merchant_id", "account__environment", "label"),
+        words=_credential_words,
+        label="Credential",
+    )
+    reason = forms.CharField(
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": 3}),
+        help_text="Part of the plan: whoever approves it reads this. All that follows may stay as usual.",
+    )
+    proof = forms.ChoiceField(
+        required=False,
+        choices=_DEFAULT + [(proof.value, words) for proof, words in PROOFS.items()],
+        help_text="As usual: traffic; of a public key, an operator's confirmation. A credential that nobody used yet "
+        "takes an acknowledgement or a confirmation too, whatever is chosen.",
+    )
+    proof_count = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=LONGEST_SECONDS,
+        label="Authentications",
+        help_text=f"Proof by traffic takes so many. Empty: {_numbers('proof_count')}.",
+    )
+    proof_sources = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=LONGEST_SECONDS,
+        label="From so many sources",
+        help_text=f"A source is a client address, else a calling token. Empty: {_numbers('proof_sources')}.",
+    )
+    soak_seconds = PeriodField(
+        required=False,
+        label="Soak time",
+        help_text=f"The first of them is so long ago. Such as 30s, 10m. Empty: {by_default('soak_seconds')}.",
+    )
+    quiet_seconds = PeriodField(
+        required=False,
+        label="Quiet period",
+        help_text=f"The old key must be silent for so long. Such as 30m, 7d. Empty: {by_default('quiet_seconds')} "
+        "or, if longer, twice the longest gap seen.",
+    )
+    quarantine_seconds = PeriodField(
+        required=False,
+        label="Quarantine",
+        help_text=f"Then it is suspended for so long before it is revoked. Empty: {by_default('quarantine_seconds')}.",
+    )
+    reinstatement = forms.ChoiceField(
+        choices=[(choice.value, words) for choice, words in REINSTATEMENT.items()],
+        label="Used in quarantine, the old key is",
+    )
+    retire_at = UtcField(
+        required=False,
+        label="Retired at (UTC)",
+        help_text="Of a public key only, which is retired on a date. Empty: the date is set later.",
+    )
+    not_before = UtcField(required=False, label="Not before (UTC)", help_text="Empty: at once.")
+    deadline = UtcField(
+        required=False,
+        label="Deadline (UTC)",
+        help_text=f"Empty: {by_default('deadline_seconds')} from its beginning, or when the old key expires; a public "
+        "key has none.",
+    )
+    at_deadline = forms.ChoiceField(
+        choices=[(choice.value, words) for choice, words in AT_DEADLINE.items()],
+        label="When the deadline passes",
+    )
+    predecessor_may_expire = forms.BooleanField(
+        required=False,
+        label="The old key may expire meanwhile",
+        help_text="Else a deadline later than its expiry is refused.",
+    )
+    weekdays = weekdays_field("None: it may begin at any time.")
+    opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
+    expires_in_days = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=3650,
+        label="Expires in days",
+        help_text="Empty: it does not expire.",
+    )
+    webhook = forms.BooleanField(
+        required=False,
+        label="The merchant's webhook endpoint must know",
+        help_text="It counts as delivered only once the endpoint has taken the news. The key itself is always read "
+        "from the secret backend.",
+    )
+
+    def show_faults(self, error: RequestInvalidError) -> None:
+        super().show_faults(RequestInvalidError(error.detail, [_by_field(fault) for fault in error.faults]))
+
+
+_FIELDS = {"/channels": "/webhook", "/window": "/weekdays"}
+"""What the form calls otherwise than the plan."""
+
+
+def _by_field(fault: Fault) -> Fault:
+    return Fault(_FIELDS.get(fault.pointer, fault.pointer), fault.detail)
+
+
+def wish_of(cleaned: Cleaned) -> Wish:
+    """Raises RequestInvalidError for a window that cannot be meant."""
+    channels = (DeliveryChannel.SECRET_BACKEND, *([DeliveryChannel.WEBHOOK] if cleaned["webhook"] else []))
+    same = (
+        *("reason", "not_before", "deadline", "proof_count", "proof_sources", "soak_seconds", "quiet_seconds"),
+        *("quarantine_seconds", "expires_in_days", "predecessor_may_expire", "retire_at"),
+    )
+    return Wish(
+        proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
+        at_deadline=AtDeadline(cleaned["at_deadline"]),
+        reinstatement=Reinstatement(cleaned["reinstatement"]),
+        channels=channels,
+        window=_window(cleaned),
+        **{name: cleaned[name] for name in same},
+    )
+
+
+def _window(cleaned: Cleaned) -> Window | None:
+    weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
+    if not weekdays and opens is None and closes is None:
+        return None
+    meant = Window(
+        cleaned["time_zone"] or "UTC",
+        tuple(weekdays),
+        0 if opens is None else opens,
+        _WHOLE_DAY if closes is None else closes,
+    )
+    return Window.from_json(meant.as_json())
+
+
+# --- forms of acts ------------------------------------------------------------------------------------------
+
+
+class ApprovePlanForm(ApproveForm):
+    @classmethod
+    def plan_of(cls, row: Rotation) -> Plan:
+        return row.approved_plan
+
+
+class BypassForm(ApprovePlanForm):
+    reason = forms.CharField(
+        label="Why it cannot wait",
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": 3}),
+        help_text="Kept in the audit log, and read by whoever reviews this.",
+    )
+
+
+class ExtendForm(SeenForm):
+    deadline = UtcField(label="New deadline (UTC)", help_text="Later than now, and than the present one.")
+
+    @classmethod
+    def initial_for(cls, row: Rotation) -> dict[str, Any]:
+        return {"version": row.version, "deadline": row.deadline_at}
+
+
+class ConfirmForm(WhyForm):
+    why = forms.CharField(
+        label="Who told you, and how",
+        max_length=300,
+        widget=forms.Textarea(attrs={"rows": 3}),
+        help_text="Kept as evidence, beside your name.",
+    )
+
+
+class RetireForm(SeenForm):
+    retire_at = UtcField(label="Retired at (UTC)", help_text="From this moment on the old key is refused.")
+
+    @classmethod
+    def initial_for(cls, row: Rotation) -> dict[str, Any]:
+        return {"version": row.version, "retire_at": row.retire_at}

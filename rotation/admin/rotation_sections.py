@@ -1,0 +1,374 @@
+"""What the page of a rotation shows: its plan, where it stands, what to do when it does not move, who uses what."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.four_eyes import requester_name
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Facts,
+    Step,
+    Table,
+    badge,
+    link,
+    moment,
+    mono,
+    seconds,
+    short_moment,
+)
+from keyvault.admin.keys.keys import key_link
+from keyvault.admin.keys.usage import use_tables
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Key, WorkLease
+from keyvault.services.webhooks.deliveries import find_telling
+from rotation.admin.rotation_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
+from rotation.domain.events import RotationState
+from rotation.domain.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
+from rotation.domain.runbook import IN_WORDS, Advice, Remedy
+from rotation.domain.states import CLOSED
+from rotation.domain.windows import Window, clock_text
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import predecessor_ended_at, stage_of
+from rotation.services.rotations.reports import subject_of
+
+S = RotationState
+
+CHANNELS = {
+    DeliveryChannel.SECRET_BACKEND: "the secret backend",
+    DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must have taken the news",
+}
+
+_WAY = (
+    *(S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF),
+    *(S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED),
+)
+"""The way forward, as the page's timeline shows it."""
+
+_RETIRING = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
+"""What there is to do about an old key that is still good."""
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+def plan_facts(row: Rotation) -> Facts:
+    """Field by field as the digest covers it."""
+    plan, credential = row.readable_plan, row.credential
+    if plan is None:
+        return Facts("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
+    for_public = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
+    for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
+    without_effect = for_ended or for_public
+    rows: list[tuple[str, Any]] = [
+        ("Account", credential.account),
+        ("Credential", link(reverse("admin:keyvault_credential_change", args=[credential]), mono(credential))),
+        ("Kind", f"{credential.kind} API key"),
+        ("Key to be replaced", key_or_nothing(row.predecessor)),
+        ("Reason", plan.reason or NOTHING),
+        ("Not before", moment(plan.not_before)),
+        ("Window", "at any time" if plan.window is None else window_words(plan.window) + for_ended),
+        ("Deadline", format_html("{}{}", moment(plan.deadline), for_ended)),
+        ("When the deadline passes", AT_DEADLINE[plan.at_deadline] + without_effect),
+        ("Proof", PROOFS[plan.proof] + for_ended),
+        ("Traffic that proves it", _traffic_words(plan) + for_ended),
+        ("Nobody had used the old key when this was asked", _dormant_words(plan) + without_effect),
+        ("Delivered to", "; ".join(CHANNELS[channel] for channel in plan.channels)),
+        ("Quiet period", seconds(plan.quiet_seconds) + without_effect),
+        ("Quarantine", seconds(plan.quarantine_seconds) + for_ended),
+        ("Used in quarantine, the old key is", REINSTATEMENT[plan.reinstatement] + without_effect),
+        ("Retired at", format_html("{}{}", moment(plan.retire_at, missing="no date in the plan"), for_ended)),
+        ("The replacement expires in days", plan.expires_in_days or "it does not expire"),
+        ("The old key may expire meanwhile", ("yes" if plan.predecessor_may_expire else "no") + for_ended),
+        ("Digest of all this (SHA-256)", mono(plan.digest())),
+        ("Asked by", requester_name(row.requester, row.requested_via)),
+    ]
+    return Facts("The plan", rows)
+
+
+_WITHOUT_EFFECT = " · without effect: the old key has ended"
+
+
+def has_lost_old_key(row: Rotation) -> bool:
+    """Whether the old key ended otherwise than by this rotation's own steps, while it was open or before.
+
+    Delivered is done then: there is no deadline, and no proof, silence or quarantine to wait for.
+    """
+    ended_at = predecessor_ended_at(row, datetime.now(UTC))
+    return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
+
+
+def window_words(window: Window) -> str:
+    days = ", ".join(WEEKDAYS[day] for day in sorted(window.weekdays)) or "every day"
+    hours = f"{clock_text(window.opens)} to {clock_text(window.closes)}"
+    blackouts = f"; {len(window.blackouts)} blackouts" if window.blackouts else ""
+    return f"{days}, {hours} ({window.time_zone}){blackouts}"
+
+
+def _traffic_words(plan: Plan) -> str:
+    sources = f"{plan.proof_sources} source" + ("" if plan.proof_sources == 1 else "s")
+    traffic = f"{plan.proof_count} authentications from {sources}, soak time {seconds(plan.soak_seconds)}"
+    return traffic if plan.proof in {Proof.TRAFFIC, Proof.BOTH} else f"not asked for ({traffic})"
+
+
+def _dormant_words(plan: Plan) -> str:
+    return "yes: an acknowledgement or a confirmation is proof too" if plan.is_dormant else "no"
+
+
+# --- where it stands ----------------------------------------------------------------------------------------
+
+
+def standing(row: Rotation) -> Facts:
+    """The four facts, each with its own time, and what is about them."""
+    return Facts("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
+
+
+def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
+    is_lost = has_lost_old_key(row)
+    yield "Rotation id", mono(row)
+    yield "Old key", key_or_nothing(row.predecessor)
+    yield "Replacement", key_or_nothing(row.replacement)
+    yield "In this state since", moment(row.entered_at)
+    if row.current_state in CLOSED:
+        yield "Why", row.why or NOTHING
+    elif row.deadline_at is not None:
+        plan = row.readable_plan
+        planned = None if plan is None else plan.deadline
+        is_extended = planned is not None and row.deadline_at != planned
+        was = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
+        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), was, _WITHOUT_EFFECT if is_lost else "")
+    if row.retire_at is not None and not is_lost:
+        yield "The old key is retired at", moment(row.retire_at)
+
+
+def _four_facts(row: Rotation) -> Iterator[tuple[str, Any]]:
+    not_asked = "not asked for: the old key has ended" if has_lost_old_key(row) else "not yet"
+    silent = moment(row.silent_at, missing=not_asked)
+    if row.silent_at is None and row.waived_at is not None:
+        silent = format_html("not claimed: waived by the approved plan or date, {}", moment(row.waived_at))
+    yield "Accepted: every verifier says yes to the replacement", moment(row.accepted_at, missing="not yet")
+    yield "Delivered: the replacement is where the merchant reads it", moment(row.delivered_at, missing="not yet")
+    yield "Used: the replacement is proved", moment(row.used_at, missing=not_asked)
+    yield "Silent: the old key had no traffic for the quiet period", silent
+
+
+def _happened(row: Rotation) -> Iterator[tuple[str, Any]]:
+    for label, at in (
+        ("Begun without the second person", row.bypassed_at),
+        ("Acknowledged by the merchant", row.acknowledged_at),
+        ("Confirmed by an operator", row.confirmed_at),
+        ("Collected in the console", row.collected_at),
+        ("In quarantine since", row.quarantined_at),
+        ("Reinstated: the old key was tried in quarantine", row.reinstated_at),
+        ("The old key written back", row.written_back_at),
+        ("Closed", row.closed_at),
+    ):
+        if at is not None:
+            yield label, moment(at)
+    if row.schedule is not None:
+        yield "Begun by the schedule", str(row.schedule)
+    if row.campaign is not None:
+        yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
+
+
+def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
+    """What stands in the way of the worker, and of the merchant's endpoint."""
+    if row.current_state in CLOSED:
+        return
+    plan = row.readable_plan
+    if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
+        told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
+        missing = f"not yet: {told.reason or 'on its way'}"
+        yield "Told: the merchant's webhook endpoint took the news", moment(told.delivered_at, missing=missing)
+    lease = find_failure(row)
+    if lease is not None:
+        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, no try is used up"
+        yield "The last try failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
+
+
+def find_failure(row: Rotation) -> WorkLease | None:
+    """What the last try of its step came to, if it failed."""
+    failed: WorkLease | None = (
+        WorkLease.objects.filter(subject=subject_of(row.rotation_id)).exclude(last_error="").first()
+    )
+    return failed
+
+
+# --- the timeline -------------------------------------------------------------------------------------------
+
+
+def steps_of(row: Rotation) -> list[Step]:
+    """The way with where it stands on it: forward, back, or to where it ended before its time."""
+    stage, reached = stage_of(row), _reached(row)
+    if stage is S.COMPLETED:
+        way = [*reached, S.COMPLETED]
+    elif stage in {S.ROLLING_BACK, S.ROLLED_BACK}:
+        way = [*reached, S.ROLLING_BACK, S.ROLLED_BACK]
+    elif stage in CLOSED:
+        way = [*reached, stage]
+    else:
+        way = list(_forward(row, stage))
+    here = way.index(stage)
+    return [
+        Step(_label(row, place, here == index), _place(row, index - here), _time_of(row, place))
+        for index, place in enumerate(way)
+    ]
+
+
+def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:
+    is_lost = stage is S.EMERGENCY or has_lost_old_key(row)
+    for place in _WAY:
+        if is_lost and place in _RETIRING and place is not stage:
+            continue
+        if place is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
+            continue
+        yield S.EMERGENCY if place is S.SCHEDULED and stage is S.EMERGENCY else place
+
+
+def _reached(row: Rotation) -> list[RotationState]:
+    """What one that ended, or goes back, has behind it for certain."""
+    was = {
+        S.REQUESTED: True,
+        S.AWAITING_APPROVAL: bool(row.approvals_needed),
+        S.SCHEDULED: row.replacement_id is not None,
+        S.STAGED: row.replacement_id is not None,
+        S.PUBLISHING: row.accepted_at is not None,
+        S.AWAITING_PROOF: row.delivered_at is not None,
+        S.OVERLAP: row.used_at is not None,
+        S.QUARANTINE: row.silent_at is not None or row.waived_at is not None,
+        S.REVOKING: row.state == S.COMPLETED and row.quarantined_at is not None,
+    }
+    return [place for place in _WAY if was.get(place, False)]
+
+
+def _label(row: Rotation, place: RotationState, is_here: bool) -> str:
+    name = place.value.replace("_", " ")
+    return f"{name}: stalled" if is_here and row.state == S.STALLED else name
+
+
+def _place(row: Rotation, distance: int) -> str:
+    if distance:
+        return "done" if distance < 0 else "ahead"
+    if row.state in {S.COMPLETED, S.ROLLED_BACK}:
+        return "done"
+    return "stopped" if row.state == S.STALLED or row.current_state in CLOSED else "current"
+
+
+def _time_of(row: Rotation, place: RotationState) -> Any:
+    """When it came there, where that is a column of its own."""
+    if place == row.state:
+        return row.entered_at
+    return {
+        S.REQUESTED: row.created_at,
+        S.PUBLISHING: row.accepted_at,
+        S.AWAITING_PROOF: row.delivered_at,
+        S.OVERLAP: row.used_at,
+        S.QUARANTINE: row.silent_at or row.waived_at,
+    }.get(place)
+
+
+# --- what to do ---------------------------------------------------------------------------------------------
+
+
+def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Facts:
+    """The runbook's advice with links to what it names: acts that are offered now, and pages."""
+    links = list(_remedies(row, advice, set(offered)))
+    steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
+    rows: list[tuple[str, Any]] = [
+        ("What happened", advice.happened),
+        ("What to do", format_html("<ol class='steps-to-take'>{}</ol>", steps)),
+    ]
+    if links:
+        rows.append(("Where", format_html_join(" · ", "{}", ((each,) for each in links))))
+    return Facts(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
+
+
+def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[SafeString]:
+    pages = {
+        Remedy.PREDECESSOR: reverse("admin:keyvault_key_change", args=[row.predecessor_id]),
+        Remedy.ACCOUNT: reverse("admin:keyvault_account_change", args=[row.credential.account_id]),
+        Remedy.ASK_AGAIN: f"{reverse('admin:rotation_rotation_request')}?credential={row.credential_id}",
+    }
+    if row.replacement_id is not None:
+        pages[Remedy.REPLACEMENT] = reverse("admin:keyvault_key_change", args=[row.replacement_id])
+    for remedy in advice.remedies:
+        if remedy.value in offered:
+            yield link(reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]), IN_WORDS[remedy])
+        elif remedy in pages:
+            yield link(pages[remedy], IN_WORDS[remedy])
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def key_or_nothing(key: Key | None) -> SafeString | str:
+    return NOTHING if key is None else key_link(key)
+
+
+def retirements_table(row: Rotation) -> Table:
+    """The dates that were asked for; the newest that was approved counts."""
+    return Table(
+        "Dates asked for, to retire the old public key",
+        ["date (UTC)", "asked by", "asked (UTC)", "approved by", "approved (UTC)"],
+        [
+            [
+                link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
+                each.requester.username,
+                short_moment(each.created_at),
+                NOTHING if each.approver is None else each.approver.username,
+                short_moment(each.approved_at, missing="not yet"),
+            ]
+            for each in row.retirements.select_related("requester", "approver").order_by("-created_at", "-pk")
+        ],
+        empty="No date was asked for yet.",
+    )
+
+
+def users_tables(row: Rotation) -> Iterator[Table]:
+    """Whom to talk to when the key that is to go does not fall silent: of a roll-back the replacement."""
+    if row.replacement is not None and stage_of(row) is S.ROLLING_BACK:
+        yield from _users(row.replacement, "the replacement")
+    yield from _users(row.predecessor, "the old key")
+
+
+def _users(key: Key, what: str) -> Iterator[Table]:
+    for table in use_tables(key):
+        is_first = table.title == "Who uses it"
+        title = f"Who still uses {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
+        yield replace(table, title=title, empty="Nobody was seen.")
+
+
+def evidence_table(row: Rotation) -> Table:
+    return Table(
+        "Evidence",
+        ["kind", "when (UTC)", "what was seen"],
+        [
+            [badge(item.kind), short_moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))]
+            for item in row.evidence.order_by("created_at", "evidence_id")
+        ],
+    )
+
+
+def ledger_table(row: Rotation) -> Table:
+    return Table(
+        "Ledger of side effects",
+        ["step", "key", "state", "began (UTC)", "ended (UTC)", "what came of it"],
+        [
+            [
+                badge(entry.step),
+                mono(entry.key_id or NOTHING),
+                badge(entry.state),
+                short_moment(entry.started_at),
+                short_moment(entry.finished_at),
+                entry.detail or NOTHING,
+            ]
+            for entry in row.ledger.order_by("started_at", "pk")
+        ],
+    )

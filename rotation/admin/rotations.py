@@ -1,0 +1,297 @@
+"""Rotations in the console: asked for, approved by a second person, watched, acted upon, collected once."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Count, Exists, F, Model, OuterRef, Q, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act
+from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.four_eyes import approvals_table, requester_name
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.widgets import (
+    Detail,
+    Extras,
+    Facts,
+    Line,
+    Link,
+    Table,
+    Waiting,
+    badge,
+    link,
+    short_moment,
+)
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
+from rotation.admin.rotation_actions import ACTS, ASK, has_old_key, may_be_collected
+from rotation.admin.rotation_sections import (
+    evidence_table,
+    find_failure,
+    key_or_nothing,
+    ledger_table,
+    plan_facts,
+    retirements_table,
+    runbook_facts,
+    standing,
+    steps_of,
+    users_tables,
+)
+from rotation.domain.events import RotationState
+from rotation.domain.policy import Proof
+from rotation.domain.runbook import Case, find_stall, find_wait, fitted
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import may_collect
+from rotation.services.rotations.reports import describe, subject_of
+from rotation.services.rotations.requests import is_undecided
+
+S = RotationState
+
+_UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
+
+
+class BypassFilter(admin.SimpleListFilter):
+    title = "bypass"
+    parameter_name = "bypass"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("open", "not reviewed yet"), ("all", "every bypass")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() == "open":
+            return queryset.filter(is_unreviewed=True)
+        return queryset.filter(bypassed_at__isnull=False) if self.value() == "all" else queryset
+
+
+class HeldUpFilter(admin.SimpleListFilter):
+    title = "hold-up"
+    parameter_name = "held"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("up", "a failing step, or an endpoint")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return _held_up(queryset) if self.value() == "up" else queryset
+
+
+@admin.register(Rotation)
+class RotationAdmin(NounAdmin):
+    view_permissions = (P.ROTATIONS_READ,)
+    section, singular, plural = "Keys", "Rotation", "Rotations"
+    asks = (ASK,)
+    acts = ACTS
+
+    list_display = ("rotation_id", "state_badge", "account", "label", "asked_by", "created")
+    list_filter = ("state", "credential__account__environment", BypassFilter, HeldUpFilter)
+    search_fields = (
+        "=rotation_id",
+        "=credential__credential_id",
+        "=predecessor__key_id",
+        "=replacement__key_id",
+        "credential__account__merchant__merchant_id",
+    )
+    search_help_text = "By rotation id, credential id, key id or merchant."
+    ordering = ("-created_at",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """`is_unreviewed`: begun without the second person, and nobody has looked at that yet."""
+        is_unreviewed = Exists(_UNREVIEWED.filter(subject=OuterRef("pk")))
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(is_unreviewed=is_unreviewed)
+        return rows.select_related(
+            "credential__account__merchant",
+            "predecessor__credential__account",
+            "replacement__credential__account",
+            "requester",
+            "requested_via",
+        )
+
+    @admin.display(ordering="credential__account__merchant_id")
+    def account(self, row: Rotation) -> str:
+        return str(row.credential.account)
+
+    @admin.display(ordering="credential__label")
+    def label(self, row: Rotation) -> str:
+        return row.credential.label
+
+    @admin.display(description="state", ordering="state")
+    def state_badge(self, row: Any) -> SafeString:
+        if row.is_unreviewed:
+            return format_html("{} {}", badge(row.state), badge("bypass_not_reviewed"))
+        return badge(row.state)
+
+    @admin.display(description="asked by", ordering="requester__username")
+    def asked_by(self, row: Rotation) -> str:
+        return requester_name(row.requester, row.requested_via)
+
+    @admin.display(description="asked (UTC)", ordering="created_at")
+    def created(self, row: Rotation) -> SafeString:
+        return short_moment(row.created_at)
+
+    def name_of(self, row: Rotation) -> str:
+        return f"{row.credential.account} · {row.credential.label}"
+
+    def account_of(self, row: Rotation) -> Account:
+        return row.credential.account
+
+    def requester_person_of(self, row: Rotation) -> str:
+        return row.requester_person
+
+    def summary(self, row: Rotation) -> Facts:
+        return plan_facts(row)
+
+    # --- one rotation -------------------------------------------------------------------------------------
+
+    def detail(self, request: HttpRequest, row: Any) -> Detail:
+        waiting_for = str(describe(row, datetime.now(UTC))["waiting_for"] or "")
+        is_public = row.credential.kind == KeyKind.PUBLIC
+        return Detail(
+            title=self.name_of(row),
+            state=row.state,
+            alarms=list(self._alarms(request, row)),
+            notes=list(self._notes(request, row, waiting_for)),
+            steps=steps_of(row),
+            sections=[
+                *self._runbook(request, row, waiting_for),
+                standing(row),
+                *([retirements_table(row)] if is_public else []),
+                *users_tables(row),
+                plan_facts(row),
+                approvals_table(row),
+                evidence_table(row),
+                ledger_table(row),
+            ],
+        )
+
+    def _runbook(self, request: HttpRequest, row: Rotation, waiting_for: str) -> Iterable[Facts]:
+        is_failing = find_failure(row) is not None
+        entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
+        if entry is not None:
+            case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
+            offered = [act.name for act in self.acts if self._offers(request, act, row)]
+            yield runbook_facts(row, fitted(entry, case), offered)
+
+    def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
+        if row.state == S.STALLED:
+            yield f"Stalled in {row.get_stalled_from_display()}: {row.why}."
+        if row.is_unreviewed:
+            yield self._bypass_note(request, row)
+
+    def _notes(self, request: HttpRequest, row: Any, waiting_for: str) -> Iterable[str]:
+        if waiting_for and row.state != S.STALLED:
+            yield f"It waits for {waiting_for}."
+        elif row.current_state in CLOSED and row.why:
+            yield f"Closed: {row.why}."
+        if is_undecided(row) and row.requester_person == operator_of(request).person:
+            yield "You asked for this: it takes a second person to approve it."
+        is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
+        if is_waited_for and row.requester_person == operator_of(request).person:
+            yield "You asked for this, so it is you who may collect the replacement, once."
+
+    def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
+        act = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
+        text = format_html(
+            "Bypass, not reviewed yet: {} began this without the second person, at {} UTC.",
+            act.operator.username,
+            f"{act.created_at:%Y-%m-%d %H:%M}",
+        )
+        if not (may(request, P.BREAK_GLASS_REVIEW) or may(request, P.AUDIT_READ)):
+            return text
+        url = reverse("admin:keyvault_breakglass_change", args=[act.pk])
+        return format_html("{} {}", text, link(url, "Look at it and review it"))
+
+    # --- what waits ---------------------------------------------------------------------------------------
+
+    def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
+        """What stopped and what is urgent first."""
+        rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
+        undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
+        yield self.waits("Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm")
+        emergencies = undecided.annotate(said=Count("approvals")).filter(
+            state=S.EMERGENCY, bypassed_at__isnull=True, said__lt=F("approvals_needed")
+        )
+        asked = undecided.filter(state=S.AWAITING_APPROVAL)
+        for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
+        if may(request, P.ROTATIONS_APPROVE):
+            # Not by `approvals__person`: a second join would multiply what is counted above.
+            urgent = self.for_me(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
+            yield self.waits("Emergencies that you may approve", urgent, for_emergency, "alarm")
+            others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
+            yield self.waits("Rotations that you may approve", others, where, "act")
+        else:
+            yield self.waits("Emergencies that wait for approval", emergencies, for_emergency, "alarm")
+        if may(request, P.ROTATIONS_WRITE):
+            own = asked.filter(requester_person=me)
+            yield self.waits("Rotations asked for by you, not approved yet", own, where)
+            yield self.waits("Rotations that wait for an operator's word", _to_confirm(rows), _TO_CONFIRM, "act")
+        if may(request, P.ISSUANCE_COLLECT):
+            mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
+            ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
+            yield self.waits("Replacements for you to collect", ready, "", "act")
+        held_up = _held_up(rows)
+        yield self.waits("Rotations held up by a failing step or an endpoint", held_up, "?held=up", "alarm")
+        bypassed = rows.filter(is_unreviewed=True)
+        yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
+
+    def _is_open(self, request: HttpRequest, act: Act, row: Any) -> bool:
+        is_for_me = act.name != "collect" or may_collect(row, operator_of(request).person)
+        return is_for_me and super()._is_open(request, act, row)
+
+    def line_of(self, row: Any) -> Line:
+        told = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"
+        return Line(self.url_of(row), self.name_of(row), row.why or told, row.entered_at)
+
+    # --- on other pages -----------------------------------------------------------------------------------
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """The pages of a credential and of a key tell its rotations, and offer to begin one."""
+        if not isinstance(row, Credential | Key) or not self.has_view_permission(request):
+            return None
+        credential = row if isinstance(row, Credential) else row.credential
+        rotations = self.get_queryset(request).filter(credential=credential).order_by("-created_at")[:20]
+        table = Table(
+            "Rotations",
+            ["rotation", "state", "old key", "replacement", "asked (UTC)"],
+            [
+                [
+                    link(self.url_of(item), item),
+                    self.state_badge(item),
+                    key_or_nothing(item.predecessor),
+                    key_or_nothing(item.replacement),
+                    short_moment(item.created_at),
+                ]
+                for item in rotations
+            ],
+            empty="It was never rotated.",
+        )
+        is_open = any(S(item.state) not in CLOSED for item in rotations)
+        is_usable = credential.keys.filter(state=KeyState.ACTIVE).count() == 1
+        if is_open or not is_usable or not may(request, P.ROTATIONS_WRITE, credential.account):
+            return Extras(sections=[table])
+        url = reverse("admin:rotation_rotation_request")
+        return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
+
+
+_TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
+
+
+def _held_up(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """What has not stalled and does not move either: its last try failed, or the merchant's endpoint refuses the
+    news."""
+    failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
+    ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
+    is_untold = Q(state=S.PUBLISHING, delivered_at__isnull=False)
+    return rows.filter(Q(pk__in=ids) | is_untold).exclude(state__in=[S.STALLED, *CLOSED])
+
+
+def _to_confirm(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """What nothing but a person's word proves: public keys, and what nobody uses."""
+    by_word = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
+    return rows.filter(by_word, state=S.AWAITING_PROOF, confirmed_at__isnull=True)

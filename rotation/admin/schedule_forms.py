@@ -1,0 +1,218 @@
+"""What the console's forms ask of schedules and blackout calendars, and what is read from them."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from django import forms
+
+from keyvault.admin.framework.actions import ActForm, Cleaned, Group, RowChoice, SeenForm
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.models import Credential
+from keyvault.services.merchants.merchants import find_account
+from rotation.admin.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
+from rotation.admin.rotation_forms import closes_field, opens_field, time_zone_field, weekdays_field
+from rotation.domain.policy import Proof
+from rotation.domain.windows import Window, clock_text
+from rotation.models import BlackoutCalendar, RotationSchedule
+from rotation.services.rotations.planning import Wish
+from rotation.services.schedules.schedules import ScheduleWish, Scope, find_wish, readable_wish
+
+_WHOLE_DAY = 24 * 60
+
+
+class TermsForm(ActForm):
+    """How often, when, and what is asked for. What stays empty is as usual, which the field says."""
+
+    groups = (
+        Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may begin"),
+        Group(
+            "What is asked for",
+            ("proof", "quiet_seconds", "quarantine_seconds", "expires_in_days", "reason"),
+            "beside the usual plan",
+        ),
+    )
+
+    cryptoperiod_days = forms.IntegerField(
+        min_value=1, max_value=3_650, label="Cryptoperiod in days", help_text="How long a key is in use at most."
+    )
+    jitter_days = forms.IntegerField(
+        min_value=0,
+        max_value=3_650,
+        initial=0,
+        label="Jitter in days",
+        help_text="Each key is replaced up to so many days earlier, so that not all are on one day.",
+    )
+    lead_days = forms.IntegerField(
+        min_value=0,
+        max_value=3_650,
+        initial=0,
+        label="Asked for days ahead",
+        help_text="So that a second person can approve it in time. A request that nobody decides about ends after 7.",
+    )
+    calendar = RowChoice(
+        BlackoutCalendar.objects.order_by("name"),
+        words=str,
+        required=False,
+        label="Blackout calendar",
+        help_text="Nothing begins on its days.",
+    )
+    weekdays = weekdays_field("None: they may begin at any time.")
+    opens, closes, time_zone = opens_field(), closes_field(), time_zone_field()
+    proof = forms.ChoiceField(
+        required=False, choices=[("", "as usual"), *((proof.value, words) for proof, words in PRIVATE_PROOFS.items())]
+    )
+    quiet_seconds, quarantine_seconds = quiet_field(), quarantine_field()
+    expires_in_days = forms.IntegerField(
+        required=False,
+        min_value=1,
+        max_value=3_650,
+        label="The replacements expire in days",
+        help_text="More than the cryptoperiod. Empty: they do not expire.",
+    )
+    reason = forms.CharField(
+        required=False, max_length=300, help_text="What the plans give as their reason. Empty: the cryptoperiod."
+    )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        calendars = self.fields["calendar"]
+        if isinstance(calendars, RowChoice):
+            calendars.empty_label = "none"
+
+    def show_faults(self, error: RequestInvalidError) -> None:
+        super().show_faults(RequestInvalidError(error.detail, [_by_field(fault) for fault in error.faults]))
+
+
+_FIELDS = {"account": "merchant", "window": "weekdays", "deadline": "quiet_seconds"}
+"""What the form calls otherwise than the service."""
+
+
+def _by_field(fault: Fault) -> Fault:
+    name = fault.pointer.removeprefix("/wish").strip("/")
+    return Fault(f"/{_FIELDS.get(name, name)}", fault.detail)
+
+
+class ScheduleForm(TermsForm):
+    field_order = ("environment", "merchant", "credential")
+
+    environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
+    merchant = forms.CharField(
+        required=False,
+        max_length=64,
+        help_text="The merchant's id. Empty: every merchant of the environment without a schedule of its own.",
+    )
+    credential = forms.CharField(
+        required=False, max_length=32, label="Credential id", help_text="For this one alone, before all others."
+    )
+
+
+class EditForm(SeenForm, TermsForm):
+    @classmethod
+    def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
+        saved = find_wish(row) or readable_wish(row)
+        window, wish = saved.window, saved.wish
+        hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
+        same = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
+        return {
+            "version": row.version,
+            "cryptoperiod_days": saved.cryptoperiod_days,
+            "jitter_days": saved.jitter_days,
+            "lead_days": saved.lead_days,
+            "calendar": row.calendar_id,
+            "weekdays": [] if window is None else list(window.weekdays),
+            "time_zone": "UTC" if window is None else window.time_zone,
+            "proof": "" if wish.proof is None else wish.proof.value,
+            **hours,
+            **{name: getattr(wish, name) for name in same},
+        }
+
+
+class PeriodsForm(ActForm):
+    periods = forms.CharField(
+        required=False,
+        strip=False,
+        max_length=60_000,
+        widget=forms.Textarea(attrs={"rows": 12}),
+        help_text="One a line: begin, end and why, such as 2026-12-20 2027-01-07 Christmas. A date is its midnight "
+        "in UTC; 2026-12-20T18:00+01:00 is exact. The end does not belong to it.",
+    )
+
+    def show_faults(self, error: RequestInvalidError) -> None:
+        """By line, as people count them."""
+        for fault in error.faults:
+            name, _, place = fault.pointer.strip("/").partition("/")
+            line, _, _ = place.partition("/")
+            self.add_error(
+                name if name in self.fields else None,
+                f"Period {int(line) + 1}: {fault.detail}" if line.isdecimal() else fault.detail,
+            )
+
+
+class CalendarForm(PeriodsForm):
+    field_order = ("name",)
+
+    name = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens. It never changes.")
+
+
+class EditCalendarForm(SeenForm, PeriodsForm):
+    @classmethod
+    def initial_for(cls, row: BlackoutCalendar) -> dict[str, Any]:
+        lines = (f"{each['begins_at']} {each['ends_at']} {each['why']}".rstrip() for each in row.periods)
+        return {"version": row.version, "periods": "\n".join(lines)}
+
+
+# --- what is read from them ------------------------------------------------------------------------------------
+
+
+def scope_from(cleaned: Cleaned) -> Scope:
+    """Raises NotFoundError for an account, and RequestInvalidError for a credential, that is not there."""
+    environment = Environment(cleaned["environment"])
+    account = find_account(cleaned["merchant"], environment) if cleaned["merchant"] else None
+    if not cleaned["credential"]:
+        return Scope(environment, account)
+    rows = Credential.objects.select_related("account__merchant").filter(pk=cleaned["credential"])
+    if account is not None:
+        rows = rows.filter(account=account)
+    credential = rows.first()
+    if credential is None:
+        whose = "" if account is None else f" of {account}"
+        raise RequestInvalidError("There is no such credential.", [Fault("/credential", f"a credential's id{whose}")])
+    return Scope(environment, credential=credential)
+
+
+def terms_from(cleaned: Cleaned, before: Wish | None = None) -> ScheduleWish:
+    """Raises RequestInvalidError for a window that cannot be meant."""
+    wish = replace(
+        before or Wish(),
+        proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
+        **{name: cleaned[name] for name in ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")},
+    )
+    numbers = (cleaned["cryptoperiod_days"], cleaned["jitter_days"], cleaned["lead_days"])
+    return ScheduleWish(*numbers, _window(cleaned), cleaned["calendar"], wish)
+
+
+def _window(cleaned: Cleaned) -> Window | None:
+    weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
+    if not weekdays and opens is None and closes is None:
+        return None
+    opens, closes = 0 if opens is None else opens, _WHOLE_DAY if closes is None else closes
+    meant = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
+    return Window.from_json(meant.as_json())
+
+
+def periods_from(text: str) -> list[dict[str, str]]:
+    """As written; `windows.read_blackouts` says what cannot be meant."""
+    lines = [line.split(None, 2) for line in text.splitlines() if line.strip()]
+    names = ("begins_at", "ends_at", "why")
+    return [{name: _in_utc(word) for name, word in zip(names, words, strict=False)} for words in lines]
+
+
+def _in_utc(word: str) -> str:
+    """A time without an offset is UTC; anything else stays as it is."""
+    try:
+        at = datetime.fromisoformat(word)
+    except ValueError:
+        return word
+    return at.replace(tzinfo=at.tzinfo or UTC).isoformat()

@@ -1,0 +1,94 @@
+"""How schedules look on the console's pages, and the calendar of what they come to: a table for each month."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.widgets import NOTHING, Facts, Table, badge, link, moment, short_moment
+from rotation.admin.rotation_forms import WEEKDAYS
+from rotation.domain.windows import clock_text
+from rotation.models import RotationSchedule
+from rotation.services.schedules.calendar import ScheduledDate
+from rotation.services.schedules.schedules import find_unreadable, find_wish
+
+AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
+"""How far the page looks."""
+
+USUAL_DAYS = 90
+_MOST_LINES = 1_000
+
+
+def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
+    whose = "" if merchant is None else f" of {merchant}"
+    yield f"Rotations{whose} that schedules begin within {AHEAD[days]}. All times are UTC; looking begins nothing."
+    if len(dates) > _MOST_LINES:
+        yield f"The first {_MOST_LINES} of {len(dates)}: choose an environment, or fewer days."
+
+
+def months(dates: list[ScheduledDate]) -> Iterable[Table]:
+    """A table for each month, and before them what has no date because something is in its way."""
+    columns = ["begins (UTC)", "account", "credential", "state", "asked for (UTC)", "why"]
+    for month, found in groupby(dates[:_MOST_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
+        rows = [
+            [
+                f"{date.begins_at:%a %d  %H:%M}" if date.begins_at else NOTHING,
+                f"{date.merchant_id}/{date.environment}",
+                credential_link(date.credential_id, date.label),
+                _state_link(date),
+                short_moment(date.ask_at, missing="asked already" if date.rotation_id else NOTHING),
+                date.why,
+            ]
+            for date in found
+        ]
+        yield Table(month or "Without a date: something is in the way", columns, rows)
+    if not dates:
+        yield Table("Nothing", columns, [], empty="No key on a schedule is replaced in that time.")
+
+
+def next_facts(date: ScheduledDate | None) -> Facts:
+    if date is None:
+        return Facts("Next scheduled rotation", [("State", "it is on no schedule")])
+    rows: list[tuple[str, Any]] = [
+        ("State", badge(date.state)),
+        ("Begins", moment(date.begins_at, missing="no date")),
+        ("Asked for", moment(date.ask_at)),
+        ("By", date.schedule),
+    ]
+    return Facts("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
+
+
+def credential_link(credential_id: str, words: str) -> SafeString:
+    return link(reverse("admin:keyvault_credential_change", args=[credential_id]), words)
+
+
+def _state_link(date: ScheduledDate) -> SafeString:
+    if date.rotation_id is None:
+        return badge(date.state)
+    return link(reverse("admin:rotation_rotation_change", args=[date.rotation_id]), badge(date.state))
+
+
+def state_of(row: RotationSchedule) -> str:
+    if not row.is_enabled:
+        return "disabled"
+    return "stalled" if find_unreadable(row, datetime.now(UTC)) else "enabled"
+
+
+def scope_words(row: RotationSchedule) -> str:
+    if row.credential is not None:
+        return f"{row.credential.account} · {row.credential.label}"
+    return f"all of {row.account or row.environment}"
+
+
+def window_words(row: RotationSchedule) -> str:
+    wished = find_wish(row)
+    if wished is None:
+        return "cannot be read"
+    window = wished.window
+    if window is None or not window.weekdays:
+        return "at any time"
+    days = ", ".join(WEEKDAYS[day][:3] for day in window.weekdays)
+    return f"{days} {clock_text(window.opens)} to {clock_text(window.closes)} {window.time_zone}"

@@ -1,0 +1,305 @@
+"""Schedules and blackout calendars in the console, and the calendar of what they come to."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Detail,
+    Extras,
+    Facts,
+    Link,
+    Table,
+    badge,
+    link,
+    mono,
+    seconds,
+    short_moment,
+)
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account, Credential
+from rotation.admin.plan_fields import PRIVATE_PROOFS
+from rotation.admin.schedule_forms import (
+    EditForm,
+    ScheduleForm,
+    scope_from,
+    terms_from,
+)
+from rotation.admin.schedule_widgets import (
+    AHEAD,
+    USUAL_DAYS,
+    calendar_notes,
+    credential_link,
+    months,
+    next_facts,
+    scope_words,
+    state_of,
+    window_words,
+)
+from rotation.models import BlackoutCalendar, RotationSchedule
+from rotation.services.schedules.calendar import list_next
+from rotation.services.schedules.schedules import (
+    disable_schedule,
+    enable_schedule,
+    find_unreadable,
+    find_wish,
+    place_of,
+    readable_wish,
+    save_schedule,
+    scope_of,
+)
+
+
+def _save(grant: Grant, cleaned: Cleaned) -> Done:
+    row = save_schedule(grant, scope_from(cleaned), terms_from(cleaned))
+    return Done("Saved. The calendar shows what it comes to.", row=row)
+
+
+def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+    saved = find_wish(row) or readable_wish(row)
+    save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
+    return Done("Saved. What it asks for from now on is asked in your name.")
+
+
+def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+    disable_schedule(grant, row)
+    return Done("Disabled. The next wider schedule counts again, if there is one.")
+
+
+def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+    enable_schedule(grant, row)
+    return Done("Enabled. What it asks for from now on is asked in your name.")
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("enabled", "enabled"), ("disabled", "disabled")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset if self.value() is None else queryset.filter(is_enabled=self.value() == "enabled")
+
+
+@admin.register(RotationSchedule)
+class RotationScheduleAdmin(NounAdmin):
+    view_permissions = (P.ROTATIONS_READ,)
+    section, singular, plural = "Keys", "Schedule", "Schedules"
+    change_list_template = "console/change_list_more.html"
+    asks = (
+        Ask(
+            "save",
+            "Put keys on a schedule",
+            P.SCHEDULES_WRITE,
+            ScheduleForm,
+            _save,
+            "Private keys are replaced before they are older than the cryptoperiod. The narrowest schedule that is "
+            "enabled counts: the credential's, then the merchant's, then the environment's. What it asks for is asked "
+            "in your name, so that it takes a second person's approval wherever your own rotations do.",
+            "Save",
+            account_of=lambda cleaned: scope_from(cleaned).place,
+            preset=lambda query: (
+                {name: query.get(name) for name in ("environment", "merchant", "credential")}
+                | {"jitter_days": 0, "lead_days": 0, "time_zone": "UTC"}
+            ),
+        ),
+    )
+    acts = (
+        Act(
+            "edit",
+            "Edit",
+            P.SCHEDULES_WRITE,
+            _edit,
+            lambda row: "Rotations that it has asked for already stay as they are.",
+            form=EditForm,
+        ),
+        Act(
+            "disable",
+            "Disable",
+            P.SCHEDULES_WRITE,
+            _disable,
+            lambda row: "It asks for nothing any more. Rotations that it has asked for go on.",
+            fits=lambda row: row.is_enabled,
+            tone=Tone.DANGER,
+        ),
+        Act(
+            "enable",
+            "Enable",
+            P.SCHEDULES_WRITE,
+            _enable,
+            lambda row: "It asks again for what falls due, in your name.",
+            form=SeenForm,
+            fits=lambda row: not row.is_enabled,
+            tone=Tone.GOOD,
+        ),
+    )
+
+    list_display = ("scope", "environment_badge", "every", "window_words", "calendar", "state", "asked_by")
+    list_filter = (StateFilter, "environment")
+    search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
+    search_help_text = "By merchant or credential."
+    ordering = ("environment", "account__merchant_id", "credential_id")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows = super().get_queryset(request)
+        return rows.select_related("account__merchant", "credential__account__merchant", "calendar", "author")
+
+    def get_urls(self) -> list[URLPattern]:
+        shown = self.guarded(self.view_permissions, ("GET", "HEAD"), self._calendar_view)
+        return [path("calendar/", shown, name="rotation_rotationschedule_calendar"), *super().get_urls()]
+
+    @admin.display(description="for")
+    def scope(self, row: RotationSchedule) -> str:
+        return scope_words(row)
+
+    @admin.display(description="environment", ordering="environment")
+    def environment_badge(self, row: RotationSchedule) -> SafeString:
+        return badge(row.environment)
+
+    @admin.display(description="every", ordering="cryptoperiod_days")
+    def every(self, row: RotationSchedule) -> str:
+        return f"{row.cryptoperiod_days} days"
+
+    @admin.display(description="window")
+    def window_words(self, row: RotationSchedule) -> str:
+        return window_words(row)
+
+    @admin.display(description="state", ordering="is_enabled")
+    def state(self, row: RotationSchedule) -> SafeString:
+        return badge(state_of(row))
+
+    @admin.display(description="in the name of", ordering="author__username")
+    def asked_by(self, row: RotationSchedule) -> str:
+        return row.author.get_username()
+
+    def name_of(self, row: RotationSchedule) -> str:
+        return scope_words(row)
+
+    def account_of(self, row: RotationSchedule) -> Account | None:
+        return place_of(row)
+
+    def summary(self, row: RotationSchedule) -> Facts:
+        wish = (find_wish(row) or readable_wish(row)).wish
+        rows: list[tuple[str, Any]] = [
+            ("For", scope_words(row)),
+            ("Environment", badge(row.environment)),
+            ("Cryptoperiod", f"{row.cryptoperiod_days} days"),
+            ("Jitter", f"up to {row.jitter_days} days earlier" if row.jitter_days else NOTHING),
+            ("Asked for ahead", f"{row.lead_days} days" if row.lead_days else NOTHING),
+            ("Window", window_words(row)),
+            ("Blackout calendar", _calendar_link(row.calendar)),
+            ("Proof", "as usual" if wish.proof is None else PRIVATE_PROOFS[wish.proof]),
+            ("Quiet period", "as usual" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)),
+            ("Quarantine", "as usual" if wish.quarantine_seconds is None else seconds(wish.quarantine_seconds)),
+            ("The replacements expire in days", wish.expires_in_days or "they do not expire"),
+            ("In the name of", self.asked_by(row)),
+        ]
+        fault = find_unreadable(row, datetime.now(UTC))
+        return Facts("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
+
+    def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
+        notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]
+        latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
+        asked = Table(
+            "What it asked for last",
+            ["rotation", "state", "credential", "asked (UTC)"],
+            [
+                [
+                    link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
+                    badge(item.state),
+                    credential_link(item.credential_id, f"{item.credential.account} · {item.credential.label}"),
+                    short_moment(item.created_at),
+                ]
+                for item in latest
+            ],
+            empty="Nothing yet.",
+        )
+        return Detail(title=self.name_of(row), state=state_of(row), sections=[self.summary(row), asked], notes=notes)
+
+    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
+        """The page of a private credential says when its key is replaced next; that leads to the schedules."""
+        if not isinstance(row, Account | Credential) or not self.has_view_permission(request):
+            return None
+        account = row if isinstance(row, Account) else row.account
+        query = f"?environment={account.environment}&merchant={account.merchant_id}"
+        links = [Link("Calendar of rotations", self._calendar_url() + query)]
+        if may(request, P.SCHEDULES_WRITE, account):
+            only = f"&credential={row.pk}" if isinstance(row, Credential) else ""
+            links.append(Link("Put on a schedule", reverse("admin:rotation_rotationschedule_save") + query + only))
+        if isinstance(row, Account) or row.kind != KeyKind.PRIVATE:
+            return Extras(links=links) if isinstance(row, Account) else None
+        now = datetime.now(UTC)
+        far = now + timedelta(days=10 * 366)
+        dates = list_next(now, far, account.environment, account.merchant_id)
+        mine = next((date for date in dates if date.credential_id == row.pk), None)
+        return Extras(links=links, sections=[next_facts(mine)])
+
+    # --- the calendar -------------------------------------------------------------------------------------------
+
+    def _list_view(self, request: HttpRequest) -> HttpResponse:
+        asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
+        looks = [Link("Calendar of what they come to", self._calendar_url())]
+        context = {"title": self.plural, "plural": self.plural, "asks": asks, "looks": looks, "more": []}
+        return self.changelist_view(request, extra_context=context)
+
+    def _calendar_url(self) -> str:
+        return reverse("admin:rotation_rotationschedule_calendar")
+
+    def _calendar_view(self, request: HttpRequest) -> HttpResponse:
+        """`environment`, `merchant` and `days` in the address narrow it; what is not known there is as usual."""
+        asked = request.GET.get("environment", "")
+        environment = asked if asked in {env.value for env in Environment} else None
+        merchant = request.GET.get("merchant") or None
+        days = next((days for days in AHEAD if request.GET.get("days") == str(days)), USUAL_DAYS)
+        now = datetime.now(UTC)
+        dates = list_next(now, now + timedelta(days=days), environment, merchant)
+        detail = Detail(
+            title="Calendar of rotations",
+            state=environment or "",
+            sections=list(months(dates)),
+            notes=list(calendar_notes(dates, days, merchant)),
+        )
+        context = {
+            "title": detail.title,
+            "detail": detail,
+            "sections": detail.sections,
+            "links": list(self._ways(environment, merchant, days)),
+            "crumbs": self._crumbs(),
+        }
+        return page(self.admin_site, request, "detail", context)
+
+    def _ways(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
+        """The same calendar, of something else or looking elsewhere."""
+
+        def to(**changes: object) -> str:
+            chosen = {"environment": environment, "merchant": merchant, "days": days, **changes}
+            return f"{self._calendar_url()}?{urlencode({name: value for name, value in chosen.items() if value})}"
+
+        for env in (None, *(each.value for each in Environment)):
+            if env != environment:
+                yield Link(env or "both environments", to(environment=env))
+        if merchant is not None:
+            yield Link("all merchants", to(merchant=None))
+        for ahead, words in AHEAD.items():
+            if ahead != days:
+                yield Link(words, to(days=ahead))
+
+
+def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:
+    return NOTHING if row is None else link(reverse("admin:rotation_blackoutcalendar_change", args=[row.pk]), row)

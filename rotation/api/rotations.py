@@ -1,0 +1,186 @@
+"""Rotations over REST: asked for and read on the service plane, acknowledged on the integration plane."""
+
+from datetime import UTC
+from typing import Any
+
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from keyvault.access.permissions import Permission
+from keyvault.api.enforcement import ServiceView
+from keyvault.api.idempotency import answer_once
+from keyvault.api.integration import Call, Server
+from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
+from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
+from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
+from keyvault.models import Credential
+from keyvault.services.idempotency import Answer, Effect
+from keyvault.services.recording.authorization import authorize
+from keyvault.wire.idempotency import IDEMPOTENCY_KEY
+from rotation.api.schemas import RotationBody
+from rotation.domain.events import RotationState
+from rotation.domain.policy import LONGEST_SECONDS, AtDeadline, DeliveryChannel, Proof, Reinstatement
+from rotation.domain.windows import Window
+from rotation.services.rotations.facts import ACKNOWLEDGEMENT
+from rotation.services.rotations.interventions import abort_rotation, acknowledge
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import describe, find_introduction, get_rotation
+from rotation.services.rotations.requests import request_rotation
+
+
+class WindowRequest(StrictSerializer):
+    """When it may begin: hours (`HH:MM`) of some weekdays (0 is Monday) in a time zone."""
+
+    time_zone = StrictText(max_length=64)
+    weekdays = serializers.ListField(
+        child=StrictInteger(min_value=0, max_value=6), required=False, min_length=1, max_length=7
+    )
+    opens = StrictText(required=False, max_length=5)
+    closes = StrictText(required=False, max_length=5)
+
+
+class AbortRequest(StrictSerializer):
+    reason = StrictText(required=False, max_length=300)
+
+
+class RotationRequest(StrictSerializer):
+    credential_id = StrictText(max_length=32)
+    reason = StrictText(required=False, max_length=300)
+    not_before = serializers.DateTimeField(required=False, default_timezone=UTC)
+    deadline = serializers.DateTimeField(required=False, default_timezone=UTC)
+    proof = OneOf(Proof, required=False)
+    at_deadline = OneOf(AtDeadline, required=False)
+    reinstatement = OneOf(Reinstatement, required=False)
+    channels = serializers.ListField(
+        child=OneOf(DeliveryChannel),
+        required=False,
+        min_length=1,
+        max_length=len(DeliveryChannel),
+    )
+    retire_at = serializers.DateTimeField(required=False, default_timezone=UTC)
+    window = WindowRequest(required=False)
+    proof_count = StrictInteger(required=False, min_value=1, max_value=1_000_000)
+    proof_sources = StrictInteger(required=False, min_value=1, max_value=10_000)
+    soak_seconds = StrictInteger(required=False, min_value=0, max_value=LONGEST_SECONDS)
+    quiet_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
+    quarantine_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
+    expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
+    predecessor_may_expire = StrictBoolean(required=False)
+
+    def wish(self) -> Wish:
+        """Raises RequestInvalidError for a window that cannot be meant."""
+        values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
+        for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
+            if name in values:
+                values[name] = kind(values[name])
+        if "channels" in values:
+            values["channels"] = tuple(dict.fromkeys(map(DeliveryChannel, values["channels"])))
+        if "window" in values:
+            values["window"] = _read_window(values["window"])
+        return Wish(**values)
+
+
+def _read_window(values: dict[str, Any]) -> Window:
+    try:
+        return Window.from_json(values)
+    except RequestInvalidError as error:
+        faults = [Fault(f"/window{fault.pointer}", fault.detail) for fault in error.faults]
+        raise RequestInvalidError(error.detail, faults) from error
+
+
+class RotationsView(ServiceView):
+    permission = Permission.ROTATIONS_WRITE
+
+    @documented(
+        "rotations_create",
+        summary="Asks for a rotation.",
+        takes=RotationRequest,
+        answers={201: RotationBody},
+        codes=[ErrorCode.STATE_CONFLICT],
+        idempotency_key=MAY_BE_SENT,
+    )
+    def post(self, request: Request) -> Response:
+        if IDEMPOTENCY_KEY not in request.headers:
+            answer = self._prepare(request)()
+            return Response(answer.body, status=answer.status)
+        return answer_once(
+            request,
+            holder=self.service.lineage,
+            endpoint="rotations.create",
+            environment=None,  # no secret in the answer
+            now=self.now,
+            prepare=lambda: self._prepare(request),
+        )
+
+    def _prepare(self, request: Request) -> Effect:
+        form = RotationRequest(data=request.data)
+        form.is_valid(raise_exception=True)
+        credential = (
+            Credential.objects.select_related("account__merchant")
+            .filter(pk=form.validated_data["credential_id"])
+            .first()
+        )
+        if credential is None:
+            raise NotFoundError
+        grant = self.grant_for(credential.account)
+
+        def create() -> Answer:
+            rotation = request_rotation(grant, credential, form.wish())
+            return Answer(201, describe(get_rotation(rotation.rotation_id), self.now))
+
+        return create
+
+
+class RotationView(ServiceView):
+    permission = Permission.ROTATIONS_READ
+
+    @documented(
+        "rotations_read",
+        summary="Where a rotation stands, and what it waits for.",
+        answers={200: RotationBody},
+        parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
+    )
+    def get(self, request: Request, rotation_id: str) -> Response:
+        rotation = get_rotation(rotation_id)
+        self.grant_for(rotation.credential.account)
+        return Response(describe(rotation, self.now))
+
+
+class RotationAbortView(ServiceView):
+    permission = Permission.ROTATIONS_WRITE
+
+    @documented(
+        "rotations_abort",
+        summary="Ends a rotation: cancelled before delivery, rolled back after it.",
+        takes=AbortRequest,
+        answers={200: RotationBody},
+        codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
+        parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
+    )
+    def post(self, request: Request, rotation_id: str) -> Response:
+        """Repeatable: what is on its way back, or ended like that, is answered as it is."""
+        rotation = get_rotation(rotation_id)
+        grant = self.grant_for(rotation.credential.account)
+        form = AbortRequest(data=request.data)
+        form.is_valid(raise_exception=True)
+        if rotation.current_state not in _ABORTED:
+            abort_rotation(grant, rotation, form.validated_data.get("reason", "") or "aborted by a service")
+        return Response(describe(get_rotation(rotation_id), self.now))
+
+
+_ABORTED = frozenset({RotationState.CANCELLED, RotationState.ROLLING_BACK, RotationState.ROLLED_BACK})
+
+
+def _acknowledge(call: Call) -> Response:
+    """With the replacement itself in X-Api-Key: the merchant's half of the proof."""
+    rotation = find_introduction(call.holder.key_id)
+    if rotation is None:
+        raise NotFoundError("The key is not the replacement of a rotation.")
+    grant = authorize(call.holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=call.now)
+    acknowledge(grant, rotation)
+    return Response(status=204)
+
+
+SERVERS = {ACKNOWLEDGEMENT: Server(answers=_acknowledge, status=204)}
+"""What rotation serves of the integration plane."""

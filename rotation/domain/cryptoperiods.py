@@ -1,0 +1,108 @@
+"""When a key that is on a schedule is rotated: from its age, its credential's jitter and the window. PURE."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from keyvault.domain.errors import Fault
+from rotation.domain.windows import LOOK_AHEAD, Window
+
+LONGEST_DAYS = 3_650
+_DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A key is in use for `cryptoperiod_days` at most. Its rotation begins up to `jitter_days` earlier, so that not
+    all keys of one day are replaced on one day, and in the `window`; it is asked for `lead_days` before."""
+
+    cryptoperiod_days: int
+    jitter_days: int = 0
+    lead_days: int = 0
+    window: Window | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NextDate:
+    """`due_at`: period less jitter. `begins_at`: the opening that is meant for it; None: there is none. `ask_at`:
+    when to ask for it. `ends_at`: the end of the cryptoperiod."""
+
+    due_at: datetime
+    begins_at: datetime | None
+    ask_at: datetime
+    ends_at: datetime
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the window lets nothing begin within the cryptoperiod."""
+        return self.begins_at is None or self.begins_at > self.ends_at
+
+
+def jitter_of(credential_id: str, jitter_days: int) -> timedelta:
+    """0 to `jitter_days`, to the second; the same for one credential whenever it is asked."""
+    drawn = int.from_bytes(hashlib.sha256(credential_id.encode()).digest()[:8])
+    return timedelta(seconds=drawn % (jitter_days * 86_400 + 1))
+
+
+def next_date(terms: Terms, credential_id: str, activated_at: datetime) -> NextDate:
+    """Of a key that was activated then.
+
+    Where the window is closed from the due date to the end of the cryptoperiod, it begins before the due date, in
+    the second half of the period; where that has no opening either, it begins late.
+    """
+    period = timedelta(days=terms.cryptoperiod_days)
+    ends_at = activated_at + period
+    due_at = ends_at - jitter_of(credential_id, terms.jitter_days)
+    begins_at = _fit(terms.window, due_at, ends_at, activated_at + period / 2)
+    ask_at = (begins_at or due_at) - timedelta(days=terms.lead_days)
+    return NextDate(due_at, begins_at, ask_at, ends_at)
+
+
+def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at: datetime) -> datetime | None:
+    if window is None:
+        return due_at
+    first = window.next_opening(due_at)
+    if first is not None and first <= ends_at:
+        return first
+    at = due_at - _DAY
+    while at >= earliest_at:
+        opening = window.next_opening(at)
+        if opening is not None and opening <= ends_at:
+            return opening
+        at -= _DAY
+    return first
+
+
+def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
+    """Why a schedule cannot be kept; nothing when it can. The window's shape is read before, see `windows`."""
+    if not 1 <= terms.cryptoperiod_days <= LONGEST_DAYS:
+        yield Fault("/cryptoperiod_days", f"1 to {LONGEST_DAYS}")
+        return
+    if not 0 <= terms.jitter_days < terms.cryptoperiod_days:
+        yield Fault("/jitter_days", "0 or more, and less than the cryptoperiod")
+        return
+    if not 0 <= terms.lead_days < terms.cryptoperiod_days - terms.jitter_days:
+        yield Fault("/lead_days", "0 or more, and less than what the jitter leaves of the cryptoperiod")
+    if terms.window is None:
+        return
+    closed = _find_long_closure(terms.window, terms.cryptoperiod_days, now)
+    if closed is not None:
+        since, opens_at = closed
+        until = "for good" if opens_at is None else f"until {opens_at:%Y-%m-%d %H:%M} UTC"
+        yield Fault("/window", f"closed from {since:%Y-%m-%d %H:%M} {until}: that is longer than the cryptoperiod")
+
+
+def _find_long_closure(window: Window, days: int, now: datetime) -> tuple[datetime, datetime | None] | None:
+    """Since when, and until when, the window does not open for longer than so many days; within `LOOK_AHEAD`.
+
+    Looks at it every fiftieth of that time, so that a closure counts that is longer by as much.
+    """
+    longest = timedelta(days=days)
+    at, last = now, now + LOOK_AHEAD
+    while at <= last:
+        opens_at = window.next_opening(at)
+        if opens_at is None or opens_at - at > longest:
+            return at, opens_at
+        at = opens_at + longest / 50
+    return None

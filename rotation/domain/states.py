@@ -1,0 +1,431 @@
+"""The way of a rotation, and `next_step`: what it does next, given what is known. PURE.
+
+    requested → awaiting_approval → scheduled → staged → publishing → awaiting_proof → overlap
+              → quarantine → revoking → completed
+    side: rejected · expired · cancelled · stalled → (resume | extend | roll back)
+          rolling_back → rolled_back · emergency → staged
+
+Four facts, four timestamps, never collapsed: accepted, delivered, used, silent. Time alone never revokes:
+at the deadline a rotation stalls and both keys stay, unless the approved plan says otherwise and the
+replacement is proved. What happens from outside is judged by the table in `events`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
+from rotation.domain.events import OUTCOMES, STAYS, Event, RotationState, Stays
+from rotation.domain.policy import AtDeadline, Plan, Proof, Reinstatement
+
+S = RotationState
+
+TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
+    S.REQUESTED: frozenset({S.AWAITING_APPROVAL, S.SCHEDULED, S.EMERGENCY, S.REJECTED, S.EXPIRED, S.CANCELLED}),
+    S.AWAITING_APPROVAL: frozenset({S.SCHEDULED, S.EMERGENCY, S.REJECTED, S.EXPIRED, S.CANCELLED}),
+    S.SCHEDULED: frozenset({S.STAGED, S.EMERGENCY, S.CANCELLED, S.STALLED}),
+    S.EMERGENCY: frozenset({S.STAGED, S.REJECTED, S.EXPIRED, S.CANCELLED, S.STALLED}),
+    S.STAGED: frozenset({S.STAGED, S.PUBLISHING, S.CANCELLED, S.STALLED}),
+    S.PUBLISHING: frozenset({S.STAGED, S.AWAITING_PROOF, S.ROLLING_BACK, S.CANCELLED, S.STALLED}),
+    S.AWAITING_PROOF: frozenset({S.OVERLAP, S.COMPLETED, S.ROLLING_BACK, S.CANCELLED, S.STALLED}),
+    S.OVERLAP: frozenset({S.QUARANTINE, S.COMPLETED, S.ROLLING_BACK, S.CANCELLED, S.STALLED}),
+    S.QUARANTINE: frozenset({S.OVERLAP, S.REVOKING, S.COMPLETED, S.ROLLING_BACK, S.CANCELLED, S.STALLED}),
+    S.REVOKING: frozenset({S.COMPLETED}),
+    S.ROLLING_BACK: frozenset({S.ROLLING_BACK, S.ROLLED_BACK, S.PUBLISHING, S.STALLED}),
+    S.COMPLETED: frozenset(),
+    S.ROLLED_BACK: frozenset(),
+    S.REJECTED: frozenset(),
+    S.EXPIRED: frozenset(),
+    S.CANCELLED: frozenset(),
+    S.STALLED: frozenset(
+        {S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE}
+        | {S.ROLLING_BACK, S.ROLLED_BACK, S.COMPLETED, S.CANCELLED}
+    ),
+}
+
+CLOSED = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
+BEFORE_APPROVAL = frozenset({S.REQUESTED, S.AWAITING_APPROVAL})
+UNPUBLISHED = frozenset({S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING})
+"""Nobody has been given the replacement for certain."""
+
+DELIVERED = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """What is known of one of the two keys.
+
+    `count`, `sources`, `first_used_at`: real traffic that may prove something. `last_used_at`: any sign of life.
+    `tried_at`: the last attempt on it since it was quarantined; `tried_by_known_at`: the last one of these from a
+    source that had used it before.
+    """
+
+    state: KeyState
+    is_expired: bool = False
+    count: int = 0
+    sources: int = 0
+    first_used_at: datetime | None = None
+    last_used_at: datetime | None = None
+    tried_at: datetime | None = None
+    tried_by_known_at: datetime | None = None
+    material_destroyed: bool = True
+
+    @property
+    def is_dead(self) -> bool:
+        return self.state in DEAD_STATES or self.is_expired
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that `next_step` looks at.
+
+    `deadline`: the plan's, or what it was extended to; None: there is none.
+    `retire_at`: of a public key, the approved date on which the predecessor is taken out of service.
+    `observed_through`: up to when every live verifier has reported its uses; None while none is live.
+    `has_left`: the merchant is gone for good, and its credentials get no keys any more.
+    `stalled_from`: of a stalled rotation, the state it stalled in.
+    `lost_at`: when a verifier was last found dead with uses that it may not have reported.
+    `is_accepted`: every verifier would accept the replacement; `unconfirmed`: which ones have yet to say so.
+    `is_delivered`: it is where the merchant reads it.
+    `is_told`: everybody has been told whom the plan wants told before it counts as delivered; `telling_failed`: nobody
+    will be any more.
+    `quarantined_at`: when the key that is being retired was suspended by us; None: it is not.
+    `written_back_at`: in a roll-back, when the predecessor was again what the merchant reads.
+    """
+
+    state: RotationState
+    plan: Plan
+    entered_at: datetime
+    predecessor: KeyFacts
+    kind: KeyKind = KeyKind.PRIVATE
+    replacement: KeyFacts | None = None
+    deadline: datetime | None = None
+    retire_at: datetime | None = None
+    stalled_from: RotationState | None = None
+    has_left: bool = False
+    has_approval: bool = False
+    approval_expires_at: datetime | None = None
+    is_accepted: bool = False
+    unconfirmed: tuple[str, ...] = ()
+    is_delivered: bool = False
+    is_told: bool = True
+    telling_failed: bool = False
+    acknowledged_at: datetime | None = None
+    confirmed_at: datetime | None = None
+    is_proved: bool = False
+    quarantined_at: datetime | None = None
+    was_reinstated: bool = False
+    silence_waived: bool = False
+    written_back_at: datetime | None = None
+    observed_through: datetime | None = None
+    lost_at: datetime | None = None
+
+    @property
+    def is_dormant(self) -> bool:
+        """As planned, and still: once the predecessor is seen in use, a word is no proof any more."""
+        return self.plan.is_dormant and self.predecessor.last_used_at is None and self.kind is not KeyKind.PUBLIC
+
+    @property
+    def stage(self) -> RotationState:
+        return self.stalled_from if self.state is S.STALLED and self.stalled_from is not None else self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do yet. `until`: when looking again may help; None: when something happens."""
+
+    waiting_for: str
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Go to `to`, having done what that state stands for. `event`: what happened from outside, if that is why."""
+
+    to: RotationState
+    why: str
+    event: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """Do the side effect of the present state, then look again.
+
+    scheduled, emergency: make the replacement. publishing: deliver it. rolling_back: deliver the predecessor again.
+    revoking: destroy the predecessor's copy.
+    """
+
+    waiting_for: str
+
+
+def next_step(facts: Facts, now: datetime) -> Wait | Move | Act:
+    """The one thing to do next. Reads top to bottom: what ends or stops a rotation, then its way forward."""
+    if facts.state in CLOSED:
+        return Wait("nothing: it is closed")
+    if facts.has_left and facts.stage is S.EMERGENCY:
+        return Move(S.CANCELLED, "the merchant has left")
+    happened = _judge_events(facts, now)
+    if facts.state is S.STALLED:
+        ends = happened is not None and happened.to is not S.STALLED and happened.event in _ENDS
+        return happened if ends and happened is not None else Wait("an operator, who looks at why it stalled")
+    return happened or _FORWARD[facts.state](facts, now)
+
+
+# --- what happens from outside ------------------------------------------------------------------------------
+
+_ENDS = frozenset(event for event in Event if event.value.endswith(("_compromised", "_revoked", "_expired")))
+"""What a rotation that stalled is moved by too."""
+
+WHY = {
+    Event.REPLACEMENT_COMPROMISED: "the replacement was reported compromised",
+    Event.REPLACEMENT_REVOKED: "the replacement was revoked",
+    Event.REPLACEMENT_EXPIRED: "the replacement expired",
+    Event.PREDECESSOR_COMPROMISED: "the predecessor was reported compromised; silence is not claimed",
+    Event.PREDECESSOR_REVOKED: "the predecessor was revoked by hand; silence is not claimed",
+    Event.PREDECESSOR_EXPIRED: "the predecessor expired; silence is not claimed",
+    Event.REPLACEMENT_SUSPENDED: "the replacement was suspended by an operator",
+    Event.PREDECESSOR_SUSPENDED: "the predecessor was suspended by an operator",
+    Event.QUARANTINE_LIFTED: "the key in quarantine was resumed by an operator",
+    Event.TRIED_BY_KNOWN_SOURCE: "the predecessor was still in use in quarantine, by a source that is known",
+    Event.DEADLINE: "the deadline has passed; nothing was taken away",
+}
+
+
+def _judge_events(facts: Facts, now: datetime) -> Move | None:
+    """By the table; of several events the first one that moves anything."""
+    for event in find_events(facts, now):
+        outcome = OUTCOMES[event].get(facts.stage, STAYS)
+        if not isinstance(outcome, Stays):
+            if event is Event.DEADLINE and facts.plan.at_deadline is AtDeadline.REVOKE and facts.stage is S.OVERLAP:
+                return Move(S.QUARANTINE, "the deadline has passed, and the approved plan then revokes", event)
+            return Move(outcome, WHY[event], event)
+    return None
+
+
+def find_events(facts: Facts, now: datetime) -> Iterator[Event]:
+    """What has happened, as far as the facts tell."""
+    old, new = facts.predecessor, facts.replacement
+    if new is not None and new.is_dead:
+        yield _end_of(new, Event.REPLACEMENT_COMPROMISED, Event.REPLACEMENT_REVOKED, Event.REPLACEMENT_EXPIRED)
+    if old.is_dead:
+        yield _end_of(old, Event.PREDECESSOR_COMPROMISED, Event.PREDECESSOR_REVOKED, Event.PREDECESSOR_EXPIRED)
+    is_ours = facts.quarantined_at is not None
+    rolls_back = facts.stage is S.ROLLING_BACK
+    retiring = new if rolls_back else old
+    if new is not None and new.state is KeyState.SUSPENDED and not (is_ours and rolls_back):
+        yield Event.REPLACEMENT_SUSPENDED
+    if old.state is KeyState.SUSPENDED and (not is_ours or rolls_back):
+        yield Event.PREDECESSOR_SUSPENDED
+    if is_ours and retiring is not None and retiring.state is KeyState.ACTIVE:
+        yield Event.QUARANTINE_LIFTED
+    if is_ours and retiring is not None and retiring.tried_at is not None:
+        yield Event.TRIED_BY_KNOWN_SOURCE if _reinstates(facts) else Event.TRIED_BY_UNKNOWN_SOURCE
+    # A rotation whose predecessor is gone is the merchant's only hope, and has no time to run out of.
+    # Nor has a roll-back that only waits for the end of its quarantine.
+    is_nearly_back = is_ours and facts.stage is S.ROLLING_BACK
+    if facts.deadline is not None and now >= facts.deadline and not old.is_dead and not is_nearly_back:
+        yield Event.DEADLINE
+
+
+def _end_of(key: KeyFacts, compromised: Event, revoked: Event, expired: Event) -> Event:
+    if key.state is KeyState.COMPROMISED:
+        return compromised
+    return expired if key.is_expired else revoked
+
+
+def _reinstates(facts: Facts) -> bool:
+    """Once, only where the replacement is proved, only for a source seen before, never for a public key."""
+    return (
+        facts.predecessor.tried_by_known_at is not None
+        and facts.plan.reinstatement is Reinstatement.ONCE
+        and not facts.was_reinstated
+        and not facts.silence_waived
+        and facts.is_proved
+        and facts.kind is not KeyKind.PUBLIC
+    )
+
+
+# --- the way forward ----------------------------------------------------------------------------------------
+
+
+def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
+    if facts.has_approval:
+        return Move(S.SCHEDULED, "approved")
+    return _no_approval(facts, now)
+
+
+def _no_approval(facts: Facts, now: datetime) -> Wait | Move:
+    if facts.approval_expires_at is not None and now >= facts.approval_expires_at:
+        return Move(S.EXPIRED, "nobody approved it in time")
+    return Wait("approval by a second person", facts.approval_expires_at)
+
+
+def _when_scheduled(facts: Facts, now: datetime) -> Wait | Act | Move:
+    begins_at = max(now, facts.plan.not_before)
+    window = facts.plan.window
+    opens_at = begins_at if window is None else window.next_opening(begins_at)
+    if opens_at is None:
+        return Move(S.STALLED, "its window does not open any more")
+    if now < opens_at:
+        return Wait(f"its time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
+    return Act("the replacement to be made")
+
+
+def _in_emergency(facts: Facts, now: datetime) -> Wait | Act | Move:
+    """No window and no deadline: the merchant has no key that is good."""
+    return Act("the replacement to be made") if facts.has_approval else _no_approval(facts, now)
+
+
+def _when_staged(facts: Facts, now: datetime) -> Wait | Move:
+    if not facts.is_accepted:
+        return Wait(f"every verifier to accept the replacement{_named(facts.unconfirmed)}")
+    return Move(S.PUBLISHING, "every verifier accepts the replacement")
+
+
+_MOST_NAMED = 3
+
+
+def _named(waited_for: tuple[str, ...]) -> str:
+    """The first few of them, after a colon."""
+    more = f" and {len(waited_for) - _MOST_NAMED} more" if len(waited_for) > _MOST_NAMED else ""
+    return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
+
+
+def _when_publishing(facts: Facts, now: datetime) -> Wait | Act | Move:
+    if not facts.is_delivered:
+        return Act("the secret backend to hold the replacement")
+    if not facts.is_told and facts.telling_failed:
+        return Move(S.STALLED, "the merchant's webhook endpoint does not take the news of the replacement")
+    if not facts.is_told:
+        return Wait("the merchant's webhook endpoint to take the news")
+    return Move(S.AWAITING_PROOF, "the replacement is where the merchant reads it")
+
+
+def _when_awaiting_proof(facts: Facts, now: datetime) -> Wait | Move:
+    missing = _missing_proof(facts, now)
+    return Move(S.OVERLAP, "the replacement is proved in use") if missing is None else missing
+
+
+def _missing_proof(facts: Facts, now: datetime) -> Wait | None:
+    plan = facts.plan
+    if facts.confirmed_at is not None and (plan.proof is Proof.CONFIRMATION or facts.is_dormant):
+        return None
+    if facts.acknowledged_at is not None and (plan.proof is Proof.ACK or facts.is_dormant):
+        return None
+    if plan.proof is Proof.CONFIRMATION:
+        either = ", or the merchant to acknowledge with it" if facts.is_dormant else ""
+        return Wait(f"an operator to confirm for the merchant that the replacement is in use{either}")
+    either = ", or an operator to confirm for the merchant" if facts.is_dormant else ""
+    acknowledgement = Wait(f"the merchant to acknowledge with the replacement{either}")
+    if plan.proof is Proof.ACK:
+        return acknowledgement
+    traffic = _missing_traffic(facts, now)
+    if plan.proof is Proof.BOTH and facts.acknowledged_at is None:
+        return traffic or acknowledgement
+    return traffic
+
+
+def _missing_traffic(facts: Facts, now: datetime) -> Wait | None:
+    plan, replacement = facts.plan, facts.replacement
+    assert replacement is not None  # noqa: S101  staged long before
+    if replacement.count < plan.proof_count or replacement.sources < plan.proof_sources:
+        else_ = ", or an acknowledgement, or an operator's confirmation" if facts.is_dormant else ""
+        return Wait(
+            f"traffic on the replacement: {replacement.count} of {plan.proof_count} authentications, "
+            f"{replacement.sources} of {plan.proof_sources} sources{else_}"
+        )
+    soaked_at = (replacement.first_used_at or now) + timedelta(seconds=plan.soak_seconds)
+    return Wait("the replacement to be in use for its soak time", soaked_at) if now < soaked_at else None
+
+
+def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
+    if facts.kind is KeyKind.PUBLIC:
+        return _until_retired(facts, now)
+    assert facts.replacement is not None  # noqa: S101  staged long before
+    signs = (facts.replacement.last_used_at, facts.acknowledged_at, facts.confirmed_at)
+    return (
+        _is_carried(signs, facts.predecessor.last_used_at, "the replacement to be used after the predecessor was")
+        or _silence(facts, facts.predecessor.last_used_at, facts.plan.quiet_seconds, "the predecessor")
+        or Move(S.QUARANTINE, "the predecessor was silent for the quiet period")
+    )
+
+
+def _until_retired(facts: Facts, now: datetime) -> Wait | Move:
+    """Shipped apps hold a public key for months: only an approved date retires it, and traffic never says no."""
+    if facts.retire_at is None:
+        return Wait("a date on which the old public key is retired")
+    if now < facts.retire_at:
+        return Wait(
+            f"the date on which the old public key is retired, {facts.retire_at:%Y-%m-%d %H:%M} UTC", facts.retire_at
+        )
+    return Move(S.QUARANTINE, "the approved date has come on which the old public key is retired")
+
+
+def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
+    """A source that is known holds the revocation up; a stranger who has the key cannot, and is an alarm instead."""
+    last_at = None if facts.silence_waived else facts.predecessor.tried_by_known_at
+    return _silence(facts, last_at, facts.plan.quarantine_seconds, "the predecessor") or Move(
+        S.REVOKING,
+        "the quarantine is over" if facts.silence_waived else "nobody who is known tried the predecessor in quarantine",
+    )
+
+
+def _when_revoking(facts: Facts, now: datetime) -> Act | Move:
+    if not facts.predecessor.material_destroyed:
+        return Act("the secret backend to destroy the predecessor's copy")
+    return Move(S.COMPLETED, "the predecessor is revoked and its copy destroyed")
+
+
+def _when_rolling_back(facts: Facts, now: datetime) -> Wait | Act | Move:
+    """The same way with the roles changed: the predecessor is delivered, the replacement falls silent and goes."""
+    replacement = facts.replacement
+    assert replacement is not None  # noqa: S101  nothing is rolled back before there is one
+    if facts.written_back_at is None:
+        return Act("the secret backend to hold the predecessor again")
+    if facts.quarantined_at is None:
+        last_at = max(filter(None, (replacement.last_used_at, facts.acknowledged_at)), default=None)
+        # Where nobody ever had the replacement in use, nobody has to come back from it.
+        what = "the predecessor to be used after the replacement was"
+        signs = (facts.predecessor.last_used_at, facts.confirmed_at)
+        waits = None if last_at is None else _is_carried(signs, last_at, what)
+        return (
+            waits
+            or _silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
+            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; it goes into quarantine")
+        )
+    return _silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
+        S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"
+    )
+
+
+def _is_carried(signs: tuple[datetime | None, ...], left_at: datetime | None, what: str) -> Wait | None:
+    """Silence of one key means something only while the other carries the traffic: when both are silent, somebody
+    may just be away. `signs`: of life of the key that stays; `left_at`: the last one of the key that goes."""
+    seen = [at for at in signs if at is not None]
+    return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
+
+
+def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
+    """Silence counts from the last sign of life, and only as far as every live verifier has reported."""
+    signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
+    silent_at = max(signs) + timedelta(seconds=period_seconds)
+    if facts.observed_through is None:
+        return Wait("a verifier that reports uses")
+    if facts.observed_through < silent_at:
+        return Wait(f"silence of {whose} until {silent_at:%Y-%m-%d %H:%M:%S} UTC", silent_at)
+    return None
+
+
+_FORWARD = {
+    S.REQUESTED: _when_asked,
+    S.AWAITING_APPROVAL: _when_asked,
+    S.SCHEDULED: _when_scheduled,
+    S.EMERGENCY: _in_emergency,
+    S.STAGED: _when_staged,
+    S.PUBLISHING: _when_publishing,
+    S.AWAITING_PROOF: _when_awaiting_proof,
+    S.OVERLAP: _when_overlapping,
+    S.QUARANTINE: _when_quarantined,
+    S.REVOKING: _when_revoking,
+    S.ROLLING_BACK: _when_rolling_back,
+}

@@ -1,0 +1,107 @@
+"""Campaigns as they are read: how far one is, what holds it up, and when it can be done at the earliest."""
+
+from collections import Counter
+from datetime import datetime, timedelta
+
+from django.db.models import Count, Sum
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.models import UseBucket
+from keyvault.models.usage import Outcome
+from rotation.domain.events import RotationState
+from rotation.domain.pacing import FAILED, PROVED, START_WITHIN, UNPROVED, Pace, seconds_to_begin
+from rotation.models import Campaign, CampaignMember, CampaignState
+from rotation.services.campaigns.runner import SKIPPED, list_waiting
+
+S = RotationState
+
+
+def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]:
+    """What the console and the command line show.
+
+    `progress` counts members: `waiting` and `skipped` have no rotation; of the others `unproved`, `proved` (the
+    completed ones among them), `failed` and `stalled` make up `begun`. `percent_proved`: replacements in use.
+    `percent_ended`: where nothing more will happen by itself. `all_begun_at`: at the earliest, at the approved pace.
+    `requests`: verifications with keys of these rotations since the campaign began, allowed and refused.
+    """
+    progress, by_state = _count(campaign)
+    pace = Pace.from_json(campaign.pace)
+    members = max(1, progress["members"])
+    is_running = campaign.state == CampaignState.RUNNING
+    ended = progress["skipped"] + progress["completed"] + progress["failed"] + progress["stalled"]
+    lately = campaign.rotations.filter(created_at__gt=now - timedelta(minutes=1)).count()
+    begun_at = now + timedelta(seconds=seconds_to_begin(pace, progress["waiting"]))
+    start_by = None if campaign.began_at is None else campaign.began_at + START_WITHIN
+    return {
+        "campaign_id": campaign.campaign_id,
+        "environment": campaign.environment,
+        "state": campaign.state,
+        "why": campaign.why,
+        "reason": campaign.reason,
+        "selection": campaign.selection,
+        "wish": campaign.wish,
+        "pace": campaign.pace,
+        "plan_digest": campaign.plan_digest,
+        "requested_by": campaign.requester.username,
+        "approvals": [approval.approver.username for approval in campaign.approvals.select_related("approver")],
+        "approvals_needed": campaign.approvals_needed,
+        "created_at": _text(campaign.created_at),
+        "approval_expires_at": _text(campaign.approval_expires_at),
+        "began_at": _text(campaign.began_at),
+        "start_by": _text(start_by),
+        "closed_at": _text(campaign.closed_at),
+        "progress": progress,
+        "rotations_by_state": by_state,
+        "percent_proved": 100 * progress["proved"] // members,
+        "percent_ended": 100 * ended // members,
+        "begun_in_last_minute": lately,
+        "all_begun_at": _text(begun_at) if is_running and progress["waiting"] else None,
+        "requests": _requests(campaign),
+    }
+
+
+def list_campaigns() -> list[str]:
+    """The ids, the latest first."""
+    return list(Campaign.objects.order_by("-created_at").values_list("campaign_id", flat=True))
+
+
+def list_troubled_first(campaign: Campaign, most: int) -> list[CampaignMember]:
+    """The members whose rotation stalled or failed, then the skipped, the unproved, the others; at most so many."""
+    rows = CampaignMember.objects.filter(campaign=campaign).select_related("credential__account", "rotation")
+    states = [{S.STALLED}, FAILED, UNPROVED, PROVED]
+    groups = [rows.filter(rotation__state__in=group) for group in states]
+    groups.insert(2, rows.filter(outcome=SKIPPED))
+    groups.append(list_waiting(campaign).select_related("credential__account"))
+    found: list[CampaignMember] = []
+    for group in groups:
+        found += group.order_by("pk")[: most - len(found)]
+    return found
+
+
+def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
+    rows = campaign.rotations.values_list("state").annotate(n=Count("pk"))
+    by_state: Counter[str] = Counter(dict(rows.order_by("state")))
+    members = CampaignMember.objects.filter(campaign=campaign)
+    progress = {
+        "members": members.count(),
+        "waiting": list_waiting(campaign).count(),
+        "skipped": members.filter(outcome=SKIPPED).count(),
+        "begun": by_state.total(),
+        "unproved": sum(by_state[state] for state in UNPROVED),
+        "proved": sum(by_state[state] for state in PROVED),
+        "completed": by_state[S.COMPLETED],
+        "failed": sum(by_state[state] for state in FAILED),
+        "stalled": by_state[S.STALLED],
+    }
+    return progress, dict(by_state)
+
+
+def _requests(campaign: Campaign) -> dict[str, JsonValue]:
+    begun = campaign.rotations.values("credential_id")
+    uses = UseBucket.objects.filter(key__credential__in=begun, last_at__gte=campaign.began_at or campaign.created_at)
+    totals = dict(uses.order_by("outcome").values_list("outcome").annotate(total=Sum("count")))
+    return {"allowed": totals.get(Outcome.ALLOWED, 0), "refused": totals.get(Outcome.REFUSED, 0)}
+
+
+def _text(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat()

@@ -1,0 +1,197 @@
+"""What workers do for campaigns: begin the next rotations at the approved pace, halt, complete, expire.
+
+Whatever a rotation has come to is read from the rotation itself, so nothing is settled twice or missed. A member's
+rotation and the link to it are one transaction, under the campaign's lease and with the campaign's row held: a worker
+that is killed has begun it or has not, two workers never begin one each, and after a pause has returned none begins.
+"""
+
+import logging
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Count, QuerySet
+from django.db.models.functions import Coalesce
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import KeyvaultError, RequestInvalidError, StateConflictError
+from keyvault.domain.notifications import NoticeKind
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.work import leases
+from keyvault.services.work.leases import Lease
+from rotation.domain.events import RotationState
+from rotation.domain.pacing import (
+    FAILED,
+    PROVED,
+    START_WITHIN,
+    UNPROVED,
+    Pace,
+    Tally,
+    count_to_begin,
+    judge_halt,
+    tally_of,
+)
+from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
+from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
+from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
+from rotation.services.campaigns.selection import OBSTACLE_WORDS, Selection, find_obstacle
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import begin_rotation
+
+C, S = CampaignState, RotationState
+
+_log = logging.getLogger(__name__)
+
+SKIPPED = "skipped"
+"""The outcome of a member that no longer qualified when its turn came. Any other is what its rotation says."""
+
+_MOST_SKIPS = 100
+"""Skipping spends nothing of the pace; but a turn is not to outlive its lease."""
+
+_ALTERED = "what was approved was altered"
+
+
+def tick(now: datetime) -> None:
+    """One turn of every campaign that is under way. Any number of workers may take it at once."""
+    under_way = Campaign.objects.filter(environment__in=settings.ENVIRONMENTS).exclude(state__in=CLOSED)
+    for campaign_id in under_way.order_by("created_at").values_list("campaign_id", flat=True):
+        try:
+            advance_campaign(campaign_id, now)
+        except Exception:  # noqa: BLE001  one campaign's fault is not the next one's
+            _log.exception("a campaign's turn failed unforeseen", extra={"campaign_id": campaign_id})
+
+
+def advance_campaign(campaign_id: str, now: datetime) -> None:
+    """One turn. Does nothing while another worker has it; a failure is noted, and the next turn tries again."""
+    lease = leases.claim(subject_of(campaign_id), now)
+    if lease is None:
+        return
+    try:
+        _take_turn(lease, campaign_id, now)
+    except KeyvaultError as error:
+        why = error.internal or error.detail
+        _log.warning("campaign not advanced", extra={"campaign_id": campaign_id, "why": why})
+        leases.postpone(lease, now, why)
+    else:
+        leases.release(lease)
+
+
+def subject_of(campaign_id: str) -> str:
+    """What the lease on a campaign's work is called."""
+    return f"campaign:{campaign_id}"
+
+
+def list_waiting(campaign: Campaign) -> "QuerySet[CampaignMember]":
+    """The members whose turn has not come, in order."""
+    return CampaignMember.objects.filter(campaign=campaign, rotation__isnull=True, outcome="").order_by("pk")
+
+
+def _take_turn(lease: Lease, campaign_id: str, now: datetime) -> None:
+    campaign = Campaign.objects.select_related("requester").get(pk=campaign_id)
+    if campaign.state == C.AWAITING_APPROVAL:
+        if now >= campaign.approval_expires_at:
+            _close(lease, campaign, C.EXPIRED, "nobody approved it in time", now)
+        return
+    began_at, is_waiting = campaign.began_at, list_waiting(campaign).exists()
+    if is_waiting and began_at is not None and now >= began_at + START_WITHIN:
+        _close(lease, campaign, C.EXPIRED, f"not all was begun within {START_WITHIN.days} days of its approval", now)
+    elif campaign.state != C.RUNNING:
+        return
+    elif not is_unaltered(campaign):
+        _halt(lease, campaign, _ALTERED, now)
+    elif (why := judge_halt(Pace.from_json(campaign.pace), _tally(campaign))) is not None:
+        _halt(lease, campaign, why, now)
+    elif is_waiting:
+        _begin_some(lease, campaign, now)
+    elif not campaign.rotations.exclude(state__in=[*CLOSED_ROTATIONS, S.STALLED]).exists():
+        _close(lease, campaign, C.COMPLETED, "", now)
+
+
+# --- beginning ----------------------------------------------------------------------------------------------
+
+
+def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
+    room = count_to_begin(
+        Pace.from_json(campaign.pace),
+        unproved=campaign.rotations.filter(state__in=UNPROVED).count(),
+        begun_in_last_minute=campaign.rotations.filter(created_at__gt=now - timedelta(minutes=1)).count(),
+    )
+    if not room:
+        return
+    members = list_waiting(campaign).values_list("pk", flat=True)[: room + _MOST_SKIPS]
+    for member_id in members:
+        room -= _begin(lease, campaign, member_id, now)
+        if not room:
+            return
+
+
+def _begin(lease: Lease, campaign: Campaign, member_id: int, now: datetime) -> bool:
+    """Begins a member's rotation, or skips it and says why. Raises StateConflictError when it is not to go on."""
+    with transaction.atomic():
+        leases.hold(lease)
+        # A pause waits for this transaction, or this one sees it.
+        rows = Campaign.objects.select_for_update(no_key=True).filter(pk=campaign.pk, state=C.RUNNING)
+        member = list_waiting(campaign).filter(pk=member_id).select_related("credential__account__merchant").first()
+        if not list(rows) or member is None:
+            raise StateConflictError("The campaign does not go on.", internal=f"{campaign.pk} was stopped meanwhile")
+        rotation, why = _rotation_of(campaign, member, now)
+        members = CampaignMember.objects.filter(pk=member_id)
+        members.update(rotation=rotation, outcome="" if rotation else SKIPPED, why=why[:300])
+    return rotation is not None
+
+
+def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> tuple[Rotation | None, str]:
+    """The member's rotation, or why there is none."""
+    credential = member.credential
+    before = Selection.from_json(campaign.selection).active_before(campaign.created_at)
+    if (obstacle := find_obstacle(credential.credential_id, before)) is not None:
+        return None, OBSTACLE_WORDS[obstacle]
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
+    try:
+        wish = Wish.from_json(campaign.wish)
+        return begin_rotation(grant, credential, wish, author=campaign.requester, campaign=campaign), ""
+    except RequestInvalidError as error:
+        return None, "; ".join(f"{fault.pointer}: {fault.detail}" for fault in error.faults) or error.detail
+    except StateConflictError as error:
+        return None, error.detail
+
+
+# --- ending -------------------------------------------------------------------------------------------------
+
+
+def _tally(campaign: Campaign) -> Tally:
+    """Of what happened since the approval, or since the campaign was last resumed after a halt."""
+    since = campaign.resumed_at or campaign.began_at
+    rotations = campaign.rotations.filter(state__in=[*PROVED, *FAILED, S.STALLED])
+    # A proved rotation is news at its proof, another one when it failed or stalled.
+    news = rotations.filter(state__in=PROVED).annotate(at=Coalesce("used_at", "entered_at")).filter(at__gte=since)
+    bad = rotations.exclude(state__in=PROVED).filter(entered_at__gt=since)
+    counts = [*news.values_list("state").annotate(n=Count("pk")), *bad.values_list("state").annotate(n=Count("pk"))]
+    return tally_of({S(state): count for state, count in counts})
+
+
+def _halt(lease: Lease, campaign: Campaign, why: str, now: datetime) -> None:
+    """Begins no more until a person has looked; the alarm stands with the account of the latest culprit."""
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, now=now)
+    bad = campaign.rotations.filter(state__in=[*FAILED, S.STALLED]).select_related("credential__account")
+    culprit = bad.order_by("-entered_at", "pk").first()
+    with recorded(grant, P.ROTATIONS_BEGIN, "campaign.halted", account=None, **about(campaign), why=why):
+        leases.hold(lease)
+        campaign.compare_and_swap(state=C.HALTED, why=why)
+        if culprit is not None:
+            payload: dict[str, JsonValue] = {"rotation_id": culprit.rotation_id, "why": why}
+            announce(grant, NoticeKind.CAMPAIGN_HALTED, culprit.credential.account, campaign.campaign_id, **payload)
+    _log.error("campaign halted", extra={"campaign_id": campaign.campaign_id, "why": why})
+
+
+def _close(lease: Lease, campaign: Campaign, state: CampaignState, why: str, now: datetime) -> None:
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, now=now)
+    begun = campaign.rotations.count()
+    event = f"campaign.{state.value}"
+    with recorded(grant, P.ROTATIONS_BEGIN, event, account=None, **about(campaign), why=why, begun=begun):
+        leases.hold(lease)
+        campaign.compare_and_swap(state=state, why=why, closed_at=grant.at)

@@ -1,0 +1,165 @@
+"""Which credentials a campaign is about: those that can be rotated now, and why the others are left out."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from django.db.models import Count, Exists, Max, OuterRef, Q, QuerySet
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.models import Credential, KeyUse, MerchantStatus
+from rotation.domain.pacing import MOST_MEMBERS
+from rotation.domain.policy import DEFAULTS
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation
+from rotation.services.rotations.planning import Wish, plan_rotation
+
+
+class Obstacle(StrEnum):
+    """Why a credential is not rotated with the others; kept with the campaign, so stable for ever."""
+
+    MERCHANT_INACTIVE = "merchant_inactive"
+    NO_USABLE_KEY = "no_usable_key"
+    TWO_USABLE_KEYS = "two_usable_keys"
+    OPEN_ROTATION = "open_rotation"
+    TOO_YOUNG = "too_young"
+    PLAN_CANNOT_BE_MET = "plan_cannot_be_met"
+
+
+OBSTACLE_WORDS = {
+    Obstacle.MERCHANT_INACTIVE: "its merchant or account is not active",
+    Obstacle.NO_USABLE_KEY: "it has no usable key",
+    Obstacle.TWO_USABLE_KEYS: "two keys of it verify already",
+    Obstacle.OPEN_ROTATION: "it has an open rotation",
+    Obstacle.TOO_YOUNG: "its key is younger than what was selected",
+    Obstacle.PLAN_CANNOT_BE_MET: "the plan cannot be met for it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`merchants` None: all of the environment. `older_than_days` None: keys of any age."""
+
+    environment: Environment
+    merchants: tuple[str, ...] | None = None
+    older_than_days: int | None = None
+
+    def as_json(self) -> dict[str, JsonValue]:
+        return {
+            "environment": self.environment.value,
+            "merchants": None if self.merchants is None else sorted(self.merchants),
+            "older_than_days": self.older_than_days,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Selection":
+        """What a campaign keeps; it has more in it."""
+        merchants = values["merchants"]
+        return cls(
+            Environment(values["environment"]),
+            None if merchants is None else tuple(merchants),
+            values["older_than_days"],
+        )
+
+    def active_before(self, now: datetime) -> datetime:
+        """A key that became active after that is too young."""
+        return now - timedelta(days=self.older_than_days or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    credentials: Sequence[Credential]
+    left_out: dict[str, int]
+
+
+def select_credentials(selection: Selection, wish: Wish, now: datetime) -> Selected:
+    """The credentials, those with the oldest keys first, each with a plan that can be met as far as is known now.
+
+    Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
+    faults of one of them.
+    """
+    before = selection.active_before(now)
+    left_out: Counter[str] = Counter()
+    fit = []
+    for credential in _annotated(selection):
+        obstacle = _obstacle(credential, before)
+        if obstacle is None:
+            fit.append(credential)
+        else:
+            left_out[obstacle.value] += 1
+    if len(fit) > MOST_MEMBERS:
+        raise RequestInvalidError(
+            f"{len(fit)} credentials are selected, and a campaign has at most {MOST_MEMBERS}.",
+            [Fault("/merchants", "select fewer: some merchants, or older keys")],
+        )
+    planned, refusal, known = [], None, {}
+    for credential in fit:
+        alike = (credential.account_id, credential.active_until, credential.is_used)
+        if alike not in known:
+            known[alike] = _find_refusal(credential, wish, now)
+        if known[alike] is None:
+            planned.append(credential)
+        else:
+            left_out[Obstacle.PLAN_CANNOT_BE_MET.value] += 1
+            refusal = refusal or known[alike]
+    if refusal is not None and not planned:
+        faults = getattr(refusal, "faults", ())
+        raise RequestInvalidError("None of the selected credentials can be rotated like that.", faults) from refusal
+    return Selected(planned, dict(sorted(left_out.items())))
+
+
+def _find_refusal(credential: Credential, wish: Wish, now: datetime) -> KeyvaultError | None:
+    """Why the plan cannot be met for this credential, and so for all like it; None: it can.
+
+    The quiet period is taken to be the environment's own: what the longest gap on each key makes of it is looked at
+    when the credential's turn comes, for that reads every minute of each key's use.
+    """
+    if wish.quiet_seconds is None:
+        wish = replace(wish, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
+    try:
+        plan_rotation(credential, wish, now)
+    except (RequestInvalidError, StateConflictError) as error:
+        return error
+    return None
+
+
+def find_obstacle(credential_id: str, before: datetime) -> Obstacle | None:
+    """Why the credential can no longer be rotated with its campaign; None: it can."""
+    return _obstacle(_with_facts(Credential.objects.filter(pk=credential_id)).get(), before)
+
+
+def _annotated(selection: Selection) -> Iterator[Any]:
+    rows = Credential.objects.filter(kind=KeyKind.PRIVATE, account__environment=selection.environment)
+    if selection.merchants is not None:
+        rows = rows.filter(account__merchant_id__in=selection.merchants)
+    return _with_facts(rows).order_by("active_at", "pk").iterator()
+
+
+def _with_facts(rows: "QuerySet[Any]") -> "QuerySet[Any]":
+    active = Q(keys__state=KeyState.ACTIVE)
+    open_rotation = Rotation.objects.filter(credential=OuterRef("pk")).exclude(state__in=CLOSED)
+    annotated: QuerySet[Any] = rows.select_related("account__merchant").annotate(
+        active_keys=Count("keys", filter=active),
+        active_at=Max("keys__activated_at", filter=active),
+        active_until=Max("keys__expires_at", filter=active),
+        is_used=Exists(KeyUse.objects.filter(key__credential=OuterRef("pk"), key__state=KeyState.ACTIVE)),
+        is_rotating=Exists(open_rotation),
+    )
+    return annotated
+
+
+def _obstacle(credential: Any, before: datetime) -> Obstacle | None:
+    account = credential.account
+    if {account.status, account.merchant.status} != {MerchantStatus.ACTIVE}:
+        return Obstacle.MERCHANT_INACTIVE
+    if credential.is_rotating:
+        return Obstacle.OPEN_ROTATION
+    if credential.active_keys != 1:
+        return Obstacle.TWO_USABLE_KEYS if credential.active_keys else Obstacle.NO_USABLE_KEY
+    return Obstacle.TOO_YOUNG if credential.active_at > before else None

@@ -1,0 +1,158 @@
+"""What is known of a rotation, gathered for `states.next_step`, and kept as evidence when a fact is taken as proved."""
+
+import secrets
+from datetime import datetime
+from typing import Any
+
+from django.db.models import Count, Min, Q, Sum
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.ids import mint_id
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Key, Material, MerchantStatus, UseBucket
+from keyvault.models.usage import Outcome
+from keyvault.services.change_feed import receipts
+from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.usage.recorder import observe
+from keyvault.services.usage.reports import find_attempts, find_last, list_users
+from keyvault.services.webhooks.deliveries import find_telling
+from rotation.domain.events import RotationState
+from rotation.domain.policy import DeliveryChannel
+from rotation.domain.states import Facts, KeyFacts
+from rotation.models import Evidence, EvidenceKind, Rotation
+
+ACKNOWLEDGEMENT = "credentials.acknowledge"
+"""An endpoint of ours: using it is a sign of life, but no traffic that proves anything."""
+
+
+def gather_facts(rotation: Rotation, now: datetime) -> Facts:
+    """Reads only."""
+    observation = observe(now)
+    plan, replacement = rotation.approved_plan, rotation.replacement
+    unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
+    is_told, telling_failed = _find_telling(rotation)
+    rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
+    # Nothing follows from tries of an old public key: shipped apps go on with it.
+    is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
+    is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
+    since = None if is_ignored else rotation.quarantined_at
+    return Facts(
+        state=rotation.current_state,
+        plan=plan,
+        entered_at=rotation.entered_at,
+        predecessor=_key_facts(rotation.predecessor, now, None if rolls_back else since),
+        kind=KeyKind(rotation.credential.kind),
+        replacement=None
+        if replacement is None
+        else _key_facts(replacement, now, since if rolls_back else None, proves=is_proving),
+        deadline=rotation.deadline_at,
+        retire_at=rotation.retire_at,
+        stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
+        has_left=rotation.credential.account.merchant.status == MerchantStatus.OFFBOARDED,
+        has_approval=rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed,
+        approval_expires_at=rotation.approval_expires_at,
+        is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
+        unconfirmed=tuple(unconfirmed),
+        is_delivered=rotation.delivered_at is not None,
+        is_told=is_told,
+        telling_failed=telling_failed,
+        acknowledged_at=rotation.acknowledged_at,
+        confirmed_at=rotation.confirmed_at,
+        is_proved=rotation.used_at is not None,
+        quarantined_at=rotation.quarantined_at,
+        was_reinstated=rotation.reinstated_at is not None,
+        silence_waived=rotation.waived_at is not None,
+        written_back_at=rotation.written_back_at,
+        observed_through=observation.through,
+        lost_at=observation.lost_at,
+    )
+
+
+def list_unconfirmed(key: Key) -> list[str]:
+    """The ids of the verifiers that must still confirm the newest change of the key before anybody is given it.
+
+    A verifier answers from memory and could refuse a key that it has not heard of yet. One that is silent for longer
+    than its staleness bound reads the database for each verdict, so it accepts the key and is not waited for.
+    """
+    return receipts.list_unconfirmed(last_sequence(key))
+
+
+def _find_telling(rotation: Rotation) -> tuple[bool, bool]:
+    """Whether the merchant's webhook endpoint took the news, and whether every attempt was given up.
+
+    Only where the plan asks for it. `told_at` decides once it is set: deliveries are not kept for ever.
+    """
+    if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
+        return True, False
+    told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
+    return told.delivered_at is not None, told.has_failed
+
+
+def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:
+    """`tried_since`: since when we have suspended it. `proves`: its traffic may prove something."""
+    attempts = None if tried_since is None else find_attempts(key.key_id, tried_since)
+    return KeyFacts(
+        state=KeyState(key.state),
+        # One that was revoked by hand did not expire, however late it is by now.
+        is_expired=key.retirement == Retirement.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
+        last_used_at=find_last(key.key_id),
+        tried_at=None if attempts is None else attempts.last_at,
+        tried_by_known_at=None if attempts is None else attempts.last_known_at,
+        material_destroyed=key.material in {Material.NONE, Material.DESTROYED},
+        **(_traffic(key) if proves else {}),
+    )
+
+
+def _is_past(key: Key, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
+
+
+def _traffic(key: Key) -> dict[str, Any]:
+    buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=Outcome.ALLOWED)
+    seen = buckets.aggregate(
+        count=Sum("count"), sources=Count("source", distinct=True, filter=~Q(source="")), first=Min("first_at")
+    )
+    return {"count": seen["count"] or 0, "sources": seen["sources"], "first_used_at": seen["first"]}
+
+
+def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:
+    """Inside the `recorded` block of the transition that takes the fact as proved."""
+    Evidence(
+        evidence_id=mint_id("evd", secrets.token_bytes), rotation=rotation, kind=kind, seen=seen, created_at=now
+    ).save()
+
+
+def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
+    """How the replacement was proved in use: counts by source, the acknowledgement, or an operator's word."""
+    replacement = facts.replacement
+    seen: dict[str, JsonValue] = {
+        "key_id": rotation.replacement_id,
+        "policy": facts.plan.proof.value,
+        "acknowledged_at": _text(facts.acknowledged_at),
+        "confirmed_at": _text(facts.confirmed_at),
+    }
+    if replacement is not None:
+        seen |= {
+            "authentications": replacement.count,
+            "first_used_at": _text(replacement.first_used_at),
+            "by_source": list_users(rotation.replacement_id or "", outcomes=(Outcome.ALLOWED,)),
+        }
+    return seen
+
+
+def silence_seen(
+    key_id: str | None, facts: Facts, period_seconds: int, last_at: datetime | None
+) -> dict[str, JsonValue]:
+    """How a key was seen to be silent: since when, and up to when verifiers had reported."""
+    return {
+        "key_id": key_id,
+        "period_seconds": period_seconds,
+        "since": _text(facts.entered_at),
+        "last_seen_at": _text(last_at),
+        "observed_through": _text(facts.observed_through),
+    }
+
+
+def _text(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat()

@@ -1,0 +1,392 @@
+"""What people do to a rotation on its way: abort or roll back, resume, extend, confirm, retire, collect; and the
+merchant's acknowledgement."""
+
+import time
+from datetime import datetime, timedelta
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import KeyHolder, Operator
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_reason_fault
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import BreakGlass, Material
+from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.approvals.four_eyes import note_command_line_approval
+from keyvault.services.issuance.requests import approvals_needed
+from keyvault.services.keys.lifecycle import burn_key, resume_key
+from keyvault.services.merchants.operators import operator_row
+from keyvault.services.recording.authorization import operator_principal
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.stored_copies import find_stored, read_string
+from keyvault.services.usage.reports import find_last
+from keyvault.services.work.leases import Lease, claim, hold, release, wake
+from rotation.domain.events import OUTCOMES, Event, RotationState
+from rotation.domain.policy import DEFAULTS, Proof, find_far_faults
+from rotation.domain.states import CLOSED
+from rotation.models import EvidenceKind, Retirement, Rotation
+from rotation.services.rotations.facts import note_evidence
+from rotation.services.rotations.reports import about, get_rotation, subject_of
+from rotation.services.rotations.requests import announce_end
+from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
+
+S = RotationState
+
+_CLAIMS, _CLAIM_AGAIN_SECONDS = 10, 0.1
+pause = time.sleep
+
+
+def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
+    """Ends a rotation: cancelled, its replacement burned, while nobody has been given it; rolled back afterwards.
+
+    Raises StateConflictError when it is closed, is revoking or rolling back already, or a worker is in the middle of
+    a step; BackendUnavailableError when the backend cannot say whether it holds the replacement.
+    """
+    outcome = OUTCOMES[Event.ABORTED].get(stage_of(rotation))
+    if not isinstance(outcome, RotationState):
+        raise StateConflictError(f"The rotation cannot be ended any more: it is {rotation.get_state_display()}.")
+    lease = claim_rotation(rotation, grant.at)
+    if lease is None:
+        raise StateConflictError("A worker is at it this moment. Try again.")
+    try:
+        if outcome is S.ROLLING_BACK or _may_be_delivered(rotation):
+            _roll_back(grant, rotation, lease, why)
+        else:
+            _cancel(grant, rotation, lease, why)
+    finally:
+        release(lease)
+    return rotation
+
+
+def claim_rotation(rotation: Rotation, now: datetime) -> Lease | None:
+    """A worker's turn is mostly over in a moment, which a person or a service rather waits than asks again."""
+    for _ in range(_CLAIMS):
+        lease = claim(subject_of(rotation.rotation_id), now, now_or_never=True)
+        if lease is not None:
+            return lease
+        pause(_CLAIM_AGAIN_SECONDS)
+    return None
+
+
+def stage_of(rotation: Rotation) -> RotationState:
+    """Where it is on its way; of a stalled one, where it stalled."""
+    return S(rotation.stalled_from) if rotation.state == S.STALLED and rotation.stalled_from else rotation.current_state
+
+
+def rolls_back(rotation: Rotation) -> bool:
+    """Whether ending it now means the way back, since the merchant may already use the replacement."""
+    return OUTCOMES[Event.ABORTED].get(stage_of(rotation)) is S.ROLLING_BACK or rotation.delivered_at is not None
+
+
+def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
+    """When the old key was revoked, reported compromised, destroyed or expired; None: there is one to go back to."""
+    key = rotation.predecessor
+    ends = [at for at in (key.deactivated_at, key.compromised_at, key.destroyed_at) if at is not None]
+    if key.expires_at is not None and now >= key.expires_at:
+        ends.append(key.expires_at)
+    return min(ends, default=None)
+
+
+def may_be_aborted(rotation: Rotation) -> bool:
+    return isinstance(OUTCOMES[Event.ABORTED].get(stage_of(rotation)), RotationState)
+
+
+def _may_be_delivered(rotation: Rotation) -> bool:
+    """A worker may have died between writing to the backend and saying so: the backend knows."""
+    stored = None if rotation.replacement is None else find_stored(rotation.credential)
+    # Any other key there was ours too, and came late: the way back puts the predecessor over it.
+    is_there = stored is not None and stored.labels.get("key_id") != rotation.predecessor_id
+    return rotation.delivered_at is not None or is_there or has_unsettled_delivery(rotation)
+
+
+def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.cancelled",
+        account=rotation.credential.account,
+        **about(rotation),
+        why=clean_text(why, 300),
+    ):
+        hold(lease)
+        # Keys before the rotation, as the engine locks them.
+        if rotation.replacement is not None:
+            burn_key(grant, rotation.replacement)
+        was_planned = rotation.state != S.AWAITING_APPROVAL
+        rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
+        if was_planned:
+            announce_end(grant, rotation)
+
+
+def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
+    """The predecessor verifies again where we had suspended it; a dead one never, so that there is no way back."""
+    predecessor, now = rotation.predecessor, grant.at
+    if predecessor_ended_at(rotation, now) is not None:
+        raise StateConflictError("There is no way back: the old key is not good any more.")
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.rolling_back",
+        account=rotation.credential.account,
+        **about(rotation),
+        was=rotation.state,
+        why=clean_text(why, 300),
+    ):
+        hold(lease)
+        if rotation.quarantined_at is not None and predecessor.state == KeyState.SUSPENDED:
+            resume_key(grant, predecessor)
+        rotation.compare_and_swap(
+            state=S.ROLLING_BACK,
+            stalled_from=None,
+            entered_at=now,
+            quarantined_at=None,
+            written_back_at=None,
+            confirmed_at=None,
+            deadline_at=None if rotation.deadline_at is None else now + _time_to_come_back(rotation),
+            why=clean_text(why, 300),
+        )
+
+
+def _time_to_come_back(rotation: Rotation) -> timedelta:
+    """As long as a rotation has there, beside its own quiet period."""
+    defaults = DEFAULTS[rotation.credential.environment]
+    return timedelta(seconds=defaults.deadline_seconds + rotation.approved_plan.quiet_seconds)
+
+
+def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
+    """Goes on where it stalled, with its timers started anew."""
+    if rotation.state != S.STALLED or rotation.stalled_from is None:
+        raise StateConflictError(f"Only a stalled rotation is resumed; this one is {rotation.state}.")
+    would_stall = OUTCOMES[Event.DEADLINE].get(stage_of(rotation)) is S.STALLED
+    if would_stall and rotation.deadline_at is not None and grant.at >= rotation.deadline_at:
+        raise StateConflictError("Its deadline has passed: give it a new one, and it goes on.")
+    with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
+        _go_on(grant, rotation)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def _go_on(grant: Grant, rotation: Rotation) -> None:
+    rotation.compare_and_swap(state=rotation.stalled_from, stalled_from=None, entered_at=grant.at, why="")
+    if rotation.state == S.PUBLISHING and rotation.delivered_at is not None:
+        announce_replacement(grant, rotation)  # The endpoint did not take it the first time.
+
+
+def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rotation:
+    """A later deadline; one that stalled goes on with it. Takes nothing from anybody, so that one person may.
+
+    Raises RequestInvalidError for a time that is past, earlier than the present deadline, or too far away;
+    StateConflictError when the rotation is closed or has no deadline.
+    """
+    if rotation.current_state in CLOSED or rotation.deadline_at is None:
+        raise StateConflictError("Only an open rotation with a deadline is extended.")
+    faults = list(find_far_faults({"deadline": deadline}, grant.at))
+    if deadline <= max(grant.at, rotation.deadline_at):
+        faults.append(Fault("/deadline", "later than now, and than the present deadline"))
+    if faults:
+        raise RequestInvalidError("The deadline cannot be moved there.", faults)
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.extended",
+        account=rotation.credential.account,
+        **about(rotation),
+        was=rotation.deadline_at.isoformat(),
+        deadline=deadline.isoformat(),
+    ):
+        was_late = grant.at >= rotation.deadline_at
+        rotation.compare_and_swap(deadline_at=deadline, reminded_percent=0)
+        if was_late and rotation.state == S.STALLED and rotation.stalled_from is not None:
+            _go_on(grant, rotation)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
+    """An operator says for the merchant that the replacement is in use: of a public key, or a dormant credential.
+
+    Raises RequestInvalidError without saying who told them and how; StateConflictError where the plan wants traffic
+    or an acknowledgement, or nothing waits for proof.
+    """
+    if (fault := find_reason_fault(why)) is not None:
+        raise RequestInvalidError("A confirmation says who told you, and how.", [Fault("/why", fault)])
+    if not may_be_confirmed(rotation):
+        raise StateConflictError("This rotation is not proved by an operator's word, or does not wait for proof.")
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.confirmed",
+        account=rotation.credential.account,
+        **about(rotation),
+        why=clean_text(why, 300),
+    ):
+        rotation.compare_and_swap(confirmed_at=grant.at)
+        staying = rotation.predecessor_id if rotation.state == S.ROLLING_BACK else rotation.replacement_id
+        seen = {"key_id": staying, "by": grant.principal.actor, "why": clean_text(why, 300)}
+        note_evidence(rotation, EvidenceKind.CONFIRMED, dict(seen), grant.at)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def may_be_confirmed(rotation: Rotation) -> bool:
+    plan = rotation.readable_plan
+    if plan is None:
+        return False
+    # A credential that was dormant when it was planned is so no more once its old key is seen in use.
+    is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
+    by_word = plan.proof is Proof.CONFIRMATION or is_dormant
+    if rotation.state == S.ROLLING_BACK:  # That the merchant is back on the old key; again, if it was used since.
+        used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
+        is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
+        return rotation.written_back_at is not None and is_overtaken
+    return by_word and rotation.confirmed_at is None and stage_of(rotation) is S.AWAITING_PROOF
+
+
+def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
+    """The date on which an old public key is taken out of service; a second person approves it where one is wanted.
+
+    Raises RequestInvalidError for a date that is past or too far away, StateConflictError for a private key's rotation.
+    """
+    if rotation.credential.kind != KeyKind.PUBLIC or rotation.current_state in CLOSED:
+        raise StateConflictError("Only a public key's open rotation has such a date; silence retires a private key.")
+    faults = list(find_far_faults({"retire_at": retire_at}, grant.at))
+    if retire_at <= grant.at:
+        faults.append(Fault("/retire_at", "later than now"))
+    if faults:
+        raise RequestInvalidError("The key cannot be retired then.", faults)
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("people ask for a retirement")
+    account = rotation.credential.account
+    retirement = Retirement(
+        rotation=rotation,
+        retire_at=retire_at,
+        requester=operator_row(operator),
+        requester_person=operator.person,
+        created_at=grant.at,
+    )
+    with recorded(
+        grant,
+        P.ROTATIONS_WRITE,
+        "rotation.retirement_asked",
+        account=account,
+        **about(rotation),
+        retire_at=retire_at.isoformat(),
+    ):
+        retirement.save()
+        if not approvals_needed(rotation.credential.environment):
+            retirement.compare_and_swap(approved_at=grant.at)
+            rotation.compare_and_swap(retire_at=retire_at)
+    wake(subject_of(rotation.rotation_id))
+    return retirement
+
+
+def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
+    """A second person's yes to the date. Raises StateConflictError: their own, decided already, past, overtaken."""
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("people approve")
+    if operator.person == retirement.requester_person:
+        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
+    if retirement.approved_at is not None or retirement.retire_at <= grant.at:
+        raise StateConflictError("This date is approved already, or past: ask for another one.")
+    rotation = get_rotation(retirement.rotation_id)
+    if rotation.current_state in CLOSED:
+        raise StateConflictError("The rotation is closed.")
+    newest = rotation.retirements.order_by("-created_at", "-pk").first()
+    if newest != retirement:
+        raise StateConflictError("A later date was asked for meanwhile. Look at it again.")
+    with recorded(
+        grant,
+        P.ROTATIONS_APPROVE,
+        "rotation.retirement_approved",
+        account=rotation.credential.account,
+        **about(rotation),
+        retire_at=retirement.retire_at.isoformat(),
+    ):
+        environment = rotation.credential.account.environment
+        note_command_line_approval(
+            grant,
+            environment,
+            event="rotation.retirement_approved",
+            subject=rotation.rotation_id,
+            requester_person=retirement.requester_person,
+        )
+        retirement.compare_and_swap(
+            approver=operator_row(operator), approver_person=operator.person, approved_at=grant.at
+        )
+        rotation.compare_and_swap(retire_at=retirement.retire_at)
+    wake(subject_of(rotation.rotation_id))
+    return retirement
+
+
+def acknowledge(grant: Grant, rotation: Rotation) -> None:
+    """The merchant, by the replacement itself, says that it arrived. Repeatable.
+
+    Raises NotFoundError for a holder of any other key: no service token can say this for the merchant.
+    """
+    holder = grant.principal
+    if not isinstance(holder, KeyHolder) or holder.key_id != rotation.replacement_id:
+        raise NotFoundError("The key is not the replacement of a rotation.")
+    if rotation.acknowledged_at is not None or rotation.current_state in CLOSED:
+        return
+    with recorded(
+        grant,
+        P.ROTATIONS_ACKNOWLEDGE,
+        "rotation.acknowledged",
+        account=rotation.credential.account,
+        **about(rotation),
+        key_id=holder.key_id,
+    ):
+        rotation.compare_and_swap(acknowledged_at=grant.at)
+    wake(subject_of(rotation.rotation_id))
+
+
+def may_collect(rotation: Rotation, person: str) -> bool:
+    """Whoever asked for the rotation. Where that was a service, or an operator who may collect nothing (an incident
+    responder), nobody else could: then any other who did not approve it."""
+    asker = rotation.requester
+    if asker is not None and P.ISSUANCE_COLLECT in operator_principal(asker).permissions:
+        return person == rotation.requester_person
+    began = BreakGlass.objects.filter(event="rotation.bypassed", subject=rotation.rotation_id, person=person)
+    return not rotation.approvals.filter(person=person).exists() and not began.exists()
+
+
+def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
+    """The replacement's string, once, to whom `may_collect` names; break-glass in production.
+
+    Raises StateConflictError when there is nothing to collect, and for a sealed credential, whose keys no person sees.
+    """
+    operator = grant.principal
+    key = rotation.replacement
+    if not isinstance(operator, Operator) or not may_collect(rotation, operator.person):
+        raise StateConflictError("Only whoever asked for the rotation collects its key.")
+    if rotation.credential.delivery == Delivery.SEALED:
+        raise StateConflictError(
+            "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
+        )
+    if rotation.collected_at is not None:
+        raise StateConflictError("The key was collected already.")
+    if key is None or rotation.delivered_at is None:
+        raise StateConflictError("The replacement is not there yet.")
+    text = read_string(key)
+    account = rotation.credential.account
+    with recorded(
+        grant, P.ISSUANCE_COLLECT, "rotation.collected", account=account, **about(rotation), key_id=key.key_id
+    ):
+        rotation.compare_and_swap(collected_at=grant.at)
+        is_secret = rotation.credential.kind != KeyKind.PUBLIC
+        if is_secret and account.environment == Environment.PRODUCTION:
+            note_break_glass(
+                grant,
+                event="rotation.collected",
+                subject=rotation.rotation_id,
+                requester_person=rotation.requester_person,
+                why="a production key was shown to a person",
+            )
+        if is_secret and rotation.credential.delivery == Delivery.SHOW_ONCE:
+            key.compare_and_swap(material=Material.DESTROY_DUE)
+    return text

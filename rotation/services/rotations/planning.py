@@ -1,0 +1,177 @@
+"""From what somebody wishes to a plan that can be met: the environment's defaults for all that was left open."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
+from keyvault.services.usage.recorder import longest_gap_seconds
+from rotation.domain.policy import (
+    DEFAULTS,
+    AtDeadline,
+    DeliveryChannel,
+    Plan,
+    Proof,
+    Reinstatement,
+    default_quiet_seconds,
+    find_far_faults,
+    find_faults,
+)
+from rotation.domain.windows import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody asks for; None leaves it to the environment's defaults."""
+
+    reason: str = ""
+    not_before: datetime | None = None
+    deadline: datetime | None = None
+    proof: Proof | None = None
+    proof_count: int | None = None
+    proof_sources: int | None = None
+    soak_seconds: int | None = None
+    quiet_seconds: int | None = None
+    quarantine_seconds: int | None = None
+    expires_in_days: int | None = None
+    predecessor_may_expire: bool = False
+    at_deadline: AtDeadline = AtDeadline.STALL
+    reinstatement: Reinstatement = Reinstatement.ONCE
+    channels: tuple[DeliveryChannel, ...] = (DeliveryChannel.SECRET_BACKEND,)
+    window: Window | None = None
+    retire_at: datetime | None = None
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """What a schedule or a campaign keeps: all that differs from leaving it open."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: _plain(value) for name, value in said.items() if value != getattr(_NOTHING, name)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Wish":
+        """What `as_json` wrote."""
+        return cls(**{name: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
+
+
+def _plain(value: Any) -> JsonValue:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Window):
+        return value.as_json()
+    if isinstance(value, tuple):
+        return [str(each) for each in value]
+    return value.value if isinstance(value, StrEnum) else value
+
+
+_NOTHING = Wish()
+_READ: dict[str, Any] = {
+    **dict.fromkeys(("not_before", "deadline", "retire_at"), datetime.fromisoformat),
+    "proof": Proof,
+    "at_deadline": AtDeadline,
+    "reinstatement": Reinstatement,
+    "channels": lambda channels: tuple(map(DeliveryChannel, channels)),
+    "window": Window.from_json,
+}
+
+
+def plan_rotation(credential: Credential, wish: Wish, now: datetime) -> Plan:
+    """The plan of a rotation of the credential's one usable key.
+
+    Raises StateConflictError when it has none, or two, or must not get another one; RequestInvalidError, listing why
+    the plan cannot be met.
+    """
+    faults = list(find_far_faults({name: getattr(wish, name) for name in ("not_before", "deadline", "retire_at")}, now))
+    if faults:
+        raise RequestInvalidError(_CANNOT, faults)
+    predecessor = find_predecessor(credential)
+    plan = _filled(credential, predecessor, wish, now)
+    kind = KeyKind(credential.kind)
+    faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
+    faults += _channel_faults(plan, credential)
+    if faults:
+        raise RequestInvalidError(_CANNOT, faults)
+    return plan
+
+
+_CANNOT = "The rotation cannot be done like that."
+
+
+def find_predecessor(credential: Credential) -> Key:
+    """The one key that verifies. Raises StateConflictError when there is none, or are two."""
+    active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
+    if not active:
+        raise StateConflictError("The credential has no usable key to replace; reissue it.")
+    if len(active) > 1:
+        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")
+    return active[0]
+
+
+def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: datetime) -> Plan:
+    """Of a credential without a usable key: delivered is done, since there is nothing to be silent."""
+    is_public = credential.kind == KeyKind.PUBLIC
+    defaults = DEFAULTS[credential.environment]
+    wish = Wish(
+        reason=reason,
+        proof=Proof.CONFIRMATION if is_public else Proof.TRAFFIC,
+        deadline=None if is_public else now + timedelta(seconds=defaults.deadline_seconds),
+        predecessor_may_expire=True,
+    )
+    return _filled(credential, predecessor, wish, now)
+
+
+def _filled(credential: Credential, predecessor: Key, wish: Wish, now: datetime) -> Plan:
+    defaults = DEFAULTS[credential.environment]
+    not_before = wish.not_before or now
+    is_public = credential.kind == KeyKind.PUBLIC
+    gap_seconds = 0 if wish.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
+    quiet_seconds = _or(wish.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
+    # A key that is used once a month is quiet for two: that much later is its rotation's deadline.
+    longest_seconds = defaults.deadline_seconds + max(0, quiet_seconds - defaults.quiet_seconds)
+    return Plan(
+        credential_id=credential.credential_id,
+        predecessor_key_id=predecessor.key_id,
+        reason=clean_text(wish.reason, 300),
+        not_before=not_before,
+        deadline=wish.deadline or (None if is_public else _latest(predecessor, wish, not_before, longest_seconds)),
+        proof=wish.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC),
+        proof_count=_or(wish.proof_count, defaults.proof_count),
+        proof_sources=_or(wish.proof_sources, defaults.proof_sources),
+        soak_seconds=_or(wish.soak_seconds, defaults.soak_seconds),
+        quiet_seconds=quiet_seconds,
+        quarantine_seconds=_or(wish.quarantine_seconds, defaults.quarantine_seconds),
+        expires_in_days=wish.expires_in_days,
+        predecessor_may_expire=wish.predecessor_may_expire,
+        is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
+        at_deadline=wish.at_deadline,
+        reinstatement=wish.reinstatement,
+        channels=wish.channels,
+        window=wish.window,
+        retire_at=wish.retire_at,
+    )
+
+
+def _latest(predecessor: Key, wish: Wish, not_before: datetime, seconds: int) -> datetime:
+    latest = not_before + timedelta(seconds=seconds)
+    if predecessor.expires_at is not None and not wish.predecessor_may_expire:
+        latest = min(latest, predecessor.expires_at)
+    return latest
+
+
+def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
+    """A delivery channel works: this process serves the environment, and a webhook has somewhere to go."""
+    if DeliveryChannel.SECRET_BACKEND not in plan.channels:
+        return [Fault("/channels", "secret_backend is always one of them: it is what the merchant reads")]
+    if DeliveryChannel.WEBHOOK not in plan.channels:
+        return []
+    if not WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True).exists():
+        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or leave webhook out")]
+    return []
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,111 @@
+"""Rotations as they are read: found, listed, and told to the API, the console and the command line."""
+
+from datetime import datetime
+
+from django.db.models import Q
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import NotFoundError
+from keyvault.services.usage.reports import list_users
+from rotation.domain.events import RotationState
+from rotation.domain.states import CLOSED, Move, next_step
+from rotation.models import Rotation
+from rotation.services.rotations.facts import gather_facts
+
+S = RotationState
+
+
+def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
+    """What the API, the console and the command line show; never material."""
+    plan = rotation.readable_plan
+    return {
+        "rotation_id": rotation.rotation_id,
+        "state": rotation.state,
+        "waiting_for": _waiting_for(rotation, now),
+        "why": rotation.why,
+        "stalled_from": rotation.stalled_from,
+        "credential_id": rotation.credential_id,
+        "merchant_id": rotation.credential.account.merchant_id,
+        "environment": rotation.credential.account.environment,
+        "predecessor_key_id": rotation.predecessor_id,
+        "replacement_key_id": rotation.replacement_id,
+        "plan": rotation.plan if plan is None else plan.as_shown(),
+        "plan_digest": rotation.plan_digest,
+        "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
+        "approvals_needed": rotation.approvals_needed,
+        "is_bypass": rotation.bypassed_at is not None,
+        "campaign_id": rotation.campaign_id,
+        "created_at": _text(rotation.created_at),
+        "deadline": _text(rotation.deadline_at),
+        "retire_at": _text(rotation.retire_at),
+        "accepted_at": _text(rotation.accepted_at),
+        "delivered_at": _text(rotation.delivered_at),
+        "acknowledged_at": _text(rotation.acknowledged_at),
+        "confirmed_at": _text(rotation.confirmed_at),
+        "used_at": _text(rotation.used_at),
+        "silent_at": _text(rotation.silent_at),
+        "quarantined_at": _text(rotation.quarantined_at),
+        "reinstated_at": _text(rotation.reinstated_at),
+        "closed_at": _text(rotation.closed_at),
+        "handover": rotation.handover,
+        "evidence": [
+            {
+                "evidence_id": evidence.evidence_id,
+                "kind": evidence.kind,
+                "seen": evidence.seen,
+                "created_at": _text(evidence.created_at),
+            }
+            for evidence in rotation.evidence.order_by("created_at", "evidence_id")
+        ],
+        "predecessor_users": list_users(rotation.predecessor_id),
+    }
+
+
+def _waiting_for(rotation: Rotation, now: datetime) -> str | None:
+    if rotation.current_state in CLOSED:
+        return None
+    if rotation.readable_plan is None:
+        return "a release that can read its plan"
+    step = next_step(gather_facts(rotation, now), now)
+    return "its next turn" if isinstance(step, Move) else step.waiting_for
+
+
+def get_rotation(rotation_id: str) -> Rotation:
+    """Raises NotFoundError."""
+    rotation = _find(Q(rotation_id=rotation_id))
+    if rotation is None:
+        raise NotFoundError
+    return rotation
+
+
+def find_introduction(key_id: str) -> Rotation | None:
+    """The rotation whose replacement this key is, if it still stands; what an acknowledgement is about."""
+    return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
+
+
+def list_open() -> list[str]:
+    return list(Rotation.objects.exclude(state__in=CLOSED).order_by("entered_at").values_list("rotation_id", flat=True))
+
+
+def subject_of(rotation_id: str) -> str:
+    """What the lease on a rotation's work is called."""
+    return f"rotation:{rotation_id}"
+
+
+def about(rotation: Rotation) -> dict[str, JsonValue]:
+    """What every audit entry and notice of a rotation names."""
+    return {"rotation_id": rotation.rotation_id, "credential_id": rotation.credential_id}
+
+
+def _find(wanted: Q) -> Rotation | None:
+    """The newest such rotation, with all that its keys need, in one query."""
+    rows = Rotation.objects.select_related("credential__account__merchant", "predecessor", "replacement")
+    rotation: Rotation | None = rows.filter(wanted).order_by("-created_at").first()
+    if rotation is not None:
+        for key in filter(None, (rotation.predecessor, rotation.replacement)):
+            key.credential = rotation.credential
+    return rotation
+
+
+def _text(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat()

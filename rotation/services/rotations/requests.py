@@ -1,0 +1,301 @@
+"""Rotations asked for and decided about: by people and services, by schedules and campaigns in a person's name."""
+
+import secrets
+from dataclasses import dataclass
+
+from django.db import IntegrityError as DatabaseIntegrityError
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator, Service
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import clean_text, find_reason_fault
+from keyvault.domain.ids import mint_id
+from keyvault.domain.keys import DEAD_STATES, KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Credential, Key, ServiceToken
+from keyvault.models import Operator as OperatorRow
+from keyvault.services.approvals.break_glass import note_break_glass
+from keyvault.services.approvals.four_eyes import approving_operator, locked, note_command_line_approval
+from keyvault.services.issuance.requests import approvals_needed
+from keyvault.services.merchants.merchants import require_staying
+from keyvault.services.merchants.operators import operator_row
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.leases import wake
+from rotation.domain.events import RotationState
+from rotation.domain.policy import APPROVAL_LIFETIME, Plan
+from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
+from rotation.services.rotations.planning import Wish, find_predecessor, plan_reissue, plan_rotation
+from rotation.services.rotations.reports import about, subject_of
+
+S = RotationState
+
+_ASKS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """In whose name a rotation is asked for, and how many others have to agree."""
+
+    person: str
+    approvals: int
+    operator: OperatorRow | None = None
+    token: ServiceToken | None = None
+    schedule: RotationSchedule | None = None
+    campaign: Campaign | None = None
+
+
+def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotation:
+    """Asks for a rotation; scheduled at once where the policy wants no second person.
+
+    Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
+    has an open rotation, or not exactly one key to replace.
+    """
+    plan = plan_rotation(credential, wish, grant.at)
+    asker = _asker_of(grant, credential)
+    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+
+
+def begin_rotation(
+    grant: Grant,
+    credential: Credential,
+    wish: Wish,
+    *,
+    author: OperatorRow,
+    schedule: RotationSchedule | None = None,
+    campaign: Campaign | None = None,
+) -> Rotation:
+    """What a schedule or a campaign asks for, in the name of whoever made it.
+
+    The persons who approved the campaign have approved this plan with it. Raises like `request_rotation`.
+    """
+    plan = plan_rotation(credential, wish, grant.at)
+    needed = approvals_needed(credential.environment)
+    asker = _Asker(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
+    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+
+
+def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
+    """Asks for a key for a credential that has no usable one; made as soon as it is approved, in no window.
+
+    Raises StateConflictError when it has a key that verifies or is suspended, or an open rotation.
+    """
+    if (fault := find_reason_fault(reason)) is not None:
+        raise RequestInvalidError("A reissue needs a reason.", [Fault("/reason", fault)])
+    for key in credential.keys.exclude(state__in=DEAD_STATES):
+        if key.state != KeyState.PRE_ACTIVATION and (key.expires_at is None or key.expires_at > grant.at):
+            raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
+    latest: Key | None = credential.keys.select_related("credential__account").order_by("-created_at").first()
+    if latest is None:
+        raise StateConflictError("The credential never had a key: its issuance is not done.")
+    plan = plan_reissue(credential, latest, reason, grant.at)
+    return _ask(grant, credential, latest, plan, _asker_of(grant, credential), S.EMERGENCY)
+
+
+def _asker_of(grant: Grant, credential: Credential) -> _Asker:
+    principal, needed = grant.principal, approvals_needed(credential.environment)
+    if isinstance(principal, Operator):
+        return _Asker(principal.person, needed, operator=operator_row(principal))
+    if isinstance(principal, Service):
+        # A service's wish takes an operator even where an operator's own would be enough.
+        token = ServiceToken.objects.get(pk=principal.token_id)
+        return _Asker(principal.person, max(needed, 1), token=token)
+    raise TypeError("operators and services ask for rotations")
+
+
+def _ask(
+    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, asker: _Asker, approved: RotationState
+) -> Rotation:
+    """`approved`: the state to be in once enough persons have approved."""
+    rotation = Rotation(
+        rotation_id=mint_id("rot", secrets.token_bytes),
+        credential=credential,
+        predecessor=predecessor,
+        state=approved if approved is S.EMERGENCY or not asker.approvals else S.AWAITING_APPROVAL,
+        plan=plan.as_json(),
+        plan_digest=plan.digest(),
+        approvals_needed=asker.approvals,
+        requester=asker.operator,
+        requested_via=asker.token,
+        requester_person=asker.person,
+        schedule=asker.schedule,
+        campaign=asker.campaign,
+        created_at=grant.at,
+        approval_expires_at=grant.at + APPROVAL_LIFETIME,
+        entered_at=grant.at,
+        deadline_at=plan.deadline,
+        retire_at=plan.retire_at,
+    )
+    try:
+        with recorded(
+            grant,
+            _ASKS,
+            "rotation.requested",
+            account=credential.account,
+            **about(rotation),
+            plan_digest=rotation.plan_digest,
+            plan=rotation.plan,
+            approvals_needed=asker.approvals,
+            schedule=None if asker.schedule is None else str(asker.schedule.pk),
+            campaign_id=None if asker.campaign is None else asker.campaign.campaign_id,
+        ):
+            require_staying(credential.account)
+            rotation.save()
+            if asker.campaign is not None and asker.approvals:
+                _approve_with_campaign(grant, rotation, asker.campaign)
+            if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
+                _announce_plan(grant, rotation)
+    except DatabaseIntegrityError as error:
+        # By what refused it: the open one may have closed by now. A trigger says it in words, an index by its name.
+        if any(words in str(error) for words in ("one open rotation", "rotation_one_open")):
+            raise StateConflictError("The credential has an open rotation already.") from None
+        raise
+    return rotation
+
+
+def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign) -> None:
+    """Who approved the campaign approved its selection and its plan: their names stand under each of its rotations."""
+    for approval in campaign.approvals.filter(plan_digest=campaign.plan_digest):
+        RotationApproval(
+            rotation=rotation,
+            approver=approval.approver,
+            person=approval.person,
+            plan_digest=rotation.plan_digest,
+            created_at=approval.created_at,
+        ).save()
+    if rotation.approvals.count() < rotation.approvals_needed:
+        raise StateConflictError("The campaign is not approved by enough persons.", internal=campaign.campaign_id)
+    rotation.compare_and_swap(state=S.SCHEDULED)
+
+
+def _announce_plan(grant: Grant, rotation: Rotation) -> None:
+    plan = rotation.approved_plan
+    announce(
+        grant,
+        NoticeKind.ROTATION_PLANNED,
+        rotation.credential.account,
+        rotation.rotation_id,
+        **about(rotation),
+        predecessor_key_id=rotation.predecessor_id,
+        not_before=plan.not_before.isoformat(),
+        deadline=None if plan.deadline is None else plan.deadline.isoformat(),
+        is_emergency=rotation.state == S.EMERGENCY,
+    )
+
+
+def announce_end(grant: Grant, rotation: Rotation) -> None:
+    """Inside the `recorded` block in which a person ends what the merchant was told is planned."""
+    announce(
+        grant,
+        NoticeKind.ROTATION_ENDED,
+        rotation.credential.account,
+        rotation.rotation_id,
+        **about(rotation),
+        predecessor_key_id=rotation.predecessor_id,
+        replacement_key_id=rotation.replacement_id,
+        state=rotation.state,
+        why=rotation.why,
+    )
+
+
+def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rotation:
+    """One person's yes to exactly this plan. Raises StateConflictError, see `approve_issuance`."""
+    _require_undecided(grant, rotation)
+    operator = approving_operator(
+        grant,
+        rotation.approvals,
+        shown_digest=plan_digest,
+        stored_digest=rotation.plan_digest,
+        requester_person=rotation.requester_person,
+    )
+    with recorded(
+        grant,
+        P.ROTATIONS_APPROVE,
+        "rotation.approved",
+        account=rotation.credential.account,
+        **about(rotation),
+        plan_digest=plan_digest,
+    ):
+        locked(rotation)
+        RotationApproval(
+            rotation=rotation,
+            approver=operator_row(operator),
+            person=operator.person,
+            plan_digest=plan_digest,
+            created_at=grant.at,
+        ).save()
+        note_command_line_approval(
+            grant,
+            rotation.credential.account.environment,
+            event="rotation.approved",
+            subject=rotation.rotation_id,
+            requester_person=rotation.requester_person,
+        )
+        if rotation.state == S.AWAITING_APPROVAL and rotation.approvals.count() >= rotation.approvals_needed:
+            rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
+            _announce_plan(grant, rotation)
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: str) -> Rotation:
+    """Begins without the second person (break-glass): alarmed, and in sight until a second person has reviewed it.
+
+    Raises RequestInvalidError without a reason, StateConflictError when nothing waits for approval.
+    """
+    if (fault := find_reason_fault(reason)) is not None:
+        raise RequestInvalidError("A bypass needs a reason.", [Fault("/reason", fault)])
+    _require_undecided(grant, rotation)
+    if plan_digest != rotation.plan_digest:
+        raise StateConflictError("This is not what you were shown. Look at it again.")
+    account = rotation.credential.account
+    with recorded(
+        grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)
+    ):
+        note_break_glass(
+            grant,
+            event="rotation.bypassed",
+            subject=rotation.rotation_id,
+            requester_person=rotation.requester_person,
+            why=f"no second person: {reason}",
+        )
+        rotation.compare_and_swap(bypassed_at=grant.at)
+        if rotation.state == S.AWAITING_APPROVAL:
+            rotation.compare_and_swap(state=S.SCHEDULED, entered_at=grant.at)
+            _announce_plan(grant, rotation)
+        announce(grant, NoticeKind.ROTATION_BYPASSED, account, rotation.rotation_id, **about(rotation))
+    wake(subject_of(rotation.rotation_id))
+    return rotation
+
+
+def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
+    _require_undecided(grant, rotation)
+    was_planned = rotation.state == S.EMERGENCY
+    with recorded(
+        grant,
+        P.ROTATIONS_APPROVE,
+        "rotation.rejected",
+        account=rotation.credential.account,
+        **about(rotation),
+        why=clean_text(why, 300),
+    ):
+        rotation.compare_and_swap(state=S.REJECTED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
+        if was_planned:
+            announce_end(grant, rotation)
+    return rotation
+
+
+def is_undecided(rotation: Rotation) -> bool:
+    """Whether it waits for a person's yes."""
+    if rotation.state == S.AWAITING_APPROVAL:
+        return True
+    enough = rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed
+    return rotation.state == S.EMERGENCY and not enough
+
+
+def _require_undecided(grant: Grant, rotation: Rotation) -> None:
+    if not is_undecided(rotation) or grant.at >= rotation.approval_expires_at:
+        raise StateConflictError(f"The rotation does not wait for approval: it is {rotation.state}.")
+    if rotation.plan_digest != rotation.approved_plan.digest():
+        raise StateConflictError("The plan was altered.", internal=f"{rotation.rotation_id} fails its digest")

@@ -1,0 +1,294 @@
+"""The side effects of a rotation: a replacement made, delivered, written back, a copy destroyed.
+
+The secret backend is called between two short transactions, with a ledger row before the call. The replacement's
+string lives in this process's memory between its making and its delivery; a process that dies there leaves a
+digest of a key that nobody ever held, which the next one burns and makes anew. Each may be killed anywhere and
+run again: what the backend holds, by key id, says how far it came.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import BackendMissingError, StoredSecret
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.recipients import seal_to
+from keyvault.models import Credential, IssuanceRequest, Key
+from keyvault.services.keys.lifecycle import activate_key, burn_key, get_key, note_stored, stage_key
+from keyvault.services.peppers.ring import freshen_peppers
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.stored_copies import (
+    destroy_string,
+    find_stored,
+    forget_string,
+    is_in_backend,
+    newest_version,
+    recover_string,
+    store_string,
+)
+from keyvault.services.work import leases
+from keyvault.services.work.leases import Lease
+from rotation.domain.events import RotationState
+from rotation.models import EvidenceKind, LedgerEntry, LedgerState, Rotation
+from rotation.services.rotations.facts import note_evidence
+from rotation.services.rotations.reports import about
+
+S = RotationState
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A replacement's string between its making and its delivery; it goes `after` that version of the backend."""
+
+    key_id: str
+    text: Plaintext
+    after: int | None
+
+
+class Effects:
+    """What one worker does in one turn: its lease, its clock, and the string that it may hold for a moment."""
+
+    def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
+        self.lease = lease
+        self.clock = clock
+        self._held: _Held | None = None
+
+    def act(self, grant: Grant, rotation: Rotation) -> None:
+        """The side effect of the state that the rotation is in."""
+        if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
+            self._stage(grant, rotation)
+        elif rotation.state == S.PUBLISHING:
+            self._publish(grant, rotation)
+        elif rotation.state == S.ROLLING_BACK:
+            self.write_back(grant, rotation)
+        else:
+            entry = self._begin(rotation, rotation.predecessor, grant.at)
+            destroy_string(grant, rotation.predecessor)
+            self._finish(entry, "destroyed")
+
+    def holds(self, key_id: str | None) -> bool:
+        """Whether this worker has the string of that key in its hands."""
+        return self._held is not None and self._held.key_id == key_id
+
+    # --- the replacement is made ----------------------------------------------------------------------------
+
+    def _stage(self, grant: Grant, rotation: Rotation) -> None:
+        """Makes a replacement, and burns the one before it, if any, that was never delivered."""
+        newest = self._newest_version(rotation)
+        if newest and rotation.replacement is not None:
+            # The one before may have arrived there late, after it was given up.
+            stored = find_stored(rotation.credential)
+            if stored is not None:
+                self._note_found(grant, rotation, stored)
+        freshen_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
+        account = rotation.credential.account
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=account, **about(rotation)):
+            leases.hold(self.lease)
+            if rotation.replacement is not None:
+                burn_key(grant, rotation.replacement)
+            key, text = stage_key(grant, rotation.credential, expires_in_days=rotation.approved_plan.expires_in_days)
+            # Good before anybody can hold it: the merchant may use it the moment it is delivered.
+            activate_key(grant, key)
+            rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
+        self._held = _Held(key.key_id, text, newest)
+
+    def _newest_version(self, rotation: Rotation) -> int | None:
+        """None: the backend is down, and the replacement can be sealed to its recipient without it."""
+        try:
+            return newest_version(rotation.credential)
+        except DependencyUnavailableError:
+            if find_recipient(rotation.credential) is None:
+                raise
+            return None
+
+    # --- the replacement is delivered -----------------------------------------------------------------------
+
+    def _publish(self, grant: Grant, rotation: Rotation) -> None:
+        """Delivers the replacement; one whose string died with its maker is replaced by a new one."""
+        key = _replacement(rotation)
+        held = self._held if self._held is not None and self._held.key_id == key.key_id else None
+        entry = self._begin(rotation, key, grant.at)
+        handover = self._sealed(rotation, held.text if held is not None else None)
+        try:
+            version = self._deploy(rotation, key, held)
+            if handover is None and version is not None and find_recipient(rotation.credential) is not None:
+                # Written by a worker that died before it could say so, and hand it over.
+                handover = self._sealed(rotation, self._newest_text(key))
+        except DependencyUnavailableError as error:
+            if handover is None:
+                self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
+                raise
+            version = None
+        except KeyvaultError as error:
+            self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
+            raise
+        if version is None and handover is None:
+            self._finish(entry, "its string is lost; burned and made anew", LedgerState.FAILED)
+            self._stage(grant, rotation)
+            return
+        account = rotation.credential.account
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.delivered", account=account, **about(rotation)):
+            leases.hold(self.lease)
+            if version is not None and version != key.backend_version:
+                note_stored(grant, key, version)
+            rotation.compare_and_swap(delivered_at=grant.at, handover=handover or rotation.handover)
+            seen: dict[str, JsonValue] = {"key_id": key.key_id, "backend_version": version}
+            note_evidence(rotation, EvidenceKind.DELIVERED, seen, grant.at)
+            announce_replacement(grant, rotation)
+        self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
+
+    def _deploy(self, rotation: Rotation, key: Key, held: _Held | None) -> int | None:
+        """The backend's version that holds the key; None: its string is lost, and nobody was ever given it."""
+        if held is not None:
+            return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after)
+        stored = find_stored(key.credential)
+        if stored is not None and stored.labels.get("key_id") == key.key_id:
+            return stored.version
+        if key.backend_version is None:
+            return None
+        # Delivered before, and the predecessor written over it: a roll-back whose predecessor then ended.
+        older = key.backend_version
+        try:
+            version = store_string(key, recover_string(key), purpose=rotation.rotation_id)
+        except BackendMissingError:
+            return older  # Collected and destroyed long ago: the merchant has it.
+        forget_string(key)
+        return version
+
+    def _newest_text(self, key: Key) -> Plaintext | None:
+        newest = find_stored(key.credential)
+        return newest.secret if newest is not None and newest.labels.get("key_id") == key.key_id else None
+
+    def _sealed(self, rotation: Rotation, text: Plaintext | None) -> dict[str, str] | None:
+        """The replacement for the holder of the recipient's private key alone, where the credential has one."""
+        if rotation.handover is not None and rotation.handover["key_id"] == rotation.replacement_id:
+            return dict(rotation.handover)
+        recipient = find_recipient(rotation.credential)
+        if recipient is None or text is None or rotation.replacement_id is None:
+            return None
+        sealed = seal_to(recipient, text)
+        return {"key_id": rotation.replacement_id, "enc": sealed.enc, "ciphertext": sealed.ciphertext}
+
+    # --- the predecessor is delivered again -----------------------------------------------------------------
+
+    def write_back(self, grant: Grant, rotation: Rotation) -> None:
+        """What the merchant reads from the backend is the predecessor again; of a roll-back, noted as evidence.
+
+        Where a rotation is cancelled the replacement may be there (a worker died before it could say so); it is
+        dead, and is noted so that its copy is destroyed.
+        """
+        number = None if rotation.replacement is None else newest_version(rotation.credential)
+        if number:
+            # None: a compromised replacement's copy may have been destroyed before anybody looks here.
+            newest = find_stored(rotation.credential)
+            entry = self._begin(rotation, rotation.predecessor, grant.at)
+            self._finish(entry, self._predecessor_newest(grant, rotation, newest, number))
+        if rotation.state == S.ROLLING_BACK:
+            self._note_written_back(grant, rotation)
+
+    def _predecessor_newest(self, grant: Grant, rotation: Rotation, newest: StoredSecret | None, number: int) -> str:
+        """Makes the predecessor the newest version; what came of it. Whatever else of ours is found there is noted."""
+        predecessor, version = rotation.predecessor, number if newest is None else newest.version
+        is_predecessor = newest is not None and newest.labels.get("key_id") == predecessor.key_id
+        if newest is not None and not is_predecessor:
+            self._note_found(grant, rotation, newest)
+        # A worker that was stopped in the middle of its write may still wake: a version of ours is then before it.
+        is_needed = not is_predecessor or has_unsettled_delivery(rotation)
+        if is_needed and not is_in_backend(predecessor):
+            return "the predecessor was never in the backend, or is dead"
+        if is_needed:
+            text = recover_string(predecessor)
+            # A new version even if it is the newest one: whoever still writes after the older one then fails.
+            version = store_string(predecessor, text, purpose=rotation.rotation_id, after=version, again=True)
+        if version != predecessor.backend_version:
+            # The older copy goes before its number is forgotten.
+            forget_string(predecessor)
+            self._note(grant, rotation, predecessor, version)
+        return f"the predecessor is version {version}"
+
+    def _note_found(self, grant: Grant, rotation: Rotation, stored: StoredSecret) -> None:
+        """A copy that nobody could note, since its writer died or its answer was lost: once noted it is destroyed."""
+        key_id, replacement = stored.labels.get("key_id"), rotation.replacement
+        key = replacement if replacement is not None and replacement.key_id == key_id else get_key(key_id or "")
+        if key is not None and key.credential_id == rotation.credential_id and key.backend_version is None:
+            self._note(grant, rotation, key, stored.version)
+
+    def _note_written_back(self, grant: Grant, rotation: Rotation) -> None:
+        account = rotation.credential.account
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.written_back", account=account, **about(rotation)):
+            leases.hold(self.lease)
+            rotation.compare_and_swap(written_back_at=grant.at, entered_at=grant.at)
+            seen: dict[str, JsonValue] = {
+                "key_id": rotation.predecessor_id,
+                "backend_version": rotation.predecessor.backend_version,
+            }
+            note_evidence(rotation, EvidenceKind.WRITTEN_BACK, seen, grant.at)
+            announce(
+                grant,
+                NoticeKind.PREDECESSOR_AVAILABLE,
+                account,
+                rotation.rotation_id,
+                **about(rotation),
+                predecessor_key_id=rotation.predecessor_id,
+                replacement_key_id=rotation.replacement_id,
+                is_in_backend=is_in_backend(rotation.predecessor),
+            )
+
+    def _note(self, grant: Grant, rotation: Rotation, key: Key, version: int) -> None:
+        account = rotation.credential.account
+        with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.version_noted", account=account, **about(rotation)):
+            leases.hold(self.lease)
+            note_stored(grant, key, version)
+
+    # --- the ledger -----------------------------------------------------------------------------------------
+
+    def _begin(self, rotation: Rotation, key: Key, now: datetime) -> LedgerEntry:
+        """The ledger row precedes the side effect, in a transaction of its own."""
+        return LedgerEntry.objects.create(rotation=rotation, step=rotation.state, key=key, started_at=now)
+
+    def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
+        LedgerEntry.objects.filter(pk=entry.pk).update(state=state, finished_at=self.clock(), detail=detail[:300])
+
+
+def has_unsettled_delivery(rotation: Rotation) -> bool:
+    """Whether a worker began to deliver the replacement and never said what came of it."""
+    begun = rotation.ledger.filter(step=S.PUBLISHING, key=rotation.replacement, state=LedgerState.STARTED)
+    return rotation.delivered_at is None and rotation.replacement is not None and begun.exists()
+
+
+def announce_replacement(grant: Grant, rotation: Rotation) -> None:
+    """Inside a `recorded` block: the merchant's webhook endpoints are told where the replacement is.
+
+    The message carries ids, and the replacement itself only where it is sealed to the recipient's key.
+    """
+    payload: dict[str, JsonValue] = {
+        "rotation_id": rotation.rotation_id,
+        "credential_id": rotation.credential_id,
+        "replacement_key_id": rotation.replacement_id,
+    }
+    if rotation.handover is not None:
+        payload["sealed"] = dict(rotation.handover)
+    account = rotation.credential.account
+    announce(grant, NoticeKind.REPLACEMENT_AVAILABLE, account, rotation.rotation_id, **payload)
+
+
+def find_recipient(credential: Credential) -> str | None:
+    """The public key that the credential's keys are sealed to, if that is how they are delivered."""
+    if credential.delivery != Delivery.SEALED:
+        return None
+    asked = IssuanceRequest.objects.filter(key__credential=credential).exclude(recipient_public_key="")
+    return asked.order_by("-created_at").values_list("recipient_public_key", flat=True).first()
+
+
+def _replacement(rotation: Rotation) -> Key:
+    if rotation.replacement is None:
+        raise StateConflictError("There is no replacement yet.", internal=rotation.rotation_id)
+    return rotation.replacement

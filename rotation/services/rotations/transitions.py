@@ -1,0 +1,328 @@
+"""A rotation's transitions: each one transaction with its audit entry, its evidence, its keys and its notices."""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key, Notice
+from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.usage.reports import list_attempts
+from keyvault.services.work import leases
+from keyvault.services.work.leases import Lease
+from rotation.domain.events import RotationState
+from rotation.domain.policy import due_reminder
+from rotation.domain.states import CLOSED, TRANSITIONS, Facts, Move
+from rotation.models import EvidenceKind, Rotation
+from rotation.services.rotations.facts import note_evidence, proof_seen, silence_seen
+from rotation.services.rotations.reports import about
+
+S = RotationState
+
+_log = logging.getLogger(__name__)
+
+ALARM_AGAIN = timedelta(hours=1)
+"""Attempts in one quarantine raise an alarm at once, and again after this time if they go on."""
+
+Changes = dict[str, object]
+
+
+def make_transition(grant: Grant, rotation: Rotation, facts: Facts, step: Move, lease: Lease) -> None:
+    """Raises StateConflictError when there is no such way, when the lease is lost, or when somebody was faster."""
+    _transit(grant, rotation, step, lease, partial(_enter, grant, rotation, facts, step))
+
+
+def stall(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+    """Stop by name with both keys good. Needs no facts: that they cannot be gathered may be the reason.
+
+    Raises what `make_transition` raises.
+    """
+    _transit(grant, rotation, Move(S.STALLED, why[:300]), lease, partial(_stop, grant, rotation, S.STALLED))
+
+
+def tell_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+    """Raise one alarm for each state in which a rotation cannot go on and from which it has no way to stall."""
+    kind, subject, account = NoticeKind.ROTATION_BLOCKED, rotation.rotation_id, rotation.credential.account
+    told = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
+    if rotation.state == S.STALLED or rotation.current_state in CLOSED or told.exists():
+        return
+    payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
+    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
+        leases.hold(lease)
+        announce(grant, kind, account, subject, **payload)
+
+
+def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
+    was = rotation.current_state
+    if step.to not in TRANSITIONS[was]:
+        raise StateConflictError("That is no way forward.", internal=f"{rotation.rotation_id}: {was} to {step.to}")
+    account, event = rotation.credential.account, f"rotation.{step.to}"
+    happened = None if step.event is None else step.event.value
+    with recorded(
+        grant,
+        P.ROTATIONS_ADVANCE,
+        event,
+        account=account,
+        **about(rotation),
+        was=was.value,
+        why=step.why,
+        happened=happened,
+    ):
+        leases.hold(lease)
+        changes = enter()
+        if step.to in CLOSED:
+            changes["closed_at"] = grant.at
+        rotation.compare_and_swap(**{"state": step.to, "entered_at": grant.at, "why": step.why, **changes})
+        _announce(grant, rotation, was, step)
+    _log.info(
+        "rotation moved",
+        extra={"rotation_id": rotation.rotation_id, "was": was.value, "to": step.to, "why": step.why},
+    )
+
+
+def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
+    """What entering a state does, in the transaction of the transition; the columns it fills in."""
+    match step.to:
+        case S.PUBLISHING:
+            return _publish(grant, rotation)
+        case S.AWAITING_PROOF:
+            return {"told_at": grant.at}
+        case S.OVERLAP:
+            return _reinstate(grant, rotation) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
+        case S.QUARANTINE:
+            return _quarantine(grant, rotation, facts, step)
+        case S.REVOKING:
+            return _revoke(grant, rotation, facts)
+        case S.ROLLING_BACK:
+            return _quarantine_replacement(grant, rotation, facts)
+        case S.ROLLED_BACK:
+            return _end_replacement(grant, rotation, facts)
+        case S.CANCELLED | S.STALLED | S.COMPLETED:
+            return _stop(grant, rotation, step.to)
+    return {}
+
+
+def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
+    """With both keys good: a quarantine that cannot go on is undone, and silence is waited for anew."""
+    changes = _lift(grant, rotation)
+    if to is S.STALLED:
+        changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
+    return changes
+
+
+def _publish(grant: Grant, rotation: Rotation) -> Changes:
+    """From `rolling_back`, when the predecessor has ended: the replacement is all there is, and is delivered again."""
+    changes = _lift(grant, rotation)
+    note_evidence(rotation, EvidenceKind.ACCEPTED, {"key_id": rotation.replacement_id}, grant.at)
+    return {**changes, "accepted_at": grant.at, "delivered_at": None, "written_back_at": None}
+
+
+def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
+    note_evidence(rotation, EvidenceKind.USED, proof_seen(rotation, facts), grant.at)
+    return {"used_at": grant.at}
+
+
+def _reinstate(grant: Grant, rotation: Rotation) -> Changes:
+    """The tripwire: somebody who is known still uses the predecessor, so it verifies again, this once."""
+    seen: dict[str, JsonValue] = {"key_id": rotation.predecessor_id, "attempts": _attempts(rotation)}
+    note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
+    return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
+
+
+def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
+    _require_living(rotation.replacement, rotation, grant.at)
+    # Silence was not seen but waived, by the approved plan or the approved date.
+    is_waived = step.event is not None or facts.kind is KeyKind.PUBLIC
+    seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quiet_seconds, facts.predecessor.last_used_at)
+    note_evidence(rotation, EvidenceKind.WAIVED if is_waived else EvidenceKind.SILENT, seen, grant.at)
+    suspend_key(grant, rotation.predecessor, hides_copy=True)
+    times = {"waived_at": grant.at if is_waived else None, "silent_at": None if is_waived else grant.at}
+    return {"quarantined_at": grant.at, "alarmed_at": None, **times}
+
+
+def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
+    _require_living(rotation.replacement, rotation, grant.at)
+    seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quarantine_seconds, facts.predecessor.tried_at)
+    seen["attempts"] = _attempts(rotation)
+    note_evidence(rotation, EvidenceKind.UNTRIED if not seen["attempts"] else EvidenceKind.TRIED, seen, grant.at)
+    cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
+    revoke_key(grant, rotation.predecessor, RevocationReason.SUPERSEDED, evidence=cited)
+    return {}
+
+
+def _quarantine_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
+    _require_living(rotation.predecessor, rotation, grant.at)
+    replacement = facts.replacement
+    last_at = None if replacement is None else replacement.last_used_at
+    seen = silence_seen(rotation.replacement_id, facts, facts.plan.quiet_seconds, last_at)
+    note_evidence(rotation, EvidenceKind.SILENT, seen, grant.at)
+    if rotation.replacement is not None:
+        suspend_key(grant, rotation.replacement, hides_copy=True)
+    return {"quarantined_at": grant.at, "alarmed_at": None}
+
+
+def _end_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
+    key = rotation.replacement
+    if key is None or facts.replacement is None or facts.replacement.is_dead:
+        return {}
+    _require_living(rotation.predecessor, rotation, grant.at)
+    seen = silence_seen(key.key_id, facts, facts.plan.quarantine_seconds, facts.replacement.tried_at)
+    note_evidence(rotation, EvidenceKind.UNTRIED, seen, grant.at)
+    cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
+    revoke_key(grant, key, RevocationReason.SUPERSEDED, evidence=cited)
+    return {}
+
+
+def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
+    """A transaction of its own: the key that we had suspended is good again, whatever is still to be done."""
+    if rotation.quarantined_at is None or rotation.state == S.ROLLING_BACK:
+        return
+    account = rotation.credential.account
+    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.quarantine_lifted", account=account, **about(rotation)):
+        leases.hold(lease)
+        rotation.compare_and_swap(**_lift(grant, rotation))
+
+
+def _lift(grant: Grant, rotation: Rotation) -> Changes:
+    """A key that we had merely suspended is good again; a dead one never."""
+    if rotation.quarantined_at is None:
+        return {}
+    key = _retiring(rotation)
+    if key is not None and key.state == KeyState.SUSPENDED and not _is_expired(key, grant.at):
+        resume_key(grant, key)
+    return {"quarantined_at": None}
+
+
+def _retiring(rotation: Rotation) -> Key | None:
+    """The key that is on its way out: of a roll-back the replacement."""
+    return rotation.replacement if rotation.state == S.ROLLING_BACK else rotation.predecessor
+
+
+def _require_living(key: Key | None, rotation: Rotation, now: datetime) -> None:
+    """Inside the transaction that takes the other key away: this one is good, and stays so until commit.
+
+    The row is locked, so that a revocation of it comes either before (and this stops) or after.
+    """
+    fresh = None if key is None else Key.objects.select_for_update().get(pk=key.pk)
+    if fresh is None or fresh.state != KeyState.ACTIVE or _is_expired(fresh, now):
+        raise StateConflictError("The other key is no longer good.", internal=f"{rotation.rotation_id}: {fresh!r}")
+
+
+def _is_expired(key: Key, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
+
+
+def _attempts(rotation: Rotation) -> list[JsonValue]:
+    """Who tried the quarantined key, the known ones told from the strangers; at most 50."""
+    key, since = _retiring(rotation), rotation.quarantined_at
+    if key is None or since is None:
+        return []
+    return [
+        {"source": attempt.source, "last_at": attempt.last_at.isoformat(), "is_known": attempt.is_known}
+        for attempt in list_attempts(key.key_id, since)
+    ]
+
+
+# --- what people and merchants are told ---------------------------------------------------------------------
+
+
+def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) -> None:
+    """In the same transaction."""
+    account, subject = rotation.credential.account, rotation.rotation_id
+    payload: dict[str, JsonValue] = {
+        **about(rotation),
+        "predecessor_key_id": rotation.predecessor_id,
+        "replacement_key_id": rotation.replacement_id,
+        "why": step.why,
+    }
+    match step.to:
+        case S.OVERLAP if was is S.QUARANTINE:
+            announce(grant, NoticeKind.USED_IN_QUARANTINE, account, subject, **payload, is_reinstated=True)
+        case S.OVERLAP:
+            announce(grant, NoticeKind.PREDECESSOR_RETIRING, account, subject, **payload)
+        case S.STALLED:
+            announce(grant, NoticeKind.ROTATION_STALLED, account, subject, **payload)
+        case S.EMERGENCY:
+            announce(grant, NoticeKind.ROTATION_PLANNED, account, subject, **payload, is_emergency=True)
+        case to if to in CLOSED:
+            # What ended otherwise than planned, somebody has to see; an emergency's alarm was its beginning.
+            is_alarm = step.event is not None and not (to is S.COMPLETED and _was_emergency(rotation))
+            announce(grant, NoticeKind.ROTATION_ENDED, account, subject, is_alarm, **payload, state=to.value)
+
+
+def _was_emergency(rotation: Rotation) -> bool:
+    """Whether the predecessor was gone already when the replacement was delivered."""
+    ended_at = rotation.predecessor.compromised_at or rotation.predecessor.deactivated_at
+    return ended_at is not None and rotation.delivered_at is not None and ended_at <= rotation.delivered_at
+
+
+def tell_what_is_due(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
+    """Reminders while the merchant does not take the replacement up, and alarms about a key tried in quarantine."""
+    changes, notices = _reminder(rotation, facts, grant.at)
+    alarm = _alarm(rotation, facts, grant.at)
+    if alarm is not None:
+        changes["alarmed_at"] = grant.at
+        notices.append((NoticeKind.USED_IN_QUARANTINE, alarm))
+    if not notices:
+        return
+    account, kinds = rotation.credential.account, [kind.value for kind, _ in notices]
+    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
+        leases.hold(lease)
+        rotation.compare_and_swap(**changes)
+        for kind, payload in notices:
+            announce(grant, kind, account, rotation.rotation_id, **about(rotation), **payload)
+
+
+_Notices = list[tuple[NoticeKind, dict[str, JsonValue]]]
+
+
+def _reminder(rotation: Rotation, facts: Facts, now: datetime) -> tuple[Changes, _Notices]:
+    if facts.state is not S.AWAITING_PROOF or facts.deadline is None or rotation.delivered_at is None:
+        return {}, []
+    percent = due_reminder(rotation.delivered_at, facts.deadline, rotation.reminded_percent, now)
+    if percent is None:
+        return {}, []
+    payload: dict[str, JsonValue] = {
+        "replacement_key_id": rotation.replacement_id,
+        "percent_of_deadline": percent,
+        "deadline": facts.deadline.isoformat(),
+    }
+    return {"reminded_percent": percent}, [(NoticeKind.REPLACEMENT_AWAITED, payload)]
+
+
+def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonValue] | None:
+    """An attempt that reinstates nothing: whoever is not known may have found the key. Public keys page nobody."""
+    if facts.quarantined_at is None or facts.kind is KeyKind.PUBLIC:
+        return None
+    retiring = facts.replacement if facts.stage is S.ROLLING_BACK else facts.predecessor
+    tried_at = None if retiring is None else retiring.tried_at
+    if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
+        return None
+    attempts = _attempts(rotation)
+    strangers = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
+    is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
+    # The first stranger is an alarm of its own, whatever was told of those who are known.
+    if not is_new and (not strangers or _is_exposure_told(rotation)):
+        return None
+    key = _retiring(rotation)
+    return {
+        "key_id": None if key is None else key.key_id,
+        "attempts": attempts,
+        "is_exposure": bool(strangers),
+        "is_reinstated": False,
+    }
+
+
+def _is_exposure_told(rotation: Rotation) -> bool:
+    """Since the quarantine began."""
+    told = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, subject=rotation.rotation_id)
+    return told.filter(created_at__gte=rotation.quarantined_at, payload__is_exposure=True).exists()

@@ -1,0 +1,140 @@
+"""The dates on which credentials are rotated next, as the schedules have them: a dry run, which writes nothing."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import KeyvaultError
+from rotation.domain.events import RotationState
+from rotation.services.rotations.planning import plan_rotation
+from rotation.services.schedules.starting import Candidate, asked, list_candidates, say
+
+MOST_DRY_RUNS = 200
+"""Of what is overdue, so many plans are tried out for what is in their way."""
+
+_GRACE = timedelta(minutes=5)
+"""The worker looks every half minute, and may be at work on others."""
+
+
+class DateState(StrEnum):
+    PLANNED = "planned"
+    AWAITING_APPROVAL = "awaiting_approval"
+    OPEN = "open"
+    OVERDUE = "overdue"
+    NOT_SCHEDULABLE = "not_schedulable"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledDate:
+    """One credential's next date. `begins_at`: the window's opening; `ask_at`: when it is asked for."""
+
+    credential_id: str
+    label: str
+    merchant_id: str
+    environment: str
+    schedule: str
+    state: DateState
+    due_at: datetime | None = None
+    begins_at: datetime | None = None
+    ask_at: datetime | None = None
+    rotation_id: str | None = None
+    why: str = ""
+
+    def as_json(self) -> dict[str, JsonValue]:
+        return {
+            "credential_id": self.credential_id,
+            "label": self.label,
+            "merchant_id": self.merchant_id,
+            "environment": self.environment,
+            "schedule": self.schedule,
+            "state": self.state.value,
+            "due_at": _text(self.due_at),
+            "begins_at": _text(self.begins_at),
+            "ask_at": _text(self.ask_at),
+            "rotation_id": self.rotation_id,
+            "why": self.why,
+        }
+
+
+def list_next(
+    now: datetime, until: datetime, environment: str | None = None, merchant: str | None = None
+) -> list[ScheduledDate]:
+    """The next date of each credential on a schedule, the earliest first; those without a date before all others.
+
+    `until`: later beginnings are left out. One date each: what comes after depends on when that rotation is done.
+    """
+    environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
+    dry_runs = MOST_DRY_RUNS
+    found = []
+    for candidate in list_candidates(now, environments, merchant):
+        date = _look(candidate, now)
+        if date.state is DateState.OVERDUE and dry_runs:
+            dry_runs -= 1
+            date = _try_out(candidate, date, now)
+        if date.begins_at is None or date.begins_at <= until:
+            found.append(date)
+    first = datetime.min.replace(tzinfo=now.tzinfo)
+    return sorted(found, key=lambda date: (date.begins_at or first, date.credential_id))
+
+
+def _look(candidate: Candidate, now: datetime) -> ScheduledDate:
+    open_rotation, date = candidate.open_rotation, candidate.date
+    if open_rotation is not None:
+        is_asked = open_rotation.state in {RotationState.AWAITING_APPROVAL, RotationState.REQUESTED}
+        return _date(
+            candidate,
+            DateState.AWAITING_APPROVAL if is_asked else DateState.OPEN,
+            open_rotation.not_before,
+            rotation_id=open_rotation.rotation_id,
+            why="" if is_asked else f"its rotation is {open_rotation.state.value.replace('_', ' ')}",
+        )
+    if candidate.hindrance or date is None:
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.hindrance)
+    begins_at = candidate.begins_at(now)
+    if begins_at is None:
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="its window does not open any more")
+    if candidate.ask_at is not None and candidate.ask_at > now - _GRACE:
+        return _date(candidate, DateState.PLANNED, begins_at, why=_why_then(candidate))
+    return _date(candidate, DateState.OVERDUE, begins_at, why="it should have been asked for: is the worker running?")
+
+
+def _why_then(candidate: Candidate) -> str:
+    if candidate.not_again_before is not None and candidate.ask_at == candidate.not_again_before:
+        return "asked for again, after it was turned down"
+    is_late = candidate.date is not None and candidate.date.is_late
+    return "later than its cryptoperiod: the window does not open before" if is_late else ""
+
+
+def _try_out(candidate: Candidate, date: ScheduledDate, now: datetime) -> ScheduledDate:
+    """What is in the way of a plan that should have been asked for, if anything is."""
+    try:
+        plan_rotation(candidate.credential, asked(candidate, now), now)
+    except KeyvaultError as error:
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=say(error))
+    return date
+
+
+def _date(
+    candidate: Candidate, state: DateState, begins_at: datetime | None, *, why: str, rotation_id: str | None = None
+) -> ScheduledDate:
+    credential, date = candidate.credential, candidate.date
+    return ScheduledDate(
+        credential.credential_id,
+        credential.label,
+        credential.account.merchant_id,
+        credential.account.environment,
+        str(candidate.order.schedule),
+        state,
+        None if date is None else date.due_at,
+        begins_at,
+        candidate.ask_at,
+        rotation_id,
+        why,
+    )
+
+
+def _text(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat()

@@ -1,0 +1,356 @@
+"""Schedules of rotations and their calendars of blackouts, written by operators; what they stand for is begun by
+`services.scheduled`."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import IntegrityError
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
+from keyvault.domain.free_text import find_text_fault
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account, Credential
+from keyvault.services.approvals.four_eyes import locked
+from keyvault.services.merchants.operators import operator_row
+from keyvault.services.recording.transaction import recorded
+from rotation.domain.cryptoperiods import Terms, find_term_faults
+from rotation.domain.policy import DEFAULTS, DeliveryChannel, Plan, Proof, find_faults
+from rotation.domain.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
+from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
+from rotation.services.rotations.planning import Wish
+
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
+_UNREADABLE = "The schedule cannot be read by this release"
+_SET_HERE = ("not_before", "deadline", "window", "retire_at")
+"""Of a wish: what a schedule decides by itself, each time anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """All of an environment, one account there, or one private credential."""
+
+    environment: Environment
+    account: Account | None = None
+    credential: Credential | None = None
+
+    @property
+    def place(self) -> Account | None:
+        """Whose it is: what a grant for it is about. None: the platform's."""
+        return self.account if self.credential is None else self.credential.account
+
+    def __str__(self) -> str:
+        return str(self.credential or self.account or self.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleWish:
+    """How often, when, and what is asked for beside the defaults. `window` is without blackouts: those of the
+    `calendar` hold, as they are when a rotation is asked for."""
+
+    cryptoperiod_days: int
+    jitter_days: int = 0
+    lead_days: int = 0
+    window: Window | None = None
+    calendar: BlackoutCalendar | None = None
+    wish: Wish = field(default_factory=Wish)
+
+
+def save_schedule(
+    grant: Grant, scope: Scope, wished: ScheduleWish, *, known: RotationSchedule | None = None
+) -> RotationSchedule:
+    """The schedule of that scope, made, or `known` changed; and enabled. Whoever saves it asks for what it begins.
+
+    Raises RequestInvalidError with every reason why it could not be kept, StateConflictError when the scope has one
+    that the caller did not know of: nobody's window is lost by making a new one.
+    """
+    faults = [*_scope_faults(scope), *_wish_faults(scope.environment, wished, grant.at)]
+    if faults:
+        raise RequestInvalidError("The schedule cannot be kept like that.", faults)
+    columns = _columns(grant, wished)
+    row = find_schedule(scope)
+    if row is not None and (known is None or known.pk != row.pk):
+        raise StateConflictError(f"There is a schedule for {scope} already: change that one.")
+    try:
+        with recorded(
+            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_told(wished)
+        ):
+            _lock_calendar(wished.calendar)
+            if row is not None:
+                return row.compare_and_swap(**columns)
+            row = RotationSchedule(
+                environment=scope.environment,
+                account=scope.account,
+                credential=scope.credential,
+                created_at=grant.at,
+                **columns,
+            )
+            row.save()
+    except IntegrityError as error:
+        raise StateConflictError("Somebody else made this schedule at the same moment. Look at it again.") from error
+    return row
+
+
+def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
+    """The next wider schedule counts again; what it has begun goes on."""
+    if not schedule.is_enabled:
+        raise StateConflictError("The schedule is disabled already.")
+    with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
+        schedule.compare_and_swap(is_enabled=False)
+
+
+def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
+    """As it stands. Raises RequestInvalidError when it could not be kept any more."""
+    if schedule.is_enabled:
+        raise StateConflictError("The schedule is enabled already.")
+    faults = list(_wish_faults(Environment(schedule.environment), wish_of(schedule), grant.at))
+    if faults:
+        raise RequestInvalidError("The schedule could not be kept any more. Save it anew.", faults)
+    with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
+        _lock_calendar(schedule.calendar)
+        schedule.compare_and_swap(is_enabled=True, **_author(grant))
+
+
+def save_calendar(
+    grant: Grant, name: str, periods: object, *, known: BlackoutCalendar | None = None
+) -> BlackoutCalendar:
+    """A calendar made, or `known` changed. StateConflictError when there is one of that name that was not known.
+
+    Periods as `windows.read_blackouts` reads them. Raises RequestInvalidError, also with the schedules that could
+    not be kept any more."""
+    faults = [] if _NAME.fullmatch(name) else [Fault("/name", "1 to 64 of a-z, 0-9 and inner hyphens")]
+    try:
+        blackouts = read_blackouts(periods, "/periods")
+    except RequestInvalidError as error:
+        blackouts, faults = (), [*faults, *error.faults]
+    if faults:
+        raise RequestInvalidError("The calendar cannot be meant like that.", faults)
+    row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
+    if row is not None and (known is None or known.pk != row.pk):
+        raise StateConflictError(f"There is a calendar {name} already: change that one.")
+    stored: list[JsonValue] = [each.as_json() for each in blackouts]
+    try:
+        with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored):
+            if row is None:
+                row = BlackoutCalendar(name=name, periods=stored, created_at=grant.at)
+                row.save()
+            else:
+                row.compare_and_swap(periods=stored)
+            _require_kept(_using(row), grant.at)
+    except IntegrityError as error:
+        raise StateConflictError("Somebody else made this calendar at the same moment. Look at it again.") from error
+    return row
+
+
+def find_schedule(scope: Scope) -> RotationSchedule | None:
+    """The one of exactly this scope."""
+    rows = _rows().filter(environment=scope.environment, account=scope.account, credential=scope.credential)
+    found: RotationSchedule | None = rows.first()
+    return found
+
+
+def list_enabled(environments: Iterable[str]) -> list[RotationSchedule]:
+    return list(_rows().filter(is_enabled=True, environment__in=list(environments)))
+
+
+def place_of(schedule: RotationSchedule) -> Account | None:
+    return schedule.account if schedule.credential is None else schedule.credential.account
+
+
+class UnreadableScheduleError(StateConflictError):
+    """A stored schedule, or its calendar, has a field or a value that this release does not know, or lacks one."""
+
+
+def wish_of(schedule: RotationSchedule) -> ScheduleWish:
+    """What was saved. Raises UnreadableScheduleError."""
+    try:
+        window = None if schedule.window is None else Window.from_json(schedule.window)
+        wish = Wish.from_json(schedule.wish)
+    except Exception as error:
+        # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+        raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
+    return replace(readable_wish(schedule), window=window, wish=wish)
+
+
+def readable_wish(schedule: RotationSchedule) -> ScheduleWish:
+    """What can be read of any schedule: neither its window nor what it asks for."""
+    days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
+    return ScheduleWish(*days, calendar=schedule.calendar)
+
+
+def find_wish(schedule: RotationSchedule) -> ScheduleWish | None:
+    """What was saved, or None where this release cannot read it: for what shows schedules."""
+    try:
+        return wish_of(schedule)
+    except UnreadableScheduleError:
+        return None
+
+
+def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Wish]:
+    """What the schedule says now. Raises UnreadableScheduleError."""
+    wished = wish_of(schedule)
+    try:
+        return terms_of(wished, now), wished.wish
+    except RequestInvalidError as error:
+        why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
+        raise UnreadableScheduleError(why) from error
+
+
+def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
+    """Why this release cannot read the schedule; empty where it can."""
+    try:
+        read_schedule(schedule, now)
+    except UnreadableScheduleError as error:
+        return error.detail
+    return ""
+
+
+def terms_of(wished: ScheduleWish, now: datetime) -> Terms:
+    """With the calendar's blackouts as they are now, those that are over apart."""
+    window = wished.window
+    if wished.calendar is not None:
+        blackouts = tuple(
+            Blackout(each.begins_at, each.ends_at, each.why)
+            for each in read_blackouts(wished.calendar.periods)
+            if each.ends_at > now and each.begins_at < now + LOOK_AHEAD
+        )
+        if blackouts:
+            window = replace(window or Window(), blackouts=blackouts)
+    return Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days, window)
+
+
+def _rows() -> Any:
+    return RotationSchedule.objects.select_related(
+        "account__merchant", "credential__account__merchant", "calendar", "author"
+    ).order_by("pk")
+
+
+def _using(calendar: BlackoutCalendar) -> list[RotationSchedule]:
+    return list(_rows().filter(calendar=calendar, is_enabled=True))
+
+
+def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
+    """It is as it was when the schedule was checked against it; whoever saves it now looks at the schedule too."""
+    if calendar is not None:
+        locked(calendar)
+
+
+def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
+    broken = []
+    for schedule in schedules:
+        wished = find_wish(schedule)
+        if wished is None:
+            continue  # It is kept by nobody already, and was told of.
+        faults = list(_wish_faults(Environment(schedule.environment), wished, now))
+        if faults:
+            broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
+    if broken:
+        detail = f"these schedules could not be kept any more: {'; '.join(broken)}"
+        raise RequestInvalidError("The calendar is in the way of schedules.", [Fault("/periods", detail)])
+
+
+def scope_of(schedule: RotationSchedule) -> Scope:
+    return Scope(Environment(schedule.environment), schedule.account, schedule.credential)
+
+
+def _scope_faults(scope: Scope) -> Iterable[Fault]:
+    if scope.account is not None and scope.credential is not None:
+        yield Fault("/credential", "an account or a credential, not both")
+    if scope.account is not None and scope.account.environment != scope.environment:
+        yield Fault("/account", f"an account in {scope.environment}")
+    if scope.credential is not None:
+        if scope.credential.account.environment != scope.environment:
+            yield Fault("/credential", f"a credential in {scope.environment}")
+        if scope.credential.kind != KeyKind.PRIVATE:
+            yield Fault("/credential", "a private key's; public ones are replaced when their apps are")
+
+
+def _wish_faults(environment: Environment, wished: ScheduleWish, now: datetime) -> Iterable[Fault]:
+    if wished.window is not None and wished.window.blackouts:
+        yield Fault("/window/blackouts", "none: name a calendar")
+    terms = terms_of(wished, now)
+    faults = list(find_term_faults(terms, now))
+    yield from faults
+    wish = wished.wish
+    for name in _SET_HERE:
+        if getattr(wish, name) is not None:
+            yield Fault(f"/wish/{name}", "the schedule sets it")
+    if wish.reason and (text_fault := find_text_fault(wish.reason, 300)) is not None:
+        yield Fault("/wish/reason", text_fault)
+    if wish.expires_in_days is not None and wish.expires_in_days <= wished.cryptoperiod_days:
+        yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
+    if DeliveryChannel.SECRET_BACKEND not in wish.channels:
+        yield Fault("/wish/channels", "secret_backend is always one of them: it is what the merchant reads")
+    if not faults:
+        plan = _sample_plan(environment, wish, terms.window, now)
+        for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
+            yield Fault(f"/wish{fault.pointer}", fault.detail)
+
+
+def _sample_plan(environment: Environment, wish: Wish, window: Window | None, now: datetime) -> Plan:
+    """What would be asked for today for a key like any other."""
+    defaults = DEFAULTS[environment]
+    not_before = (window.next_opening(now) if window is not None else None) or now
+
+    def of(name: str) -> int:
+        chosen = getattr(wish, name)
+        return int(getattr(defaults, name) if chosen is None else chosen)
+
+    return Plan(
+        credential_id="any",
+        predecessor_key_id="any",
+        reason="",
+        not_before=not_before,
+        deadline=not_before + timedelta(seconds=defaults.deadline_seconds),
+        proof=wish.proof or Proof.TRAFFIC,
+        proof_count=of("proof_count"),
+        proof_sources=of("proof_sources"),
+        soak_seconds=of("soak_seconds"),
+        quiet_seconds=of("quiet_seconds"),
+        quarantine_seconds=of("quarantine_seconds"),
+        expires_in_days=wish.expires_in_days,
+        window=window,
+    )
+
+
+def _columns(grant: Grant, wished: ScheduleWish) -> dict[str, Any]:
+    return {
+        "cryptoperiod_days": wished.cryptoperiod_days,
+        "jitter_days": wished.jitter_days,
+        "lead_days": wished.lead_days,
+        "window": None if wished.window is None else wished.window.as_json(),
+        "calendar": wished.calendar,
+        "wish": wished.wish.as_json(),
+        "is_enabled": True,
+        **_author(grant),
+    }
+
+
+def _author(grant: Grant) -> dict[str, Any]:
+    """The person behind what it asks for, who is not the one to approve it."""
+    operator = grant.principal
+    if not isinstance(operator, Operator):
+        raise TypeError("people make schedules")
+    return {"author": operator_row(operator), "author_person": operator.person}
+
+
+def _told(wished: ScheduleWish) -> Mapping[str, JsonValue]:
+    return {
+        "cryptoperiod_days": wished.cryptoperiod_days,
+        "jitter_days": wished.jitter_days,
+        "lead_days": wished.lead_days,
+        "window": None if wished.window is None else wished.window.as_json(),
+        "calendar": None if wished.calendar is None else wished.calendar.name,
+        "wish": wished.wish.as_json(),
+    }
+
+
+def _about(schedule: RotationSchedule) -> Mapping[str, JsonValue]:
+    return {"scope": str(scope_of(schedule)), "schedule_id": schedule.pk}

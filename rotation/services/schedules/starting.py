@@ -1,0 +1,349 @@
+"""What the schedules have to say of each credential now, and the beginning of what falls due."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Count, Max, Q
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.domain.canonical import JsonValue
+from keyvault.domain.errors import KeyvaultError, RequestInvalidError
+from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, Credential, Key, MerchantStatus, WorkLease
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.work import leases
+from rotation.domain.cryptoperiods import NextDate, Terms, next_date
+from rotation.domain.events import RotationState
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation, RotationSchedule
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import begin_rotation
+from rotation.services.schedules.schedules import (
+    UnreadableScheduleError,
+    list_enabled,
+    place_of,
+    read_schedule,
+    readable_wish,
+    scope_of,
+)
+
+S = RotationState
+
+_log = logging.getLogger(__name__)
+
+ASK_AGAIN = timedelta(days=7)
+"""After a rotation that a schedule asked for ended without replacing the key, but for a want of approval."""
+
+MOST_BEGUN = 100
+"""By one tick: the first schedule of a large environment does not begin everything at once."""
+
+MOST_TRIED = 300
+
+_ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A schedule as it is kept now: read once, used for all its credentials.
+
+    `fault`: why it cannot be read. It then counts for its credentials all the same, and begins nothing.
+    """
+
+    schedule: RotationSchedule
+    terms: Terms
+    wish: Wish
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRotation:
+    """Of a credential that is being rotated already, whoever asked for it.
+
+    `not_before`: None where its plan cannot be read.
+    """
+
+    rotation_id: str
+    state: RotationState
+    not_before: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A credential on a schedule. `key_id`: its one usable key; `hindrance`: why nothing can be begun."""
+
+    credential: Credential
+    order: Order
+    key_id: str | None = None
+    date: NextDate | None = None
+    open_rotation: OpenRotation | None = None
+    hindrance: str = ""
+    not_again_before: datetime | None = None
+
+    @property
+    def ask_at(self) -> datetime | None:
+        """When it is asked for; None: somebody has to do something first."""
+        if self.date is None or self.hindrance or self.open_rotation is not None:
+            return None
+        return max(self.date.ask_at, self.not_again_before or self.date.ask_at)
+
+    def begins_at(self, now: datetime) -> datetime | None:
+        """When it begins if it is asked for then: a date that was missed is caught up in the next opening."""
+        if self.date is None:
+            return None
+        begins_at = max(self.date.begins_at or self.date.due_at, now)
+        window = self.order.terms.window
+        return begins_at if window is None else window.next_opening(begins_at)
+
+
+def list_candidates(
+    now: datetime, environments: Iterable[str], merchant: str | None = None, *, asked_before: datetime | None = None
+) -> Iterator[Candidate]:
+    """Every private credential that a schedule counts for, the narrowest enabled one. Reads only, in a few queries.
+
+    `asked_before`: those left out that are certainly asked for later than that, or never.
+    """
+    yield from _list_ordered(_read_orders(now, environments), merchant, asked_before)
+
+
+def _read_orders(now: datetime, environments: Iterable[str]) -> list[Order]:
+    return [_order(schedule, now) for schedule in list_enabled(environments)]
+
+
+def _list_ordered(
+    orders: Sequence[Order], merchant: str | None = None, asked_before: datetime | None = None
+) -> Iterator[Candidate]:
+    readable = [order for order in orders if not order.fault]
+    if not (orders if asked_before is None else readable):
+        return
+    by_credential = {o.schedule.credential_id: o for o in orders if o.schedule.credential_id is not None}
+    by_account = {o.schedule.account_id: o for o in orders if o.schedule.account_id is not None}
+    by_environment = {
+        o.schedule.environment: o for o in orders if o.schedule.account_id is None and o.schedule.credential_id is None
+    }
+    rows = (
+        Credential.objects.filter(kind=KeyKind.PRIVATE)
+        .filter(
+            Q(account__environment__in=list(by_environment))
+            | Q(account__in=list(by_account))
+            | Q(pk__in=list(by_credential))
+        )
+        .select_related("account__merchant")
+        .annotate(
+            active_keys=Count("keys", filter=Q(keys__state=KeyState.ACTIVE)),
+            newest_at=Max("keys__activated_at", filter=Q(keys__state=KeyState.ACTIVE)),
+        )
+        .order_by("newest_at", "pk")
+    )
+    if merchant is not None:
+        rows = rows.filter(account__merchant_id=merchant)
+    if asked_before is not None:
+        soonest = min(_soonest(order.terms) for order in readable)
+        rows = rows.filter(newest_at__lte=asked_before - soonest)
+    found = [
+        (row, by_credential.get(row.pk) or by_account.get(row.account_id) or by_environment[row.account.environment])
+        for row in rows
+    ]
+    yield from _with_rotations([(row, order) for row, order in found if asked_before is None or not order.fault])
+
+
+def _soonest(terms: Terms) -> timedelta:
+    """No key is asked to be replaced sooner than that after its activation."""
+    days = terms.cryptoperiod_days - terms.jitter_days - terms.lead_days
+    if terms.window is None:
+        return timedelta(days=days)
+    return timedelta(days=min(days, terms.cryptoperiod_days / 2 - terms.lead_days))
+
+
+def _with_rotations(found: list[tuple[Any, Order]]) -> Iterator[Candidate]:
+    if not found:
+        return
+    open_now = {
+        credential_id: OpenRotation(rotation_id, S(state), _read_time(not_before))
+        for credential_id, rotation_id, state, not_before in Rotation.objects.exclude(state__in=CLOSED).values_list(
+            "credential_id", "rotation_id", "state", "plan__not_before"
+        )
+    }
+    ended = dict(
+        Rotation.objects.filter(schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE)
+        .values_list("predecessor_id")
+        .annotate(at=Max("closed_at"))
+    )
+    active = dict(
+        Key.objects.filter(state=KeyState.ACTIVE, credential__kind=KeyKind.PRIVATE)
+        .order_by("activated_at")
+        .values_list("credential_id", "key_id")
+    )
+    for credential, order in found:
+        hindrance = order.fault or _hindrance(credential.account, credential.active_keys)
+        key_id = active.get(credential.pk)
+        newest_at = credential.newest_at
+        date = None if newest_at is None or order.fault else next_date(order.terms, credential.pk, newest_at)
+        ended_at = ended.get(key_id)
+        yield Candidate(
+            credential,
+            order,
+            key_id,
+            date,
+            open_now.get(credential.pk),
+            hindrance,
+            None if ended_at is None else ended_at + ASK_AGAIN,
+        )
+
+
+def _read_time(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+
+
+def _hindrance(account: Account, active_keys: int) -> str:
+    if account.merchant.status != MerchantStatus.ACTIVE:
+        return f"the merchant is {account.merchant.status}"
+    if account.status != MerchantStatus.ACTIVE:
+        return f"the account is {account.status}"
+    if active_keys == 0:
+        return "it has no usable key"
+    return "" if active_keys == 1 else "two of its keys verify"
+
+
+def begin_due(now: datetime) -> list[str]:
+    """Begins what has fallen due in the environments that are served here; the ids of the rotations.
+
+    May run twice at once: a credential has one open rotation. What cannot be begun is logged once, seen in the
+    calendar, and tried again later, after those that were never refused and those that wait longer. A schedule that
+    cannot be read begins nothing, and raises an alarm once.
+    """
+    orders, failed = _read_orders(now, settings.ENVIRONMENTS), leases.list_failed(_subject(""))
+    for order in orders:
+        _note_readable(order, failed, now)
+    due = [
+        (failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate)
+        for candidate in _list_ordered(orders, asked_before=now)
+        if candidate.ask_at is not None and candidate.ask_at <= now
+    ]
+    due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
+    due.sort(key=lambda item: (item[0] is not None, (item[0] and item[0].due_at) or item[1]))
+    begun: list[str] = []
+    for before, _, candidate in due[:MOST_TRIED]:
+        if len(begun) == MOST_BEGUN:
+            break
+        try:
+            rotation = begin(candidate, now)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the others have their turn
+            _put_off(candidate, error, before, now)
+        else:
+            begun += [rotation.rotation_id] if rotation is not None else []
+            if before is not None:
+                leases.forget(before.subject)
+    return begun
+
+
+def _subject(identity: object) -> str:
+    """What a schedule (by its number) or a credential that cannot be begun is noted under."""
+    return f"schedule:{identity}"
+
+
+def _may_be_tried(failure: WorkLease, now: datetime) -> bool:
+    return failure.due_at is None or failure.due_at <= now
+
+
+def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
+    """Note in the database what cannot be begun, for every worker and after a restart; tell the log what is new."""
+    credential_id, why = candidate.credential.pk, say(error)[:300]
+    if before is None or before.last_error != why:
+        _log.warning(
+            "scheduled rotation cannot be begun",
+            exc_info=not isinstance(error, KeyvaultError),
+            extra={"credential_id": credential_id, "schedule": str(candidate.order.schedule), "why": why},
+        )
+    leases.put_off(_subject(credential_id), now, why)
+
+
+def _note_readable(order: Order, failed: Mapping[str, WorkLease], now: datetime) -> None:
+    """Raise an alarm when a schedule can no longer be read, or for another reason; forget it when it can be again."""
+    subject = _subject(order.schedule.pk)
+    before = failed.get(subject)
+    try:
+        if not order.fault and before is not None:
+            leases.forget(subject)
+        elif order.fault and (before is None or before.last_error != order.fault[:300]):
+            _raise_alarm(order, now)
+    except Exception:  # noqa: BLE001  one schedule's fault is not the next one's
+        _log.exception("an unreadable schedule cannot be told of", extra={"schedule": str(order.schedule)})
+
+
+def _raise_alarm(order: Order, now: datetime) -> None:
+    """The alarm stands with the schedule's account; of an environment's schedule, with any there."""
+    schedule, why = order.schedule, order.fault[:300]
+    accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
+    account = place_of(schedule) or accounts.order_by("pk").first()
+    if account is None:
+        return
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
+    payload: dict[str, JsonValue] = {"schedule_id": schedule.pk, "scope": str(scope_of(schedule)), "why": why}
+    with transaction.atomic():
+        # Of two workers one has the lease; the other finds it not due once this has committed.
+        lease = leases.claim(_subject(schedule.pk), now)
+        if lease is None:
+            return
+        with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
+            announce(grant, NoticeKind.SCHEDULE_STALLED, account, str(schedule.pk), **payload)
+        leases.postpone(lease, now, why)
+    _log.error("schedule stalled", extra={"schedule": str(schedule), "why": why})
+
+
+def begin(candidate: Candidate, now: datetime) -> Rotation | None:
+    """Asks for the candidate's rotation. None: somebody was faster. Raises what `begin_rotation` raises."""
+    credential, order = candidate.credential, candidate.order
+    usable = Key.objects.filter(credential=credential, state=KeyState.ACTIVE).values_list("key_id", flat=True)
+    if list(usable) != [candidate.key_id] or _has_open(credential):
+        return None
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
+    try:
+        return begin_rotation(
+            grant, credential, asked(candidate, now), author=order.schedule.author, schedule=order.schedule
+        )
+    except KeyvaultError:
+        if _has_open(credential):
+            return None
+        raise
+
+
+def asked(candidate: Candidate, now: datetime) -> Wish:
+    """What the schedule asks for now. Raises RequestInvalidError when its window does not open any more."""
+    begins_at = candidate.begins_at(now)
+    if begins_at is None:
+        raise RequestInvalidError("The window of the schedule does not open any more.")
+    terms = candidate.order.terms
+    wish = replace(candidate.order.wish, not_before=begins_at, window=terms.window)
+    return wish if wish.reason else replace(wish, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+
+
+def say(error: Exception) -> str:
+    """Why something could not be begun, in one line."""
+    if isinstance(error, RequestInvalidError) and error.faults:
+        return "; ".join(f"{fault.pointer.strip('/')}: {fault.detail}" for fault in error.faults)
+    return error.detail if isinstance(error, KeyvaultError) else type(error).__name__
+
+
+def _has_open(credential: Credential) -> bool:
+    return Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED).exists()
+
+
+def _order(schedule: RotationSchedule, now: datetime) -> Order:
+    try:
+        return Order(schedule, *read_schedule(schedule, now))
+    except UnreadableScheduleError as error:
+        wished = readable_wish(schedule)
+        terms = Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days)
+        return Order(schedule, terms, wished.wish, error.detail)

@@ -1,0 +1,408 @@
+"""Who may open what: every address of the console, for every role, by GET and by POST."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import Group
+from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
+from django.db.models import Model
+from django.test import Client, RequestFactory
+from django.urls import URLPattern, URLResolver
+
+from keyvault.access.limits import Limit
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.admin.framework.enforcement import Guarded
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import (
+    AuditEntry,
+    BreakGlass,
+    IssuanceRequest,
+    Key,
+    Operator,
+    PepperVersion,
+    UseBucket,
+)
+from keyvault.models.recording import collect_subjects
+from keyvault.services.issuance.requests import collect_key
+from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.limits.overrides import set_endpoint_limit
+from keyvault.services.secrets.provider_connections import set_connection
+from keyvault.services.webhooks.endpoints import add_endpoint as add_webhook
+from keyvault.services.webhooks.endpoints import send_test
+from rotation.domain.pacing import Pace
+from rotation.services.campaigns.campaigns import request_campaign
+from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import request_rotation
+from rotation.services.schedules.schedules import ScheduleWish, Scope, save_calendar, save_schedule
+from tests.admin.desk import Desk, browser, make_endpoint, make_refusal
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    approve,
+    grant,
+    issue,
+    issue_request,
+    make_operator,
+    make_token,
+    now,
+    request_key,
+)
+
+pytestmark = pytest.mark.database
+
+ANY_ROLE = frozenset(P)
+
+MATRIX: dict[str, frozenset[P]] = {
+    "index": ANY_ROLE,
+    "logout": ANY_ROLE,
+    "everything else": ANY_ROLE,
+    "keyvault_merchant_changelist": frozenset({P.MERCHANTS_READ}),
+    "keyvault_merchant_change": frozenset({P.MERCHANTS_READ}),
+    "keyvault_merchant_create": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_merchant_suspend": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_merchant_resume": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_merchant_offboard": frozenset({P.MERCHANTS_OFFBOARD}),
+    "keyvault_account_changelist": frozenset({P.MERCHANTS_READ}),
+    "keyvault_account_change": frozenset({P.MERCHANTS_READ}),
+    "keyvault_account_suspend": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_resume": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_configure": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_origins": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_account_token-bound": frozenset({P.MERCHANTS_WRITE}),
+    "keyvault_catalogendpoint_changelist": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_change": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_panels": frozenset({P.CATALOG_READ}),
+    "keyvault_catalogendpoint_add": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_edit": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_withdraw": frozenset({P.CATALOG_WRITE}),
+    "keyvault_catalogendpoint_restore": frozenset({P.CATALOG_WRITE}),
+    "keyvault_providerconnection_changelist": frozenset({P.CONNECTIONS_READ}),
+    "keyvault_providerconnection_change": frozenset({P.CONNECTIONS_READ}),
+    "keyvault_providerconnection_set": frozenset({P.CONNECTIONS_WRITE}),
+    "keyvault_providerconnection_replace": frozenset({P.CONNECTIONS_WRITE}),
+    "keyvault_providerconnection_remove": frozenset({P.CONNECTIONS_WRITE}),
+    "keyvault_webhookendpoint_changelist": frozenset({P.MERCHANTS_READ}),
+    "keyvault_webhookendpoint_change": frozenset({P.MERCHANTS_READ}),
+    "keyvault_webhookendpoint_add": frozenset({P.WEBHOOKS_WRITE}),
+    "keyvault_webhookendpoint_test": frozenset({P.WEBHOOKS_WRITE}),
+    "keyvault_webhookendpoint_rotate": frozenset({P.WEBHOOKS_WRITE}),
+    "keyvault_webhookendpoint_enable": frozenset({P.WEBHOOKS_WRITE}),
+    "keyvault_webhookendpoint_disable": frozenset({P.WEBHOOKS_WRITE}),
+    "keyvault_notice_changelist": frozenset({P.NOTICES_READ}),
+    "keyvault_notice_change": frozenset({P.NOTICES_READ}),
+    "keyvault_notice_seen": frozenset({P.NOTICES_MARK}),
+    "keyvault_notice_all_seen": frozenset({P.NOTICES_MARK}),
+    "keyvault_limitoverride_changelist": frozenset({P.CATALOG_READ}),
+    "keyvault_limitoverride_change": frozenset({P.CATALOG_READ}),
+    "keyvault_limitoverride_set": frozenset({P.LIMITS_WRITE}),
+    "keyvault_limitoverride_clear": frozenset({P.LIMITS_WRITE}),
+    "keyvault_refusal_changelist": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_refusal_change": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_refusal_explain": frozenset({P.VERDICTS_EXPLAIN}),
+    "keyvault_credential_restrict": frozenset({P.CREDENTIALS_RESTRICT}),
+    "keyvault_credential_changelist": frozenset({P.KEYS_READ}),
+    "keyvault_credential_change": frozenset({P.KEYS_READ}),
+    "keyvault_key_changelist": frozenset({P.KEYS_READ}),
+    "keyvault_key_change": frozenset({P.KEYS_READ}),
+    "keyvault_key_receipt": frozenset({P.KEYS_READ}),
+    "keyvault_key_show": frozenset({P.KEYS_READ}),
+    "keyvault_key_suspend": frozenset({P.KEYS_SUSPEND}),
+    "keyvault_key_resume": frozenset({P.KEYS_RESUME}),
+    "keyvault_key_revoke": frozenset({P.KEYS_REVOKE}),
+    "keyvault_key_report-compromise": frozenset({P.KEYS_REPORT_COMPROMISE}),
+    "keyvault_key_leak": frozenset({P.KEYS_REPORT_COMPROMISE}),
+    "keyvault_credential_compromised": frozenset({P.KEYS_REPORT_COMPROMISE}),
+    "keyvault_credential_reissue": frozenset({P.ROTATIONS_WRITE}),
+    "keyvault_issuancerequest_changelist": frozenset({P.ISSUANCE_READ}),
+    "keyvault_issuancerequest_change": frozenset({P.ISSUANCE_READ}),
+    "keyvault_issuancerequest_request": frozenset({P.ISSUANCE_REQUEST}),
+    "keyvault_issuancerequest_approve": frozenset({P.ISSUANCE_APPROVE}),
+    "keyvault_issuancerequest_reject": frozenset({P.ISSUANCE_REJECT}),
+    "keyvault_issuancerequest_withdraw": frozenset({P.ISSUANCE_WITHDRAW}),
+    "keyvault_issuancerequest_collect": frozenset({P.ISSUANCE_COLLECT}),
+    "keyvault_servicetoken_changelist": frozenset({P.TOKENS_READ}),
+    "keyvault_servicetoken_change": frozenset({P.TOKENS_READ}),
+    "keyvault_servicetoken_create": frozenset({P.TOKENS_WRITE}),
+    "keyvault_servicetoken_revoke": frozenset({P.TOKENS_WRITE}),
+    "keyvault_servicetoken_rotate": frozenset({P.TOKENS_WRITE}),
+    "keyvault_auditentry_changelist": frozenset({P.AUDIT_READ}),
+    "keyvault_auditentry_change": frozenset({P.AUDIT_READ}),
+    "keyvault_pepperversion_changelist": frozenset({P.PEPPERS_READ}),
+    "keyvault_pepperversion_change": frozenset({P.PEPPERS_READ}),
+    "keyvault_breakglass_changelist": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
+    "keyvault_breakglass_change": frozenset({P.BREAK_GLASS_REVIEW, P.AUDIT_READ}),
+    "keyvault_breakglass_review": frozenset({P.BREAK_GLASS_REVIEW}),
+    "rotation_rotation_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_rotation_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_rotation_request": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_approve": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_rotation_reject": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_rotation_resume": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_abort": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_collect": frozenset({P.ISSUANCE_COLLECT}),
+    "rotation_rotation_bypass": frozenset({P.ROTATIONS_BYPASS}),
+    "rotation_rotation_extend": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_confirm": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_retire": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_rotation_roll-back": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_retirement_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_retirement_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_retirement_approve": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_rotationschedule_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_rotationschedule_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_rotationschedule_calendar": frozenset({P.ROTATIONS_READ}),
+    "rotation_rotationschedule_save": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_rotationschedule_edit": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_rotationschedule_disable": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_rotationschedule_enable": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_blackoutcalendar_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_blackoutcalendar_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_blackoutcalendar_save": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_blackoutcalendar_edit": frozenset({P.SCHEDULES_WRITE}),
+    "rotation_campaign_changelist": frozenset({P.ROTATIONS_READ}),
+    "rotation_campaign_change": frozenset({P.ROTATIONS_READ}),
+    "rotation_campaign_request": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_campaign_approve": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_campaign_reject": frozenset({P.ROTATIONS_APPROVE}),
+    "rotation_campaign_pause": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_campaign_resume": frozenset({P.ROTATIONS_WRITE}),
+    "rotation_campaign_cancel": frozenset({P.ROTATIONS_WRITE}),
+}
+"""Every page of the console and the permissions that open it, written down apart from the code."""
+
+OPEN = frozenset({"login"})
+"""What anybody may reach: the way in."""
+
+REFUSED, TO_THE_DOOR = 403, 302
+
+
+def patterns(urls: Any, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
+    """Each name with its path, as the site really routes them."""
+    for pattern in urls:
+        path = prefix + str(pattern.pattern).lstrip("^")
+        if isinstance(pattern, URLResolver):
+            yield from patterns(pattern.url_patterns, path)
+        elif isinstance(pattern, URLPattern):
+            yield pattern.name or "everything else", path
+
+
+def every_row(desk: Desk) -> dict[str, Model]:
+    """One row of each noun, by its label, asked for by `tam`."""
+    key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+    rotated, _ = issue(desk.production)
+    token, _ = make_token()
+    seen = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.tam)
+    approve(seen, by=desk.approver)
+    issue_request(seen)
+    seen.refresh_from_db()
+    collect_key(grant(desk.tam, P.ISSUANCE_COLLECT, desk.production), seen)
+    rotation = request_rotation(
+        grant(desk.tam, P.ROTATIONS_WRITE, desk.production), rotated.credential, Wish(reason="yearly")
+    )
+    campaign = request_campaign(
+        grant(desk.tam, P.ROTATIONS_WRITE),
+        environment=PRODUCTION,
+        merchants=None,
+        older_than_days=None,
+        wish=Wish(),
+        pace=Pace(),
+        reason="yearly",
+    )
+    public, _ = issue(desk.production, kind=KeyKind.PUBLIC, label="shop")
+    asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
+    retirement = ask_retirement(asking, request_rotation(asking, public.credential, Wish()), now() + timedelta(days=9))
+    scheduling = grant(desk.tam, P.SCHEDULES_WRITE)
+    endpoint = make_endpoint()
+    limit = set_endpoint_limit(grant(desk.admin, P.LIMITS_WRITE), SANDBOX, endpoint.name, Limit(5, 1))
+    assert limit is not None
+    webhooks = grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox)
+    webhook, _ = add_webhook(webhooks, desk.sandbox, "https://acme.example/")
+    return {
+        "keyvault_providerconnection": set_connection(
+            grant(desk.tam, P.CONNECTIONS_WRITE, desk.sandbox), desk.sandbox, "stripe", Plaintext("sk_test_1")
+        ),
+        "keyvault_webhookendpoint": webhook,
+        "keyvault_notice": send_test(webhooks, webhook),
+        "keyvault_catalogendpoint": endpoint,
+        "keyvault_limitoverride": limit,
+        "keyvault_refusal": make_refusal(),
+        "keyvault_merchant": desk.sandbox.merchant,
+        "keyvault_account": desk.sandbox,
+        "keyvault_credential": key.credential,
+        "keyvault_key": key,
+        "keyvault_issuancerequest": request_key(desk.production, by=desk.tam),
+        "keyvault_servicetoken": token,
+        "keyvault_auditentry": AuditEntry.objects.latest("id"),
+        "keyvault_breakglass": BreakGlass.objects.get(),
+        "keyvault_pepperversion": PepperVersion.objects.get(pepper_set="sandbox"),
+        "rotation_rotation": rotation,
+        "rotation_retirement": retirement,
+        "rotation_campaign": campaign,
+        "rotation_rotationschedule": save_schedule(scheduling, Scope(Environment.SANDBOX), ScheduleWish(365)),
+        "rotation_blackoutcalendar": save_calendar(scheduling, "holidays", []),
+    }
+
+
+def every_address(desk: Desk) -> list[tuple[str, str]]:
+    rows = every_row(desk)
+    found = []
+    for name, path in patterns(admin.site.get_urls()):
+        path = path.replace("(?P<url>.*)$", "no/such/page/")
+        path = path.replace("<int:sequence>", str(last_sequence(cast(Key, rows["keyvault_key"]))))
+        if "<str:object_id>" in path:
+            path = path.replace("<str:object_id>", str(rows["_".join(name.split("_")[:2])].pk))
+        found.append((name, path))
+    return found
+
+
+def statuses(client: Client, path: str) -> dict[str, int]:
+    """What each method is answered, each on the state before it."""
+    answers = {}
+    for method in ("get", "post"):
+        # No block of ours around it: what ends a key refuses to be part of another transaction.
+        before = transaction.savepoint()
+        answers[method] = getattr(client, method)(path).status_code
+        transaction.savepoint_rollback(before)
+    return answers
+
+
+def test_enforcement_every_address_is_in_the_matrix() -> None:
+    """A new page of the console cannot be forgotten: it stands in the matrix, or this fails."""
+    names = {name for name, _ in patterns(admin.site.get_urls())}
+    assert names == {*MATRIX, *OPEN}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_enforcement_role_opens_exactly_its_pages(desk: Desk, role: Role) -> None:
+    """Nothing opens but by a permission of one's role, neither to look nor to act, and never with a fault."""
+    client = browser(make_operator("somebody", role))
+    wrong = []
+    for name, path in every_address(desk):
+        if name in OPEN | {"logout", "everything else"}:
+            continue
+        may = bool(MATRIX[name] & ROLE_PERMISSIONS[role])
+        for method, status in statuses(client, path).items():
+            fits = status in ({200, 302, 400, 405, 409} if may else {REFUSED})
+            if not fits or (status == TO_THE_DOOR and method == "get"):
+                wrong.append((name, method, status, "may" if may else "may not"))
+    assert wrong == []
+
+
+def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
+    """A log-in without a role is no operator, whatever Django's own permissions and groups say of it."""
+    nobody = make_operator("nobody")
+    row = Operator.objects.get(username="nobody")
+    with collect_subjects():
+        row.groups.add(Group.objects.create(name="invented"))
+    client = browser(nobody)
+    for name, path in every_address(desk):
+        if name not in OPEN:
+            assert set(statuses(client, path).values()) == {TO_THE_DOOR}, name
+
+
+def test_enforcement_logged_out_user_is_led_to_the_login(desk: Desk) -> None:
+    """Nothing of the console is answered to somebody who did not log in."""
+    client = Client()
+    for name, path in every_address(desk):
+        if name not in OPEN:
+            with transaction.atomic():
+                for response in (client.get(path), client.post(path)):
+                    assert response.status_code == TO_THE_DOOR, name
+                    assert response["Location"].startswith(("/admin/login/", "/admin/")), name
+                transaction.set_rollback(True)
+
+
+def test_enforcement_django_permissions_are_not_consulted(desk: Desk) -> None:
+    """What a role may do stands in code: a row in Django's permission tables opens nothing."""
+    from django.contrib.auth.models import Permission
+
+    row = Operator.objects.get(username="tam")
+    with collect_subjects():
+        row.user_permissions.set(Permission.objects.all())
+    client = browser(desk.tam)
+    assert client.get("/admin/keyvault/auditentry/").status_code == REFUSED
+    assert client.get("/admin/keyvault/servicetoken/new/create/").status_code == REFUSED
+
+
+@pytest.mark.parametrize("role", Role)
+def test_enforcement_rows_are_never_added_changed_or_deleted(desk: Desk, role: Role) -> None:
+    """No role may edit a row by hand: neither Django's admin nor anything that asks it is told otherwise."""
+    request = RequestFactory().get("/admin/")
+    request.user = Operator.objects.get(username=make_operator("somebody", role).username)
+    for noun in admin.site._registry.values():
+        assert isinstance(noun, Guarded)
+        assert not noun.has_add_permission(request)
+        assert not noun.has_change_permission(request)
+        assert not noun.has_delete_permission(request)
+        assert dict(noun.get_actions(request)) == {}
+        assert tuple(noun.list_editable) == ()
+        assert noun.get_inline_instances(request) == []
+
+
+@pytest.mark.parametrize("way", ["add/", "{id}/change/", "{id}/delete/", "{id}/history/", "{id}/", ""])
+def test_enforcement_key_row_cannot_be_edited_by_any_stock_address(desk: Desk, way: str) -> None:
+    """No POST to what Django's admin would offer changes, adds or deletes a key row."""
+    key, _ = issue(desk.sandbox)
+    before = list(Key.objects.values())
+    fields = {"key_id": "A" * 16, "state": "active", "version": 7, "action": "delete_selected", "post": "yes"}
+    fields |= {"_selected_action": key.pk, "form-TOTAL_FORMS": 1, "form-INITIAL_FORMS": 1, "form-0-state": "destroyed"}
+    answer = browser(desk.admin).post("/admin/keyvault/key/" + way.format(id=key.pk), fields)
+    assert answer.status_code in {404, 405}
+    assert list(Key.objects.values()) == before
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["auth/group/", "keyvault/operator/", "admin/logentry/", "password_change/", "jsi18n/", "autocomplete/", "r/1/1/"],
+)
+def test_enforcement_stock_pages_are_not_offered(desk: Desk, path: str) -> None:
+    """Groups, users, Django's own log and its other pages have no address here."""
+    assert browser(desk.admin).get(f"/admin/{path}").status_code == 404
+
+
+def test_enforcement_admin_that_does_not_ask_is_refused() -> None:
+    """A model cannot come into the console by way of an admin that does not ask the decision function."""
+    for careless in (None, admin.ModelAdmin):
+        with pytest.raises(ImproperlyConfigured):
+            admin.site.register(UseBucket, careless)
+    assert not admin.site.is_registered(UseBucket)
+    assert not admin.site.is_registered(Group), "Django registers its own; the console leaves it out"
+
+
+def test_enforcement_guarded_admin_without_permissions_is_seen_by_nobody(desk: Desk) -> None:
+    """Nothing starts allowed: a noun that forgets to say who may see it is closed."""
+    request = RequestFactory().get("/admin/")
+    request.user = Operator.objects.get(username="admin")
+    forgetful = type("Forgetful", (Guarded, admin.ModelAdmin), {})(Key, admin.site)
+    assert not forgetful.has_view_permission(request)
+    assert not forgetful.has_module_permission(request)
+
+
+@pytest.mark.parametrize("query", ["digest__startswith=a", "pepper_version=1", "credential__account__merchant__name=x"])
+def test_enforcement_other_columns_cannot_be_probed(desk: Desk, query: str) -> None:
+    """The address of a list filters by what the list offers, and cannot ask about a digest letter by letter."""
+    assert browser(desk.auditor).get(f"/admin/keyvault/key/?{query}").status_code == 400
+
+
+def test_enforcement_role_taken_away_counts_at_once(desk: Desk) -> None:
+    """Roles are read at every request: whoever loses theirs is out with the next click."""
+    client = browser(desk.admin)
+    assert client.get("/admin/").status_code == 200
+    with collect_subjects():
+        Operator.objects.get(username="admin").groups.clear()
+    assert client.get("/admin/").status_code == TO_THE_DOOR
+
+
+def test_enforcement_expired_request_is_not_offered_for_approval(desk: Desk) -> None:
+    row = request_key(desk.production, by=desk.tam, at=now() - timedelta(days=8))
+    assert IssuanceRequest.objects.get().pk == row.pk
+    assert str(row.label) not in browser(desk.approver).get("/admin/").content.decode()

@@ -1,0 +1,391 @@
+"""Sign-in to the console: failures are counted before a hash is computed, those of a known device by themselves."""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+from unittest import mock
+
+import pytest
+from django.contrib.auth import authenticate, hashers
+from django.contrib.auth.hashers import PBKDF2PasswordHasher
+from django.contrib.sessions.models import Session
+from django.test import Client, override_settings
+
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import AuditEntry, Notice, Operator
+from keyvault.services.limits.sign_in_attempts import attempts
+from keyvault.services.merchants.operators import disable_operator, reset_password
+from keyvault.services.sessions.refusals import MOST_PAIRS, sign_in_refusals
+from tests.admin.desk import Desk, browser, dump, text_of
+from tests.factories import PASSWORD, grant, make_operator
+
+pytestmark = pytest.mark.database
+
+LOGIN = "/admin/login/"
+WRONG = "something else entirely"
+
+
+class Clock:
+    """Monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with mock.patch.object(attempts().local, "_monotonic", clock):
+        yield clock
+
+
+@pytest.fixture(autouse=True)
+def cheap_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As strong as those of `make_operator`: here many are computed."""
+    monkeypatch.setattr(PBKDF2PasswordHasher, "iterations", 1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_refusals() -> None:
+    sign_in_refusals.forget()
+
+
+def sign_in(
+    username: str = "tam", password: str = PASSWORD, *, client: Client | None = None, address: str = "192.0.2.1"
+) -> Any:
+    return (client or Client()).post(LOGIN, {"username": username, "password": password}, REMOTE_ADDR=address)
+
+
+def fail(times: int = SIGN_IN_FAILURES, **asked: Any) -> list[Any]:
+    return [sign_in(**{"password": WRONG, **asked}) for _ in range(times)]
+
+
+def is_in(answer: Any) -> bool:
+    return bool(answer.status_code == 302)
+
+
+def events(*names: str) -> list[dict[str, Any]]:
+    rows = AuditEntry.objects.filter(event__in=names).order_by("pk")
+    return [json.loads(bytes(row.body)) for row in rows]
+
+
+def flush_refusals() -> list[dict[str, Any]]:
+    sign_in_refusals.flush()
+    return [entry["details"] for entry in events("operator.sign_in_refused")]
+
+
+# ------------------------------------------------------------------------------------------------- counting
+
+
+def test_sign_in_after_ten_failures_refuses_the_right_password(desk: Desk, clock: Clock) -> None:
+    """Ten wrong passwords lock a name for 30 minutes, whatever address they come from and the next one comes to."""
+    statuses = [sign_in(password=WRONG, address=f"192.0.2.{host}").status_code for host in range(10)]
+    assert statuses == [200] * 9 + [429]
+    answer = sign_in(address="198.51.100.9")
+    assert (answer.status_code, int(answer["Retry-After"])) == (429, SIGN_IN_LOCK_SECONDS)
+    clock.seconds += SIGN_IN_LOCK_SECONDS - 1
+    assert int(sign_in(address="198.51.100.9")["Retry-After"]) == 1
+    clock.seconds += 1
+    assert is_in(sign_in(address="198.51.100.9"))
+
+
+def test_sign_in_after_ten_failures_from_an_address_refuses_every_name_there(desk: Desk, clock: Clock) -> None:
+    """An address that has guessed ten names once each is locked for all names, and no other address is."""
+    for number in range(10):
+        sign_in(f"guessed-{number}", WRONG)
+    assert sign_in("tam").status_code == 429
+    assert is_in(sign_in("tam", address="192.0.2.2"))
+
+
+def test_sign_in_locked_computes_no_hash(desk: Desk) -> None:
+    """A locked attempt costs no password hash: guessing on cannot use up the processors."""
+    fail()
+    with mock.patch.object(hashers, "get_hasher", side_effect=AssertionError("a hash was computed")):
+        assert sign_in().status_code == 429
+        assert sign_in("nobody-at-all").status_code == 429
+
+
+def test_sign_in_attempts_at_once_are_counted_before_any_is_judged(desk: Desk) -> None:
+    """Guesses that run at the same time do not slip past the count: each is counted before its hash is computed."""
+    seen: list[int] = []
+
+    def verify(*asked: Any) -> tuple[bool, bool]:
+        if len(seen) < 10:
+            seen.append(sign_in(password=WRONG, address="198.51.100.1").status_code)
+        return False, False
+
+    with mock.patch("keyvault.services.sessions.sign_in.verify_password", verify):
+        sign_in(password=WRONG)
+    assert 429 in seen
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sign_in_answers_alike_for_names_that_exist_and_that_do_not(desk: Desk, known: bool) -> None:
+    """No answer, status or lock tells whether there is an operator of that name."""
+    name = "tam" if known else "tim"
+    answers = fail(12, username=name)
+    assert [answer.status_code for answer in answers] == [200] * 9 + [429] * 3
+    texts = {re.sub(r"csrfmiddlewaretoken[^>]*>|\bt[ai]m\b", "", text_of(answer)) for answer in answers[:9]}
+    assert len(texts) == 1
+    assert "Wrong user name or password" in texts.pop()
+    assert "Too many failed sign-ins" in text_of(answers[-1])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sign_in_computes_one_hash_for_any_name(desk: Desk, known: bool) -> None:
+    """Whether a name exists cannot be told by the time that the answer takes: one hash is computed either way."""
+    with mock.patch.object(
+        PBKDF2PasswordHasher, "encode", autospec=True, side_effect=PBKDF2PasswordHasher.encode
+    ) as encode:
+        sign_in("tam" if known else "tim", WRONG)
+    assert encode.call_count == 1
+
+
+@pytest.mark.parametrize("how", ["disabled", "no role"])
+def test_sign_in_of_one_who_may_not_counts_as_a_failure(desk: Desk, how: str) -> None:
+    """The right password of a disabled operator, or of one without a role, is refused in the words of a wrong one."""
+    if how == "disabled":
+        disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"))
+    name = "tam" if how == "disabled" else make_operator("nobody").username
+    answers = [sign_in(name) for _ in range(10)]
+    assert [answer.status_code for answer in answers] == [200] * 9 + [429]
+    assert "Wrong user name or password" in text_of(answers[0])
+    assert not Session.objects.exists()
+
+
+def test_sign_in_success_gives_back_its_own_attempt_only(desk: Desk) -> None:
+    """Signing in spends nothing of an office's address, and forgives no failure there."""
+    fail(9, username="guessed")
+    for _ in range(3):
+        assert is_in(sign_in())
+    assert fail(1, username="guessed-again")[0].status_code == 429
+
+
+def test_sign_in_failures_are_forgotten_after_thirty_quiet_minutes(desk: Desk, clock: Clock) -> None:
+    fail(9)
+    clock.seconds += SIGN_IN_LOCK_SECONDS
+    assert fail(9)[-1].status_code == 200
+
+
+@override_settings(TRUSTED_PROXIES=1)
+def test_sign_in_behind_a_proxy_counts_the_address_that_it_vouches_for(desk: Desk) -> None:
+    """The entry that a trusted proxy added counts; what stands left of it, the client has written."""
+
+    def ask(name: str, forwarded: str) -> Any:
+        form = {"username": name, "password": PASSWORD if name == "tam" else WRONG}
+        return Client().post(LOGIN, form, headers={"X-Forwarded-For": forwarded}, REMOTE_ADDR="10.0.0.1")
+
+    for number in range(10):
+        ask(f"guessed-{number}", f"203.0.113.{number}, 192.0.2.1")
+    assert ask("tam", "203.0.113.99, 192.0.2.1").status_code == 429
+    assert is_in(ask("tam", "192.0.2.2"))
+
+
+@override_settings(TRUSTED_PROXIES=2)
+def test_sign_in_without_a_trustworthy_address_counts_by_name_alone(desk: Desk) -> None:
+    """No address is invented: strangers do not share a counter, and the name's own still locks."""
+    for number in range(10):
+        assert sign_in(f"guessed-{number}", WRONG).status_code == 200
+    assert fail()[-1].status_code == 429
+    assert is_in(sign_in("approver"))
+
+
+def test_sign_in_password_reset_lifts_the_lock_of_the_name(desk: Desk) -> None:
+    """Whoever owns the host can let a locked operator in: a new password starts with a full count."""
+    fail()
+    new = Plaintext("another long pass phrase")
+    reset_password(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="tam"), new)
+    assert is_in(sign_in(password=new.reveal(), address="192.0.2.2"))
+
+
+# ------------------------------------------------------------------------------------------------- devices
+
+
+def test_sign_in_from_a_known_device_is_not_locked_out_by_strangers(desk: Desk) -> None:
+    """A stranger who locks the name, or the address behind which everybody sits, does not lock a known device."""
+    known = Client()
+    assert is_in(sign_in(client=known))
+    fail()
+    assert sign_in().status_code == 429
+    assert is_in(sign_in(client=known))
+
+
+def test_sign_in_failures_of_a_known_device_lock_that_device_alone(desk: Desk) -> None:
+    """A stolen device gets ten guesses as well; the name stays open to everybody else."""
+    known, other = Client(), Client()
+    assert is_in(sign_in(client=known))
+    assert is_in(sign_in(client=other))
+    assert fail(client=known)[-1].status_code == 429
+    assert sign_in(client=known).status_code == 429
+    assert is_in(sign_in(client=other))
+    assert is_in(sign_in())
+
+
+def test_sign_in_device_cookie_counts_for_its_own_operator_only(desk: Desk) -> None:
+    """An operator's own cookie gives no extra guesses at somebody else's password."""
+    tams = Client()
+    assert is_in(sign_in("tam", client=tams))
+    fail(username="approver", client=tams)
+    assert sign_in("approver", client=tams).status_code == 429
+
+
+def test_sign_in_device_cookie_that_was_altered_is_none(desk: Desk) -> None:
+    known = Client()
+    sign_in(client=known)
+    known.cookies["device"] = known.cookies["device"].value[:-1] + "~"
+    fail()
+    assert sign_in(client=known).status_code == 429
+
+
+def test_sign_in_device_cookie_is_void_after_a_password_reset(desk: Desk) -> None:
+    """Whoever resets a password ends what the earlier one has opened: sessions and known devices."""
+    known = Client()
+    sign_in(client=known)
+    row = Operator.objects.get(username="tam")
+    reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    fail()
+    assert sign_in(password="another long pass phrase", client=known).status_code == 429
+
+
+def test_sign_in_device_cookie_stays_within_the_console_and_out_of_scripts(desk: Desk) -> None:
+    cookie = sign_in().cookies["device"]
+    assert (cookie["path"], cookie["httponly"], cookie["samesite"]) == ("/admin/", True, "Strict")
+    assert 0 < cookie["max-age"] <= 90 * 24 * 60 * 60
+
+
+# ------------------------------------------------------------------------------------------------- what is kept
+
+
+def test_sign_in_and_out_are_audited(desk: Desk) -> None:
+    client = Client()
+    sign_in(client=client, address="192.0.2.7")
+    assert client.post("/admin/logout/").status_code == 200
+    came, went = events("operator.signed_in", "operator.signed_out")
+    assert (came["actor"], came["channel"], came["event"]) == ("operator:tam", "console", "operator.signed_in")
+    assert came["details"] == {"address": "192.0.2.7", "device": "new"}
+    assert (went["actor"], went["event"]) == ("operator:tam", "operator.signed_out")
+    sign_in(client=client)
+    assert events("operator.signed_in")[-1]["details"]["device"] == "known"
+    assert Operator.objects.get(username="tam").last_login is not None
+
+
+def test_sign_in_whose_entry_cannot_be_written_opens_nothing(desk: Desk) -> None:
+    """No session without its entry in the audit log."""
+    client = Client(raise_request_exception=False)
+    with mock.patch(
+        "keyvault.services.recording.transaction.append_entry", side_effect=RuntimeError("the log is full")
+    ):
+        assert sign_in(client=client).status_code == 500
+    assert client.get("/admin/").status_code == 302
+    assert not Session.objects.exists()
+
+
+def test_sign_in_refusals_are_one_entry_for_each_name_and_address(desk: Desk) -> None:
+    fail(3)
+    fail(2, address="192.0.2.2")
+    told = flush_refusals()
+    assert [(each["operator"], each["address"], each["count"], each["locked"]) for each in told] == [
+        ("tam", "192.0.2.1", 3, 0),
+        ("tam", "192.0.2.2", 2, 0),
+    ]
+    assert events("operator.sign_in_refused")[0]["actor"] == "system:console"
+    assert len(flush_refusals()) == 2
+
+
+def test_sign_in_refusals_keep_no_name_that_is_not_an_operator_s(desk: Desk) -> None:
+    """A password typed into the field of the name is kept nowhere."""
+    fail(11, username="hunter2-my-real-password")
+    (told,) = flush_refusals()
+    assert (told["operator"], told["count"], told["locked"]) == ("unknown", 11, 1)
+    assert "hunter2" not in dump()
+
+
+def test_sign_in_refusals_of_many_names_and_addresses_are_bounded(desk: Desk) -> None:
+    """An attack from many addresses makes a bounded number of entries a minute, and keeps the names under attack."""
+    for number in range(3 * MOST_PAIRS):
+        sign_in_refusals.note(None, f"192.0.2.{number}", datetime.now(UTC), is_locked=False)
+    fail(1, address="198.51.100.1")
+    told = flush_refusals()
+    assert len(told) == MOST_PAIRS + 2
+    assert sum(each["count"] for each in told) == 3 * MOST_PAIRS + 1
+    assert [(each["operator"], each["address"]) for each in told[-2:]] == [("unknown", "others"), ("tam", "others")]
+
+
+def test_sign_in_lock_is_audited_and_raises_one_alarm(desk: Desk, clock: Clock) -> None:
+    """Operators learn of a lock in the inbox, once for each name until somebody has seen it."""
+    for _ in range(2):
+        for host in range(10):
+            sign_in(password=WRONG, address=f"192.0.2.{host}")
+        clock.seconds += SIGN_IN_LOCK_SECONDS
+    locked = [entry["details"] for entry in events("operator.locked")]
+    assert [(each["username"], each["by"], each["address"]) for each in locked] == [
+        ("tam", "name", "192.0.2.9"),
+        ("tam", "name", "192.0.2.9"),
+    ]
+    alarm = Notice.objects.get()
+    assert (alarm.kind, alarm.subject, alarm.is_alarm, alarm.account) == ("operator.locked", "tam", True, None)
+
+
+def test_sign_in_lock_of_an_address_raises_one_alarm_for_all_of_them(desk: Desk) -> None:
+    for network in ("192.0.2", "198.51.100"):
+        for number in range(10):
+            sign_in(f"guessed-{number}", WRONG, address=f"{network}.1")
+    alarm = Notice.objects.get()
+    assert (alarm.kind, alarm.payload["address"]) == ("address.locked", "192.0.2.1")
+    assert len(events("address.locked")) == 1
+
+
+def test_sign_in_alarm_is_shown_and_marked_in_the_inbox(desk: Desk) -> None:
+    """An alarm of no merchant's has its page, and leaves the list like every other one."""
+    fail(address="192.0.2.8")
+    client = browser(desk.admin)
+    assert "operator.locked" in text_of(client.get("/admin/"))
+    listed = text_of(client.get("/admin/keyvault/notice/"))
+    assert "operator.locked" in listed
+    alarm = Notice.objects.get(kind="operator.locked")
+    assert "tam" in text_of(client.get(f"/admin/keyvault/notice/{alarm.pk}/"))
+    assert client.post(f"/admin/keyvault/notice/{alarm.pk}/seen/").status_code == 302
+    alarm.refresh_from_db()
+    assert alarm.seen_at is not None
+
+
+# ------------------------------------------------------------------------------------------------- no way round
+
+
+def test_sign_in_page_stores_nothing_for_whoever_asks(desk: Desk) -> None:
+    """Anybody may ask for the page and guess: no row is written for it."""
+    before = dump()
+    client = Client()
+    assert client.get(LOGIN).status_code == 200
+    assert sign_in(password=WRONG, client=client).status_code == 200
+    assert dump() == before
+
+
+def test_sign_in_goes_through_the_count_or_not_at_all(desk: Desk) -> None:
+    """Django's own `authenticate` proves nothing here: no code can check passwords beside the count."""
+    assert authenticate(username="tam", password=PASSWORD) is None
+
+
+def test_sign_in_renews_a_hash_of_an_older_strength(desk: Desk) -> None:
+    """After an upgrade that computes stronger hashes, the next sign-in stores one, inside its entry's transaction."""
+    older = hashers.make_password(PASSWORD, hasher=hashers.get_hasher("default"))
+    with mock.patch.object(type(hashers.get_hasher()), "must_update", return_value=True):
+        assert is_in(sign_in())
+    stored = Operator.objects.get(username="tam").password
+    assert stored != older
+    assert hashers.check_password(PASSWORD, stored)
+
+
+@pytest.mark.parametrize("path", ["password_change/", "password_reset/"])
+def test_console_offers_no_password_form(desk: Desk, path: str) -> None:
+    """Passwords are set on the host: the console has no other page that takes one."""
+    assert browser(desk.admin).get(f"/admin/{path}").status_code == 404

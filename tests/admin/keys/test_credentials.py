@@ -1,0 +1,103 @@
+"""Where a credential may be used from, and keys that others may have seen, in the console."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Key, UseBucket
+from keyvault.models.usage import Outcome
+from keyvault.services.keys.records import find_key_record
+from tests.admin.desk import Desk, address, browser, hidden, text_of
+from tests.factories import issue, now
+
+pytestmark = pytest.mark.database
+
+
+def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
+    client = browser(desk.admin)
+    url = address("keyvault_credential_restrict", key.credential_id)
+    seen = hidden(client.get(url), "version")
+    return client.post(url, {"version": seen, "networks": "", "origin_header": "refuse", **fields}, follow=True)
+
+
+def expose(key: Key, outcome: Outcome, days_ago: int = 0) -> None:
+    at = now() - timedelta(days=days_ago)
+    place = {"source": "192.0.2.7", "endpoint": "orders.retrieve", "outcome": outcome}
+    UseBucket.objects.create(key=key, minute=at, count=3, first_at=at, last_at=at, **place)
+
+
+def test_credential_restricted_in_the_console_says_so_on_its_page(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    answer = post_restrict(desk, key, networks="192.0.2.0/24\n 2001:db8::/32\n\n", origin_header="report")
+    text = text_of(answer)
+    assert "<code>192.0.2.0/24</code> <code>2001:db8::/32</code>" in text
+    assert "reported only" in text
+    record = find_key_record(key.pk)
+    assert record is not None
+    assert ([str(network) for network in record.networks], record.reports_origin) == (
+        ["192.0.2.0/24", "2001:db8::/32"],
+        True,
+    )
+    form = browser(desk.admin).get(address("keyvault_credential_restrict", key.credential_id))
+    assert "192.0.2.0/24\n2001:db8::/32" in text_of(form)
+
+
+def test_credential_restricted_to_what_is_no_network_says_which(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    answer = post_restrict(desk, key, networks="192.0.2.0/24\n10.0.0.1/8")
+    assert answer.status_code == 400
+    assert "10.0.0.1/8: a CIDR block" in text_of(answer)
+
+
+def test_credential_act_is_offered_to_whoever_may(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    url = address("keyvault_credential_restrict", key.credential_id)
+    page = address("keyvault_credential_change", key.credential_id)
+    assert url in text_of(browser(desk.admin).get(page))
+    assert url not in text_of(browser(desk.responder).get(page))
+
+
+def test_credential_of_a_public_key_says_nothing_of_origins(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+    text = text_of(browser(desk.admin).get(address("keyvault_credential_change", key.credential_id)))
+    assert "Origin header" not in text
+    assert "everywhere" in text
+
+
+@pytest.mark.parametrize("outcome", [Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER])
+def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: Outcome) -> None:
+    """Nothing is revoked by itself; somebody who may is told, with where and when."""
+    key, _ = issue(desk.sandbox)
+    expose(key, outcome)
+    front = text_of(browser(desk.responder).get("/admin/"))
+    assert "Suspected exposures" in front
+    assert address("keyvault_key_change", key.pk) in front
+    assert "Suspected exposures" not in text_of(browser(desk.tam).get("/admin/"))
+    page = text_of(browser(desk.tam).get(address("keyvault_key_change", key.pk)))
+    assert "Suspected exposures" in page
+    assert outcome.replace("_", " ") in page
+    assert "192.0.2.7" in page
+
+
+def test_exposure_of_long_ago_or_of_an_ended_key_waits_no_more(desk: Desk) -> None:
+    old, _ = issue(desk.sandbox, label="old")
+    expose(old, Outcome.EXPOSED_IN_URL, days_ago=31)
+    ended, _ = issue(desk.sandbox, label="ended")
+    expose(ended, Outcome.EXPOSED_IN_URL)
+    client = browser(desk.responder)
+    client.post(address("keyvault_key_report-compromise", ended.pk))
+    front = text_of(client.get("/admin/"))
+    for key in (old, ended):
+        assert address("keyvault_key_change", key.pk) not in front
+    assert "exposed in url" in text_of(client.get(address("keyvault_key_change", old.pk)))
+
+
+def test_exposure_filter_lists_the_keys_of_the_last_days(desk: Desk) -> None:
+    exposed, _ = issue(desk.sandbox)
+    other, _ = issue(desk.sandbox, label="other")
+    expose(exposed, Outcome.EXPOSED_IN_BROWSER)
+    text = text_of(browser(desk.auditor).get("/admin/keyvault/key/", {"exposed": "lately"}))
+    assert exposed.pk in text
+    assert other.pk not in text

@@ -1,0 +1,283 @@
+"""Issuance in the console: two persons, one digest, and a key that is seen once by one of them."""
+
+import logging
+from datetime import datetime
+from typing import Any
+
+import pytest
+from django.contrib.messages import get_messages
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.issuance import COLLECT_WITHIN, Delivery, IssuanceState
+from keyvault.domain.keys import KeyKind
+from keyvault.models import BreakGlass, IssuanceApproval, IssuanceRequest
+from keyvault.services.issuance.requests import reject_issuance, request_issuance
+from keyvault.services.keys.records import prove_service_token
+from keyvault.services.maintenance import burn_due
+from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, text_of
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    approve,
+    grant,
+    issue_request,
+    make_operator,
+    make_token,
+    now,
+    request_key,
+)
+
+pytestmark = pytest.mark.database
+
+S = IssuanceState
+
+
+def fresh(row: IssuanceRequest) -> IssuanceRequest:
+    return IssuanceRequest.objects.get(pk=row.pk)
+
+
+def issued(desk: Desk, environment: str = PRODUCTION) -> IssuanceRequest:
+    """Asked for by `tam` to be shown once, approved where that is needed, made by the worker."""
+    row = request_key(
+        desk.production if environment == PRODUCTION else desk.sandbox, delivery=Delivery.SHOW_ONCE, by=desk.tam
+    )
+    if row.approvals_needed:
+        approve(row, by=desk.approver)
+    issue_request(row)
+    return row
+
+
+def ask(desk: Desk, client: Any, **changed: Any) -> Any:
+    fields = {"account": desk.production.pk, "kind": "private", "label": "checkout", "delivery": "show_once", **changed}
+    return client.post(address("keyvault_issuancerequest_request"), fields)
+
+
+# ---------------------------------------------------------------------------------------------------- asking
+
+
+def test_issuance_asked_for_in_production_waits_for_a_second_person(desk: Desk) -> None:
+    answer = ask(desk, browser(desk.tam))
+    row = IssuanceRequest.objects.get()
+    assert answer["Location"] == address("keyvault_issuancerequest_change", row.pk)
+    assert (row.state, row.requester_person) == (S.PENDING, desk.tam.person)
+
+
+def test_issuance_asked_for_in_sandbox_is_approved_at_once(desk: Desk) -> None:
+    ask(desk, browser(desk.tam), account=desk.sandbox.pk)
+    assert IssuanceRequest.objects.get().state == S.APPROVED
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("label", ""), ("label", "two\x07bells"), ("expires_in_days", "0"), ("kind", "secret"), ("account", "999999")],
+)
+def test_issuance_asked_for_wrongly_says_so_beside_the_field(desk: Desk, field: str, value: str) -> None:
+    answer = ask(desk, browser(desk.tam), **{field: value})
+    assert answer.status_code == 400
+    assert 'class="errorlist"' in text_of(answer)
+    assert not IssuanceRequest.objects.exists()
+
+
+# -------------------------------------------------------------------------------------------------- approving
+
+
+def test_issuance_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
+    """Four eyes: a key administrator, who may ask and approve, cannot approve their own request."""
+    row = request_key(desk.production, by=desk.admin)
+    client = browser(desk.admin)
+    page = address("keyvault_issuancerequest_approve", row.pk)
+    for answer in (client.get(page), client.post(page, {"plan_digest": row.plan_digest})):
+        assert answer.status_code == 409
+        assert "second person" in text_of(answer)
+    assert page not in text_of(client.get(address("keyvault_issuancerequest_change", row.pk)))
+    assert fresh(row).state == S.PENDING
+
+
+def test_issuance_approved_by_the_second_log_in_of_whoever_asked_is_refused(desk: Desk) -> None:
+    """Four eyes are two persons': another log-in of the same human being does not count."""
+    row = request_key(desk.production, by=desk.tam)
+    twin = make_operator("tam-approves", Role.APPROVER, person=desk.tam.person)
+    answer = browser(twin).post(address("keyvault_issuancerequest_approve", row.pk), {"plan_digest": row.plan_digest})
+    assert answer.status_code == 409
+    assert not IssuanceApproval.objects.exists()
+
+
+def test_issuance_approved_is_bound_to_the_digest_that_was_shown(desk: Desk) -> None:
+    """An approval is for exactly what stood on the page: its digest goes with the form, and another's is refused."""
+    row = request_key(desk.production, by=desk.tam)
+    other = request_key(desk.production, by=desk.tam, label="another")
+    client = browser(desk.approver)
+    page = address("keyvault_issuancerequest_approve", row.pk)
+    shown = client.get(page)
+    assert hidden(shown, "plan_digest") == row.plan_digest == row.plan().digest()
+    for digest, status in ((other.plan_digest, 409), ("0" * 64, 409), ("", 400)):
+        assert client.post(page, {"plan_digest": digest}).status_code == status
+    assert fresh(row).state == S.PENDING
+    assert client.post(page, {"plan_digest": hidden(shown, "plan_digest")}).status_code == 302
+    assert fresh(row).state == S.APPROVED
+    assert IssuanceApproval.objects.get().plan_digest == row.plan_digest
+
+
+def test_issuance_approval_page_shows_every_field_of_the_plan(desk: Desk) -> None:
+    """Nothing is approved unseen: merchant, environment, kind, label, delivery, expiry and the digest."""
+    row = request_key(desk.production, by=desk.tam, label="night-batch", expires_in_days=77)
+    text = text_of(browser(desk.approver).get(address("keyvault_issuancerequest_approve", row.pk)))
+    for value in ("acme", "production", "private", "night-batch", "secret backend", "77", row.plan_digest, "tam"):
+        assert value in text
+
+
+def test_issuance_approved_after_a_rejection_is_a_conflict(desk: Desk) -> None:
+    """Whoever comes second reads that it is decided, and changes nothing."""
+    row = request_key(desk.production, by=desk.tam)
+    client = browser(desk.approver)
+    digest = hidden(client.get(address("keyvault_issuancerequest_approve", row.pk)), "plan_digest")
+    reject_issuance(grant(desk.admin, P.ISSUANCE_REJECT, desk.production), fresh(row), "not now")
+    answer = client.post(address("keyvault_issuancerequest_approve", row.pk), {"plan_digest": digest})
+    assert answer.status_code == 409
+    assert "rejected already" in text_of(answer)
+    assert fresh(row).state == S.REJECTED
+
+
+def test_issuance_rejected_keeps_why(desk: Desk) -> None:
+    row = request_key(desk.production, by=desk.tam)
+    client = browser(desk.approver)
+    page = address("keyvault_issuancerequest_reject", row.pk)
+    assert client.post(page, {"why": ""}).status_code == 400
+    assert client.post(page, {"why": "nobody told us"}).status_code == 302
+    assert fresh(row).state == S.REJECTED
+
+
+def test_issuance_withdrawn_only_by_whoever_asked(desk: Desk) -> None:
+    row = request_key(desk.production, by=desk.tam)
+    page = address("keyvault_issuancerequest_withdraw", row.pk)
+    assert browser(desk.admin).post(page).status_code == 409
+    assert browser(desk.tam).post(page).status_code == 302
+    assert fresh(row).state == S.WITHDRAWN
+
+
+# ------------------------------------------------------------------------------------------- asked by a service
+
+RECIPIENT = "CQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+
+
+def asked_by_service(desk: Desk, delivery: Delivery = Delivery.SEALED, at: datetime | None = None) -> IssuanceRequest:
+    """With a token that `admin` made."""
+    service = prove_service_token(make_token(P.ISSUANCE_REQUEST, by=desk.admin)[1].reveal(), now())
+    assert service is not None
+    place = desk.production if delivery is Delivery.SEALED else desk.sandbox
+    return request_issuance(
+        grant(service, P.ISSUANCE_REQUEST, place, at=at),
+        place,
+        kind=KeyKind.PRIVATE,
+        label="checkout",
+        delivery=delivery,
+        recipient_public_key=RECIPIENT if delivery is Delivery.SEALED else "",
+    )
+
+
+def test_issuance_approver_sees_the_recipient_of_a_sealed_key(desk: Desk) -> None:
+    """Who will be able to open it is part of what is approved, so it stands on the page."""
+    row = asked_by_service(desk)
+    text = text_of(browser(desk.approver).get(address("keyvault_issuancerequest_approve", row.pk)))
+    for value in (RECIPIENT, "sealed", "service gateway", row.plan_digest):
+        assert value in text
+    page = address("keyvault_issuancerequest_approve", row.pk)
+    assert browser(desk.admin).post(page, {"plan_digest": row.plan_digest}).status_code == 409, "they made the token"
+    assert browser(desk.approver).post(page, {"plan_digest": row.plan_digest}).status_code == 302
+
+
+def test_issuance_sealed_is_not_for_asking_in_the_console(desk: Desk) -> None:
+    assert ask(desk, browser(desk.tam), delivery="sealed").status_code == 400
+    assert not IssuanceRequest.objects.exists()
+
+
+def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> None:
+    """Not even by the person who made the token."""
+    row = asked_by_service(desk, Delivery.SHOW_ONCE)
+    issue_request(row)
+    client = browser(desk.admin)
+    page = address("keyvault_issuancerequest_collect", row.pk)
+    text = text_of(client.get(address("keyvault_issuancerequest_change", row.pk)))
+    assert page not in text
+    assert "Only the service that asked" in text
+    answer = client.post(page)
+    assert answer.status_code == 409
+    assert not SHAPED.search(text_of(answer))
+    assert page not in text_of(client.get("/admin/"))
+
+
+def test_issuance_burned_says_so(desk: Desk) -> None:
+    row = asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
+    issue_request(row, at=now() - COLLECT_WITHIN)
+    burn_due()
+    text = text_of(browser(desk.auditor).get(address("keyvault_issuancerequest_change", row.pk)))
+    assert "badge-burned" in text
+    assert "Nobody collected the key in time" in text
+
+
+# ------------------------------------------------------------------------------------------------- collecting
+
+
+@pytest.mark.parametrize("environment", [SANDBOX, PRODUCTION])
+def test_issuance_collected_key_is_shown_once(desk: Desk, environment: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The key is in the body of one answer to a POST, and nowhere else: no redirect, message, cookie, session,
+    log line or row has it, no cache may keep it, and a reload does not bring it back.
+    """
+    caplog.set_level(logging.DEBUG)
+    row = issued(desk, environment)
+    client = browser(desk.tam)
+    page = address("keyvault_issuancerequest_collect", row.pk)
+    before = client.get(page)
+    assert not SHAPED.search(text_of(before))
+    assert ("break-glass" in text_of(before)) == (environment == PRODUCTION)
+    answer = client.post(page)
+    assert answer.status_code == 200
+    assert "no-store" in answer["Cache-Control"]
+    (secret,) = set(SHAPED.findall(text_of(answer)))
+    assert secret not in str(answer.headers)
+    assert secret not in client.cookies.output()
+    assert secret not in str(dict(client.session))
+    assert not list(get_messages(answer.wsgi_request))
+    assert secret not in dump()
+    assert secret not in caplog.text
+    again = client.post(page)
+    assert again.status_code == 409
+    assert "collected already" in text_of(again)
+    for elsewhere in (page, address("keyvault_issuancerequest_change", row.pk), "/admin/"):
+        assert not SHAPED.search(text_of(client.get(elsewhere)))
+    assert not SHAPED.search(text_of(again))
+
+
+def test_issuance_collected_by_anybody_else_is_refused(desk: Desk) -> None:
+    """The approver never sees the key, nor does anybody but whoever asked."""
+    row = issued(desk)
+    page = address("keyvault_issuancerequest_collect", row.pk)
+    for operator, status in ((desk.approver, 403), (desk.auditor, 403), (desk.responder, 403), (desk.admin, 409)):
+        client = browser(operator)
+        for answer in (client.get(page), client.post(page)):
+            assert answer.status_code == status
+            assert not SHAPED.search(text_of(answer))
+    assert fresh(row).state == S.ISSUED
+
+
+def test_issuance_collected_in_production_is_break_glass(desk: Desk) -> None:
+    """A production key that a person saw stays in sight until a second person has reviewed it."""
+    row = issued(desk)
+    assert not BreakGlass.objects.exists()
+    browser(desk.tam).post(address("keyvault_issuancerequest_collect", row.pk))
+    act = BreakGlass.objects.get()
+    assert (act.subject, act.operator.username, act.reviewed_at) == (row.pk, "tam", None)
+    assert "Break-glass acts to review" in text_of(browser(desk.approver).get("/admin/"))
+
+
+def test_issuance_collected_before_it_is_issued_is_a_conflict(desk: Desk) -> None:
+    row = request_key(desk.production, by=desk.tam, delivery=Delivery.SHOW_ONCE)
+    assert browser(desk.tam).post(address("keyvault_issuancerequest_collect", row.pk)).status_code == 409
+    assert fresh(row).state == S.PENDING
+
+
+def test_issuance_while_the_worker_is_at_it_says_so(desk: Desk) -> None:
+    row = request_key(desk.sandbox, by=desk.tam)
+    text = text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
+    assert '<meta http-equiv="refresh"' in text

@@ -1,0 +1,60 @@
+"""Pepper versions in the console: read by those who may, changed by nobody."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from django.test import override_settings
+
+from keyvault.backends.base import Mount
+from keyvault.domain.digests import PepperSet
+from keyvault.models import PepperVersion
+from keyvault.services.secrets.backend import secret_backend
+from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
+from tests.factories import issue, own_keystore
+from tests.services.peppering import hasten, rotate
+
+
+@pytest.fixture
+def desk(db: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """In a keystore of the test's own."""
+    hasten(monkeypatch)
+    with own_keystore(tmp_path):
+        yield set_up_desk()
+
+
+def shown(desk: Desk, number: int = 1) -> str:
+    row = PepperVersion.objects.get(pepper_set="sandbox", number=number)
+    page = text_of(browser(desk.auditor).get(address("keyvault_pepperversion_change", row.pk)))
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+def test_pepper_pages_say_what_leans_on_each_version(desk: Desk) -> None:
+    issue(desk.sandbox)
+    rotate()
+    assert "1 keys" in shown(desk, 1)
+    page = shown(desk, 2)
+    assert "Makes the digests now yes" in page
+    assert "In the way of its retirement nothing" in page
+    listed = text_of(browser(desk.admin).get(address("keyvault_pepperversion_changelist")))
+    assert "sandbox 2" in listed
+    assert "service 1" in listed
+
+
+def test_pepper_page_alarms_when_the_backend_has_lost_it(desk: Desk) -> None:
+    secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
+    assert "It is missing from the secret backend, and only in memory" in shown(desk)
+
+
+def test_pepper_pages_show_only_the_sets_that_the_process_serves(desk: Desk) -> None:
+    with override_settings(ENVIRONMENTS=("sandbox",)):
+        listed = text_of(browser(desk.auditor).get(address("keyvault_pepperversion_changelist")))
+        assert "sandbox 1" in listed
+        assert "production 1" not in listed
+        row = PepperVersion.objects.get(pepper_set="production")
+        assert browser(desk.auditor).get(address("keyvault_pepperversion_change", row.pk)).status_code == 404
+
+
+def test_pepper_pages_are_not_for_everybody(desk: Desk) -> None:
+    assert browser(desk.tam).get(address("keyvault_pepperversion_changelist")).status_code == 403

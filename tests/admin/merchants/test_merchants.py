@@ -1,0 +1,195 @@
+"""Merchants and accounts in the console."""
+
+import pytest
+
+from keyvault.domain.errors import StateConflictError
+from keyvault.models import Account, AuditEntry, Key, Merchant
+from keyvault.services import offboarding
+from tests.admin.desk import Desk, address, browser, hidden, text_of
+from tests.domain.minting import mint
+from tests.factories import issue, request_key
+
+
+def test_merchant_created_has_an_account_in_each_environment(desk: Desk) -> None:
+    answer = browser(desk.admin).post(
+        address("keyvault_merchant_create"), {"merchant_id": "globex", "name": "Globex Travel"}, follow=True
+    )
+    assert "Globex Travel" in text_of(answer)
+    assert set(Account.objects.filter(merchant="globex").values_list("environment", flat=True)) == {
+        "sandbox",
+        "production",
+    }
+
+
+@pytest.mark.parametrize(("merchant_id", "status"), [("Not A Slug", 400), ("acme", 409), ("", 400)])
+def test_merchant_created_wrongly_is_refused_in_words(desk: Desk, merchant_id: str, status: int) -> None:
+    answer = browser(desk.admin).post(
+        address("keyvault_merchant_create"), {"merchant_id": merchant_id, "name": "<b>Acme</b>"}
+    )
+    assert answer.status_code == status
+    assert "<b>Acme</b>" not in text_of(answer)
+    assert Merchant.objects.count() == 1
+
+
+def test_merchant_suspended_and_resumed(desk: Desk) -> None:
+    client = browser(desk.admin)
+    assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 302
+    assert Merchant.objects.get().status == "suspended"
+    assert client.post(address("keyvault_merchant_suspend", "acme")).status_code == 409
+    page = address("keyvault_merchant_resume", "acme")
+    client.post(page, {"version": hidden(client.get(page), "version")})
+    assert Merchant.objects.get().status == "active"
+
+
+def test_account_suspended_is_recorded_in_its_own_chain(desk: Desk) -> None:
+    """An act on an account stands in that account's audit chain, under the name of whoever did it."""
+    browser(desk.admin).post(address("keyvault_account_suspend", desk.production.pk))
+    entry = AuditEntry.objects.latest("id")
+    assert (entry.chain_id, entry.event, entry.actor) == (
+        "account:acme/production",
+        "account.suspended",
+        "operator:admin",
+    )
+    assert {account.status for account in Account.objects.filter(environment="sandbox")} == {"active"}
+
+
+def test_account_page_offers_to_ask_for_its_key(desk: Desk) -> None:
+    page = address("keyvault_account_change", desk.sandbox.pk)
+    offer = f"{address('keyvault_issuancerequest_request')}?account={desk.sandbox.pk}"
+    client = browser(desk.tam)
+    assert offer in text_of(client.get(page))
+    assert f'<option value="{desk.sandbox.pk}" selected>' in text_of(client.get(offer))
+    assert offer not in text_of(browser(desk.auditor).get(page))
+
+
+def test_account_page_shows_its_base_url_and_the_limit_in_force(desk: Desk) -> None:
+    page = text_of(browser(desk.auditor).get(address("keyvault_account_change", desk.sandbox.pk)))
+    assert "/sandbox</code>" in page
+    assert "25 per 1 second (the environment&#x27;s default)" in page
+    assert "1 hour" in page
+
+
+ACTS = {
+    "configure": ({"configuration": '{"theme": "blue"}'}, "client_configuration", {"theme": "blue"}),
+    "origins": (
+        {"origins": "https://shop.example\r\n  HTTP://localhost:3000\r\n"},
+        "allowed_origins",
+        ["https://shop.example", "http://localhost:3000"],
+    ),
+    "token-bound": ({"seconds": "600"}, "customer_token_seconds", 600),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_account_changed_for_browsers_says_so_on_its_page(desk: Desk, act: str) -> None:
+    said, column, value = ACTS[act]
+    client, page = browser(desk.admin), address(f"keyvault_account_{act}", desk.sandbox.pk)
+    version = hidden(client.get(page), "version")
+    answer = client.post(page, {**said, "version": version}, follow=True)
+    assert answer.status_code == 200
+    assert getattr(Account.objects.get(pk=desk.sandbox.pk), column) == value
+    assert getattr(Account.objects.get(pk=desk.production.pk), column) != value
+    shown = text_of(answer)
+    assert any(words in shown for words in ("&quot;theme&quot;", "https://shop.example", "10 minutes"))
+    # The same page sent again is about what is no longer true.
+    assert client.post(page, {**said, "version": version}).status_code == 409
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_account_is_changed_for_browsers_by_those_who_may(desk: Desk, act: str) -> None:
+    said, column, value = ACTS[act]
+    for operator in (desk.tam, desk.auditor, desk.approver, desk.responder):
+        answer = browser(operator).post(address(f"keyvault_account_{act}", desk.sandbox.pk), {**said, "version": 1})
+        assert answer.status_code == 403
+    assert getattr(Account.objects.get(pk=desk.sandbox.pk), column) != value
+
+
+@pytest.mark.parametrize(
+    ("act", "said", "words"),
+    [
+        ("configure", {"configuration": "{"}, "not JSON"),
+        ("configure", {"configuration": '{"a": 1, "a": 2}'}, "twice"),
+        ("configure", {"configuration": "[]"}, "a JSON object"),
+        ("configure", {"configuration": '{"a": NaN}'}, "whole numbers"),
+        ("configure", {"configuration": "[" * 50_000}, "not JSON"),
+        ("configure", {"configuration": f'{{"key": "{mint()}"}}'}, "secret"),
+        ("configure", {"configuration": ""}, "required"),
+        ("origins", {"origins": "https://shop.example\nhttps://*.example"}, "line 2"),
+        ("token-bound", {"seconds": "59"}, "60 to 86400"),
+        ("token-bound", {"seconds": "x"}, "whole number"),
+    ],
+)
+def test_account_change_that_does_not_fit_is_refused_in_words(
+    desk: Desk, act: str, said: dict[str, str], words: str
+) -> None:
+    before = Account.objects.get(pk=desk.sandbox.pk)
+    page = address(f"keyvault_account_{act}", desk.sandbox.pk)
+    answer = browser(desk.admin).post(page, {**said, "version": before.version})
+    assert answer.status_code == 400
+    assert words in text_of(answer)
+    assert Account.objects.get(pk=desk.sandbox.pk).version == before.version
+
+
+# ------------------------------------------------------------------------------------------------------ offboarding
+
+
+def test_merchant_offboarded_in_the_console_counts_before_and_after(desk: Desk) -> None:
+    """The page says what would end, takes the id once more, and the answer says what has ended and what is left."""
+    issue(desk.sandbox)
+    issue(desk.production)
+    request_key(desk.production)
+    client, page = browser(desk.responder), address("keyvault_merchant_offboard", "acme")
+    before = text_of(client.get(page))
+    assert "1 key, 1 issuance request" in before
+    answer = client.post(page, {"why": "contract ended", "merchant_id": "acme"}, follow=True)
+    shown = text_of(answer)
+    assert "Ended in production: 1 key, 1 issuance request; sandbox: 1 key. Nothing is left." in shown
+    assert "It has left, and does not come back" in shown
+    assert Merchant.objects.get().status == "offboarded"
+    assert set(Key.objects.values_list("state", flat=True)) == {"deactivated"}
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"why": "x", "merchant_id": "globex"}, 400),
+        ({"why": "x", "merchant_id": ""}, 400),
+        ({"why": "", "merchant_id": "acme"}, 400),
+        ({}, 400),
+    ],
+)
+def test_merchant_offboarded_without_its_id_or_a_reason_keeps_everything(
+    desk: Desk, said: dict[str, str], status: int
+) -> None:
+    """A slip of the hand ends nothing: the id is typed, and the reason is told."""
+    issue(desk.sandbox)
+    answer = browser(desk.responder).post(address("keyvault_merchant_offboard", "acme"), said)
+    assert answer.status_code == status
+    assert Merchant.objects.get().status == "active"
+    assert Key.objects.get().state == "active"
+
+
+def test_merchant_offboarded_is_offered_nothing_but_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No way back; and as long as something is left, the button to go on with it."""
+    issue(desk.sandbox)
+    client, page = browser(desk.admin), address("keyvault_merchant_offboard", "acme")
+
+    def die(*_: object) -> None:
+        raise StateConflictError("Somebody else changed this meanwhile.")
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(offboarding, "_end_account", die)
+        assert client.post(page, {"why": "x", "merchant_id": "acme"}).status_code == 409
+    detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
+    assert "Not all of it is ended yet" in detail
+    assert "sandbox: 1 key" in detail
+    assert page in detail
+    client.post(page, {"why": "x", "merchant_id": "acme"})
+    detail = text_of(client.get(address("keyvault_merchant_change", "acme")))
+    assert "Not all of it" not in detail
+    for act in ("offboard", "suspend", "resume"):
+        assert address(f"keyvault_merchant_{act}", "acme") not in detail
+        assert client.post(address(f"keyvault_merchant_{act}", "acme"), {"version": 2}).status_code in {400, 409}
+    account_page = text_of(client.get(address("keyvault_account_change", desk.sandbox.pk)))
+    assert "The merchant has left" in account_page
+    assert address("keyvault_account_suspend", desk.sandbox.pk) not in account_page

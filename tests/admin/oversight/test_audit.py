@@ -1,0 +1,109 @@
+"""The audit chains in the console: found, read, never written."""
+
+from unittest import mock
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.models import AuditChain, AuditEntry
+from keyvault.services.audit.checkpoints import sign_due
+from keyvault.services.audit.signers import LocalSigner
+from keyvault.services.keys.lifecycle import suspend_key
+from keyvault.services.recording.audit_chain import verify_audit
+from tests.admin.desk import Desk, address, browser, text_of
+from tests.factories import grant, issue, make_merchant, now
+from tests.services.rows import lift_triggers
+
+pytestmark = pytest.mark.database
+
+
+def found(desk: Desk, **query: str) -> str:
+    answer = browser(desk.auditor).get(address("keyvault_auditentry_changelist"), query)
+    assert answer.status_code == 200
+    return text_of(answer)
+
+
+def test_audit_search_by_key_id_finds_what_became_of_the_key(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    issue(desk.sandbox, label="another")
+    suspend_key(grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox), key)
+    text = found(desk, q=key.pk)
+    assert "key.suspended" in text
+    assert "operator:responder" in text
+    assert "5 audit entries" in text  # staged, stored, activated, issued, suspended
+
+
+@pytest.mark.parametrize("term", ["req_", "operator:tam", "per cent %", "'; DROP TABLE", "ä"])
+def test_audit_search_takes_any_text(desk: Desk, term: str) -> None:
+    """A search is for bytes: no letter of it means anything to the database."""
+    issue(desk.sandbox)
+    text = found(desk, q=term)
+    assert ("0 audit entries" in text) == (term not in {"req_", "operator:tam"})
+
+
+def test_audit_list_filters_by_chain_and_event(desk: Desk) -> None:
+    make_merchant("globex")
+    issue(desk.sandbox)
+    text = found(desk, chain="account:acme/sandbox")
+    assert "issuance.requested" in text
+    assert "merchant.created</a>" in text or "merchant.created" in text
+    assert "platform #" not in text
+    assert "1 audit entry" in found(desk, event="key.activated")
+    assert "0 audit entries" in found(desk, chain="account:nobody/sandbox")
+
+
+def test_audit_entry_page_shows_its_details_and_its_place(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    entry = AuditEntry.objects.get(event="key.activated")
+    text = text_of(browser(desk.auditor).get(address("keyvault_auditentry_change", entry.pk)))
+    assert address("keyvault_key_change", key.pk) in text
+    assert bytes(entry.hash).hex() in text
+    assert "system:worker" in text
+
+
+def test_audit_reading_leaves_the_chains_as_they_are(desk: Desk) -> None:
+    """Looking is no entry, and every chain is whole after a day at the console."""
+    issue(desk.production)
+    count = AuditEntry.objects.count()
+    for operator in (desk.admin, desk.auditor, desk.responder):
+        client = browser(operator)
+        for page in ("/admin/", "/admin/keyvault/auditentry/", "/admin/keyvault/key/"):
+            assert client.get(page).status_code == 200
+    assert AuditEntry.objects.count() == count
+    assert verify_audit().first_broken is None
+
+
+def test_audit_page_shows_the_newest_checkpoint_of_each_scope(desk: Desk) -> None:
+    issue(desk.sandbox)
+    sign_due(now())
+    text = found(desk)
+    assert "Signed checkpoints" in text
+    assert "badge-holds" in text
+    assert "<code>local</code> version 1" in text
+    assert "badge-pending" in text  # production, where nothing happened yet
+    assert "badge-broken" not in text
+
+
+def test_audit_page_checkpoint_that_does_not_hold_is_in_plain_sight(desk: Desk) -> None:
+    """An auditor need not run a command to see that the log is not what was signed."""
+    issue(desk.sandbox)
+    sign_due(now())
+    lift_triggers()
+    head = AuditChain.objects.get(name="account:acme/sandbox")
+    AuditEntry.objects.get(chain=head, sequence=head.sequence).delete()
+    AuditChain.objects.filter(name=head.name).update(sequence=head.sequence - 1)
+    text = found(desk)
+    assert "badge-broken" in text
+    assert f"ends before entry {head.sequence}, which it signs" in text
+
+
+def test_audit_page_with_the_signer_away_is_shown_all_the_same(desk: Desk) -> None:
+    """A sealed Vault takes no page from the console, and no signature is called checked meanwhile."""
+    issue(desk.sandbox)
+    sign_due(now())
+    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+        text = found(desk)
+    assert "badge-not_checked" in text
+    assert "badge-holds" not in text

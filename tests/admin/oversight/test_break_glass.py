@@ -1,0 +1,73 @@
+"""Acts under break-glass in the console: in sight until somebody else has looked."""
+
+from dataclasses import replace
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Channel
+from keyvault.domain.issuance import Delivery
+from keyvault.models import AuditEntry, BreakGlass
+from keyvault.services.issuance.requests import collect_key
+from tests.admin.desk import Desk, address, browser, hidden, text_of
+from tests.factories import approve, grant, issue_request, request_key
+
+
+@pytest.fixture
+def act(desk: Desk) -> BreakGlass:
+    """`admin` had a production key shown."""
+    row = request_key(desk.production, delivery=Delivery.SHOW_ONCE, by=desk.admin)
+    approve(row, by=desk.approver)
+    issue_request(row)
+    collect_key(grant(desk.admin, P.ISSUANCE_COLLECT, desk.production), row)
+    found: BreakGlass = BreakGlass.objects.get()
+    return found
+
+
+def test_break_glass_reviewed_by_a_second_person_is_out_of_sight(desk: Desk, act: BreakGlass) -> None:
+    client = browser(desk.approver)
+    assert "to review" in text_of(client.get("/admin/"))
+    page = address("keyvault_breakglass_review", act.pk)
+    assert client.post(page, {"version": hidden(client.get(page), "version")}).status_code == 302
+    act.refresh_from_db()
+    assert act.reviewer_person == desk.approver.person
+    assert AuditEntry.objects.latest("id").event == "break_glass.reviewed"
+    assert client.post(page, {"version": act.version}).status_code == 409
+
+
+def test_break_glass_reviewed_by_whoever_did_it_is_refused(desk: Desk, act: BreakGlass) -> None:
+    """Nobody reviews their own act, though their role reviews."""
+    client = browser(desk.admin)
+    page = address("keyvault_breakglass_review", act.pk)
+    assert client.get(page).status_code == 409
+    assert client.post(page, {"version": act.version}).status_code == 409
+    act.refresh_from_db()
+    assert act.reviewed_at is None
+
+
+def test_break_glass_reviewed_by_whoever_asked_for_it_is_refused_and_says_why(desk: Desk) -> None:
+    """Who asked is not offered the review of an approval that may be their own, and is told why."""
+    row = request_key(desk.production, by=desk.admin)
+    approve(row, by=replace(desk.approver, channel=Channel.COMMAND_LINE, host_user="root"))
+    act = BreakGlass.objects.get()
+    client, page = browser(desk.admin), address("keyvault_breakglass_review", act.pk)
+    shown = text_of(client.get(address("keyvault_breakglass_change", act.pk)))
+    assert page not in shown
+    assert "You asked for this, so you cannot review it" in shown
+    assert "Break-glass acts to review" not in text_of(client.get("/admin/"))
+    assert client.get(page).status_code == 409
+    assert client.post(page, {"version": act.version}).status_code == 409
+    act.refresh_from_db()
+    assert act.reviewed_at is None
+    claimed = text_of(browser(desk.approver).get(address("keyvault_breakglass_change", act.pk)))
+    assert page not in claimed
+    assert "This was done in your name, so you cannot review it" in claimed
+
+
+def test_break_glass_list_is_open_to_auditors_who_cannot_review(desk: Desk, act: BreakGlass) -> None:
+    client = browser(desk.auditor)
+    assert act.subject in text_of(client.get(address("keyvault_breakglass_changelist"), {"review": "open"}))
+    assert act.subject not in text_of(client.get(address("keyvault_breakglass_changelist"), {"review": "done"}))
+    page = text_of(client.get(address("keyvault_breakglass_change", act.pk)))
+    assert address("keyvault_issuancerequest_change", act.subject) in page
+    assert address("keyvault_breakglass_review", act.pk) not in page

@@ -1,0 +1,174 @@
+"""Why was this refused? By a request id or a description; without a secret, and without spending anything."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from keyvault.access.catalog import Miss
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Refusal, UseBucket
+from keyvault.services.keys.lifecycle import revoke_key, suspend_key
+from keyvault.services.verification import judging
+from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.refusals import RefusalLog
+from tests.admin.desk import Desk, address, browser, make_endpoint, make_refusal, text_of
+from tests.domain.minting import mint
+from tests.factories import SANDBOX, grant, issue, now
+
+pytestmark = pytest.mark.database
+
+DESCRIBED = {"environment": "sandbox", "endpoint": "orders.retrieve"}
+IDS = ["key_id", "customer_token_id", "request_id"]
+
+
+def explain(desk: Desk, **fields: str) -> Any:
+    return browser(desk.approver).post(address("keyvault_refusal_explain"), fields)
+
+
+def looked_up(desk: Desk, request_id: str) -> str:
+    """The page of the refusal that the form leads to."""
+    answer = explain(desk, request_id=request_id)
+    assert answer.status_code == 302
+    return text_of(browser(desk.approver).get(answer["Location"]))
+
+
+def described(desk: Desk, **fields: str) -> str:
+    answer = explain(desk, **{**DESCRIBED, **fields})
+    assert answer.status_code == 200
+    return text_of(answer)
+
+
+def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> None:
+    """From what a client reads in its answer to the rule that refused it, with cause and cure."""
+    key, text = issue(desk.sandbox)
+    revoke_key(grant(desk.admin, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.SUPERSEDED)
+    presented = Presented(key=text.reveal(), environment=SANDBOX, endpoint=Miss(), client_address="192.0.2.7")
+    log = RefusalLog()
+    place = {"door": "verify", "environment": SANDBOX, "endpoint": "", "source": "192.0.2.7"}
+    log.note(judge_presented(presented, now()), request_id="Q" * 22, at=now(), **place)  # type: ignore[arg-type]  # a mixed dict
+    log.flush()
+    page = looked_up(desk, f" {'Q' * 22} ")
+    for words in (
+        "401 Key revoked",
+        "key_revoked",
+        "The key was revoked.",
+        "the key is deactivated",
+        "Cure",
+        "192.0.2.7",
+    ):
+        assert words in page
+    assert address("keyvault_key_change", key.pk) in page
+    assert page.index("the key&#x27;s possession is proved") < page.index("the key was not revoked")
+
+
+def test_explain_of_an_id_in_a_batch_is_found(desk: Desk) -> None:
+    make_refusal("B" * 22 + "-99")
+    assert "credential_invalid" in looked_up(desk, "B" * 22 + "-99")
+
+
+def test_explain_of_an_unknown_request_id_says_what_it_may_mean(desk: Desk) -> None:
+    answer = explain(desk, request_id="nothing")
+    assert answer.status_code == 404
+    assert "older than 30 days" in text_of(answer)
+
+
+def test_explain_described_allowed_shows_the_limits_and_spends_nothing(desk: Desk) -> None:
+    """It draws from no bucket and is neither use nor refusal."""
+    key, _ = issue(desk.sandbox)
+    with mock.patch.object(judging, "limiter", side_effect=AssertionError("a limit was spent")):
+        page = described(desk, key_id=key.pk)
+    assert "200 Allowed" in page
+    assert "25 per 1 s (default)" in page
+    assert "spends nothing" in page
+    assert not UseBucket.objects.exists()
+    assert not Refusal.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"key_id": ""}, "credential_missing"),
+        ({"key_id": "", "endpoint": "no.such"}, "endpoint_unknown"),
+        ({"key_id": "A" * 16}, "credential_invalid"),
+        ({"environment": "production"}, "environment_mismatch"),
+        ({"merchant": "globex"}, "merchant_mismatch"),
+        ({"endpoint": "no.such"}, "endpoint_unknown"),
+        ({"endpoint": "", "method": "PATCH", "path": "/merchants/orders/1"}, "method_not_allowed"),
+        ({"endpoint": "", "method": "GET", "path": "/merchants/orders/%2f"}, "endpoint_unknown"),
+        ({"endpoint": "client.configuration"}, "method_not_supported"),
+        ({"endpoint": "orders.create", "has_bearer": "on"}, "bearer_not_supported"),
+        ({"has_origin": "on"}, "private_key_in_browser"),
+        ({"endpoint": "customers.me"}, "customer_token_missing"),
+        ({"has_bearer": "on", "customer_token_id": "B" * 16}, "customer_token_invalid"),
+        ({"endpoint": "refunds.create"}, "context_missing"),
+        ({"endpoint": "", "method": "POST", "path": "/sandbox/refunds/other", "store": "1"}, "merchant_mismatch"),
+    ],
+)
+def test_explain_described_gives_the_verdict_that_the_doors_would(
+    desk: Desk, fields: dict[str, str], code: str
+) -> None:
+    make_endpoint(path="/refunds/<merchant>", merchant_from="path:merchant", store_from="header:X-Store-Id")
+    key, _ = issue(desk.sandbox)
+    page = described(desk, **{"key_id": key.pk, **fields})
+    assert f"<dt>Code</dt><dd><code>{code}</code></dd>" in page
+
+
+def test_explain_described_names_the_state_of_the_key_and_of_its_network(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    browser(desk.admin).post(
+        address("keyvault_credential_restrict", key.credential_id),
+        {"version": key.credential.version, "networks": "192.0.2.0/24", "origin_header": "refuse"},
+    )
+    assert "ip_not_allowed" in described(desk, key_id=key.pk)
+    assert "ip_not_allowed" in described(desk, key_id=key.pk, client_address="198.51.100.1")
+    assert "200 Allowed" in described(desk, key_id=key.pk, client_address="192.0.2.9")
+    suspend_key(grant(desk.admin, P.KEYS_SUSPEND, desk.sandbox), key)
+    assert "key_not_active" in described(desk, key_id=key.pk, client_address="192.0.2.9")
+
+
+@pytest.mark.parametrize(
+    "field", ["key_id", "customer_token_id", "request_id", "path", "merchant", "endpoint", "store"]
+)
+def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
+    """Whatever field a secret is pasted into, it is neither looked up nor on the answer, whole, bare or escaped."""
+    _, text = issue(desk.sandbox)
+    whole = text.reveal()
+    for pasted in (whole, mint(), whole.replace("_", "%5F")):
+        fields = {field: pasted} if field == "request_id" else {**DESCRIBED, field: pasted}
+        answer = explain(desk, **fields)
+        assert answer.status_code == 400
+        assert whole[-49:] not in text_of(answer)
+        assert pasted not in text_of(answer)
+        assert "A whole key or token was pasted" in text_of(answer)
+
+
+@pytest.mark.parametrize("field", IDS)
+def test_explain_never_shows_a_bare_secret_again(desk: Desk, field: str) -> None:
+    """Without its prefix a secret has no shape, but it is longer than any id that belongs there."""
+    secret = mint()[-49:]
+    fields = {field: secret} if field == "request_id" else {**DESCRIBED, field: secret}
+    answer = explain(desk, **fields)
+    assert answer.status_code == 400
+    assert secret not in text_of(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"environment": "moon"}, {**DESCRIBED, "path": "/x", "method": "GET"}, {**DESCRIBED, "client_address": "x"}],
+)
+def test_explain_of_half_a_description_is_asked_again(desk: Desk, fields: dict[str, str]) -> None:
+    answer = explain(desk, **fields)
+    assert answer.status_code == 400
+    assert "marked below" in text_of(answer)
+
+
+def test_explain_is_reached_from_the_front_page_and_the_list(desk: Desk) -> None:
+    url = address("keyvault_refusal_explain")
+    make_refusal()
+    client = browser(desk.auditor)
+    assert url in text_of(client.get("/admin/"))
+    listed = text_of(client.get(address("keyvault_refusal_changelist"), {"q": "R" * 22}))
+    assert url in listed
+    assert address("keyvault_refusal_change", "R" * 22) in listed

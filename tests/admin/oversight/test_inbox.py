@@ -1,0 +1,130 @@
+"""The inbox in the console: alarms first, each with its way to what it is about, marked by a person."""
+
+import re
+from typing import Any
+
+import pytest
+from django.urls import NoReverseMatch
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.oversight import inbox as page_of
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Notice
+from keyvault.services.approvals.inbox import count_unseen
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.webhooks.endpoints import add_endpoint
+from tests.admin.desk import Desk, address, browser, hidden, text_of
+from tests.factories import grant, issue, now
+
+ALARM, NEWS = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
+LIST = "/admin/keyvault/notice/"
+
+
+def tell(desk: Desk, kind: NoticeKind = ALARM, subject: str = "rot_" + "A" * 20, **payload: Any) -> Notice:
+    allowed = grant(desk.admin, P.KEYS_REVOKE, desk.sandbox)
+    with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=desk.sandbox):
+        return announce(allowed, kind, desk.sandbox, subject, **payload)
+
+
+def test_inbox_lists_alarms_first(desk: Desk) -> None:
+    tell(desk)
+    tell(desk, NEWS, "k" * 16)
+    text = text_of(browser(desk.auditor).get(LIST))
+    assert text.index('<a href="/admin/keyvault/notice/') > 0
+    rows = re.findall(r'badge badge-(unseen|seen|notice)"', text)
+    assert rows == ["unseen", "notice"]
+
+
+@pytest.mark.parametrize(("what", "count"), [("unseen", 1), ("alarms", 1), (None, 2)])
+def test_inbox_filters_by_what_waits(desk: Desk, what: str | None, count: int) -> None:
+    tell(desk)
+    tell(desk, NEWS, "k" * 16)
+    text = text_of(browser(desk.auditor).get(LIST, {} if what is None else {"what": what}))
+    assert len(re.findall(r'badge badge-(?:unseen|notice)"', text)) == count
+
+
+def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
+    """An alarm is seen by whoever opens the console, wherever in it they are."""
+    client = browser(desk.approver)
+    assert "Nothing of:" in text_of(client.get("/admin/"))
+    assert '<span class="count">' not in text_of(client.get("/admin/keyvault/key/"))
+    notice = tell(desk)
+    front = text_of(client.get("/admin/"))
+    assert "Alarms that nobody has seen" in front
+    assert address("keyvault_notice_change", notice.pk) in front
+    assert '<span class="count">1</span>' in text_of(client.get("/admin/keyvault/key/"))
+
+
+def test_notice_leads_to_what_it_is_about(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    endpoint, _ = add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")
+    client = browser(desk.auditor)
+    for subject, kind, place in (
+        (key.pk, NEWS, address("keyvault_key_change", key.pk)),
+        (
+            key.credential_id,
+            NoticeKind.CREDENTIAL_WITHOUT_KEY,
+            address("keyvault_credential_change", key.credential_id),
+        ),
+        ("rot_" + "A" * 20, ALARM, address("rotation_rotation_change", "rot_" + "A" * 20)),
+        (str(endpoint.pk), NoticeKind.WEBHOOK_FAILED, address("keyvault_webhookendpoint_change", endpoint.pk)),
+    ):
+        notice = tell(desk, kind, subject)
+        assert f'href="{place}"' in text_of(client.get(address("keyvault_notice_change", notice.pk)))
+
+
+def test_notice_about_what_has_no_page_is_shown_all_the_same(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rotation is not installed its ids are no links, and no fault."""
+
+    def reverse(name: str, args: list[str]) -> str:
+        if name.startswith("admin:rotation"):
+            raise NoReverseMatch
+        return "/somewhere"
+
+    monkeypatch.setattr(page_of, "reverse", reverse)
+    notice = tell(desk)
+    text = text_of(browser(desk.auditor).get(f"{LIST}{notice.pk}/"))
+    assert "<code>rot_AAAA" in text
+
+
+def test_notice_tells_what_was_told_escaped(desk: Desk) -> None:
+    notice = tell(desk, why="<b>no</b>", key_ids=["one", "two"], expires_at=None)
+    text = text_of(browser(desk.auditor).get(address("keyvault_notice_change", notice.pk)))
+    assert "&lt;b&gt;no&lt;/b&gt;" in text
+    assert "one, two" in text
+
+
+def test_alarm_marked_as_seen_says_by_whom(desk: Desk) -> None:
+    notice = tell(desk)
+    client = browser(desk.approver)
+    act = address("keyvault_notice_seen", notice.pk)
+    assert client.post(act).status_code == 302
+    assert count_unseen() == 0
+    text = text_of(client.get(address("keyvault_notice_change", notice.pk)))
+    assert "approver" in text
+    assert "Mark as seen" not in text
+    assert client.post(act).status_code == 409
+
+
+def test_alarms_all_marked_are_those_of_when_the_page_was_opened(desk: Desk) -> None:
+    """What came in between was not on the page, and is not marked."""
+    tell(desk)
+    client = browser(desk.approver)
+    act = address("keyvault_notice_all_seen")
+    until = hidden(client.get(act), "until")
+    late = tell(desk)
+    assert client.post(act, {"until": until}).status_code == 302
+    assert [notice.pk for notice in Notice.objects.filter(seen_at=None)] == [late.pk]
+    assert client.post(act, {"until": "whenever"}).status_code == 400
+    assert client.post(act, {"until": now().replace(year=2000).isoformat()}).status_code == 409
+
+
+def test_alarm_is_not_marked_by_an_auditor(desk: Desk) -> None:
+    """Whoever only reads leaves no alarm unseen by others."""
+    notice = tell(desk)
+    client = browser(desk.auditor)
+    assert client.post(address("keyvault_notice_seen", notice.pk)).status_code == 403
+    assert client.get(address("keyvault_notice_all_seen")).status_code == 403
+    assert "Mark as seen" not in text_of(client.get(address("keyvault_notice_change", notice.pk)))
+    assert count_unseen() == 1

@@ -1,0 +1,62 @@
+"""Names that tell where a line belongs, and the two calls that must stay countable."""
+
+import re
+
+from tests.architecture.checkout import CODE, calls, python_files, relative
+
+SHAPELESS = re.compile(r"(?:.*_)?(?:utils?|helpers?|common|misc|core|managers?)")
+
+THE_ONE_GRANT = "keyvault/access/decision.py"
+
+REVEALS: dict[str, str] = {
+    "keyvault/admin/framework/pages.py": "the one page that shows a secret",
+    "keyvault/api/idempotency.py": "the one answer that shows a new secret, and its replay",
+    "keyvault/backends/local.py": "seals it",
+    "keyvault/domain/connections.py": "looks at a provider's credentials before they are stored",
+    "keyvault/backends/vault/client.py": "hands its token to hvac",
+    "keyvault/backends/vault/doctor.py": "hands a token of its own to hvac",
+    "keyvault/backends/vault/kv.py": "writes it to the secrets manager",
+    "keyvault/backends/vault/logins.py": "proves with it who the process is, and keeps it in a private file",
+    "keyvault/domain/digests.py": "hashes it",
+    "keyvault/domain/recipients.py": "seals it to the recipient's public key",
+    "keyvault/domain/sealing.py": "seals it",
+    "keyvault/management/commands/add_webhook.py": "prints a new signing secret, asked for with --reveal",
+    "keyvault/management/commands/create_service_token.py": "prints a new token, asked for with --reveal",
+    "keyvault/management/commands/issue_key.py": "prints a new key, asked for with --reveal",
+    "keyvault/management/commands/reset_operator_password.py": "prints a new password, asked for with --reveal",
+    "keyvault/management/commands/rotate_service_token.py": "prints the new token, asked for with --reveal",
+    "keyvault/management/commands/run.py": "prints the passwords and the curl line of `make run`",
+    "keyvault/services/audit/signers.py": "decodes the local signing key",
+    "keyvault/services/merchants/operators.py": "hands a password to Django's hasher",
+    "keyvault/services/peppers/ring.py": "decodes a pepper",
+    "keyvault/services/sessions/sign_in.py": "hands a password to Django's hasher",
+    "keyvault/wire/webhooks.py": "signs with it",
+    "rotation/management/commands/collect_key.py": "prints a key that was collected",
+    "rotation/management/demo/issuing.py": "the merchant of the demo takes its key into use",
+    "rotation/management/demo/own_vault.py": "gives the demo's own server its root token",
+    "rotation/management/demo/traces.py": "looks for every secret in what the demo leaves behind",
+    "rotation/management/demo/verifier.py": "presents the demo's keys over HTTP",
+}
+"""The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
+
+
+def test_names_no_module_is_a_drawer_for_everything() -> None:
+    found = {part for path in python_files(*CODE, "tests") for part in (path.with_suffix(""), path.parent)}
+    assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
+
+
+def test_names_a_grant_is_made_in_exactly_one_place() -> None:
+    """Nothing starts valid: the one `Grant(...)` call is the end of the one decision function."""
+    made = [
+        f"{relative(path)}:{call.lineno}"
+        for path in python_files(*CODE)
+        for name, call in calls(path)
+        if name == "Grant"
+    ]
+    assert [place.partition(":")[0] for place in made] == [THE_ONE_GRANT], made
+
+
+def test_names_plaintext_is_revealed_only_where_it_was_decided() -> None:
+    """Every file where a secret leaves its redacted type is listed, with a reason, and no other is."""
+    reveals = {relative(path) for path in python_files(*CODE) if any(name == "reveal" for name, _ in calls(path))}
+    assert reveals == set(REVEALS)

@@ -1,0 +1,153 @@
+"""Lines of the revocation journal: what was written is read back, and nothing else is taken for a line."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.domain import revocation_log
+from keyvault.domain.revocation_log import (
+    Committed,
+    DamagedLineError,
+    Dropped,
+    Ended,
+    Line,
+    Looked,
+    Opened,
+    StandingLines,
+    line_bytes,
+    parse_line,
+)
+
+AT = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+names = st.text(max_size=20)
+sequences = st.integers(min_value=0, max_value=2**63 - 1)
+ends = st.builds(
+    Ended,
+    sequence=sequences,
+    at=st.datetimes(timezones=st.just(UTC)),
+    kind=names,
+    id=names,
+    state=names,
+    reason=names,
+    unit=names,
+    boot=names,
+    expires_at=st.none() | st.datetimes(timezones=st.just(UTC)),
+)
+opened = st.builds(Opened, installation=names, at=st.datetimes(timezones=st.just(UTC)), accepted_by=names, reason=names)
+lines = (
+    opened
+    | ends
+    | st.builds(Committed, unit=names)
+    | st.builds(Dropped, unit=names)
+    | st.builds(Looked, sequence=sequences)
+)
+
+
+@given(lines)
+def test_line_comes_back_as_it_was_written(line: Line) -> None:
+    text = line_bytes(line)
+    assert text.endswith(b"\n")
+    assert text.count(b"\n") == 1
+    assert parse_line(text[:-1]) == line
+
+
+@given(lines, st.data())
+def test_line_with_any_byte_changed_is_damaged(line: Line, data: st.DataObject) -> None:
+    """Nobody reads a revocation of another key out of a line that went bad on the disk."""
+    text = bytearray(line_bytes(line)[:-1])
+    place = data.draw(st.integers(0, len(text) - 1))
+    text[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedLineError):
+        parse_line(bytes(text))
+
+
+@given(lines, st.data())
+def test_line_of_which_a_part_is_there_is_none(line: Line, data: st.DataObject) -> None:
+    """A write that a crash cut short is never taken for the whole."""
+    text = line_bytes(line)[:-1]
+    with pytest.raises(DamagedLineError):
+        parse_line(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"what":"other"}', b'{"what":"looked"}', b"\xff"])
+def test_line_of_somebody_else_is_damaged_though_its_checksum_fits(body: bytes) -> None:
+    with pytest.raises(DamagedLineError):
+        parse_line(body + b" " + revocation_log._checksum(body))
+
+
+def test_line_without_an_expiry_is_one_of_an_older_release() -> None:
+    """What was revoked before stays revoked: such a line reads, and never expires."""
+    body = b'{"at":"2026-11-21T12:00:00+00:00","boot":"","id":"a","kind":"customer_token","reason":"","sequence":1,'
+    body += b'"state":"","unit":"","what":"ended"}'
+    line = parse_line(body + b" " + revocation_log._checksum(body))
+    assert line == Ended(1, AT, "customer_token", "a")
+    assert isinstance(line, Ended)
+    assert not line.has_expired(datetime.max.replace(tzinfo=UTC))
+
+
+def test_line_has_expired_from_the_moment_it_names() -> None:
+    line = Ended(1, AT, "customer_token", "a", expires_at=AT)
+    assert (line.has_expired(AT - timedelta(microseconds=1)), line.has_expired(AT)) == (False, True)
+
+
+def standing(*read: Line, boot: str) -> list[Ended | Looked]:
+    found = StandingLines()
+    stands = [each for line in read for each in found.add(line)]
+    return stands + list(found.list_unfinished(boot))
+
+
+FIRST = Ended(1, AT, "key", "a", unit="u1", boot="now")
+SECOND = Ended(2, AT, "key", "b", unit="u2", boot="now")
+
+
+def test_standing_is_what_is_known_to_be_committed() -> None:
+    """An end whose commit failed on this running machine was answered to nobody, and revokes nothing."""
+    assert standing(FIRST, SECOND, Committed("u2"), boot="now") == [SECOND]
+
+
+def test_standing_after_the_machine_went_down_is_what_may_have_been_committed() -> None:
+    """The note of a commit is not synced: a power cut may take it and leave the commit. Rather too much is revoked."""
+    assert standing(FIRST, SECOND, Committed("u2"), boot="later") == [SECOND, FIRST]
+    assert standing(FIRST, boot="") == [FIRST], "a machine that does not say counts as another"
+
+
+def test_standing_is_no_beginning() -> None:
+    assert standing(Opened("ours", AT), FIRST, boot="later") == [FIRST]
+
+
+def test_standing_without_a_unit_was_committed_before_it_was_written() -> None:
+    healed = replace(FIRST, unit="")
+    assert standing(Looked(1), healed, boot="now") == [Looked(1), healed]
+
+
+def test_standing_never_is_what_was_dropped() -> None:
+    """Not after the machine went down either: the caller got an error, and the key goes on."""
+    assert standing(FIRST, SECOND, Dropped("u1"), boot="later") == [SECOND]
+    assert standing(Dropped("u1"), boot="later") == []
+
+
+@pytest.mark.parametrize("marks", [(Dropped("u1"), Committed("u1")), (Committed("u1"), Dropped("u1"))])
+def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[Line, Line]) -> None:
+    """A commit that was late was answered with a yes all the same."""
+    assert standing(FIRST, *marks, boot="now") == standing(FIRST, *marks, boot="later") == [FIRST]
+
+
+def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
+    found = StandingLines()
+    for line in (FIRST, replace(FIRST, id="c"), SECOND, replace(SECOND, unit="u3", boot="before"), Dropped("u2")):
+        found.add(line)
+    assert found.list_waiting("now") == [[FIRST, replace(FIRST, id="c")]]
+    assert found.list_waiting("") == [], "a machine that does not say settles nothing"
+
+
+@given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.data())
+def test_standing_in_any_order_is_the_same(units: list[str], noted: set[str], data: st.DataObject) -> None:
+    """Processes append at once: whose line comes first changes nothing, a note only comes after its own ends."""
+    ended = [Ended(number, AT, "key", unit, unit=unit, boot="now") for number, unit in enumerate(units)]
+    later = data.draw(st.permutations([Committed(unit) for unit in sorted(noted)]))
+    expected = {line.id for line in ended if line.unit in noted}
+    assert {line.id for line in standing(*ended, *later, boot="now") if isinstance(line, Ended)} == expected

@@ -1,0 +1,146 @@
+"""The WSGI door by itself: what it reads of a body, and whom it asks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from keyvault.hotpath.frontends.wsgi import mounted
+from keyvault.hotpath.messages.questions import VERIFY, Headers
+from keyvault.hotpath.messages.responses import Answer
+
+KNOWN = b'{"allowed":true}'
+
+
+class Endless:
+    """A body that goes on for ever, unless so many bytes of it are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def read(self, size: int = -1) -> bytes:
+        assert size >= 0, "it would be read without end"
+        self.asked.append(size)
+        return b"x" * size
+
+
+class Whole:
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def read(self, size: int = -1) -> bytes:
+        read, self._body = (self._body, b"") if size < 0 else (self._body[:size], self._body[size:])
+        return read
+
+
+class Door:
+    """Knows the answer to every question, or fails to say it."""
+
+    def __init__(self, known: object = None) -> None:
+        self.asked: list[tuple[bytes, bytes]] = []
+        self.bodies: list[bytes | None] = []
+        self._known = known
+
+    def verify_known(self, authorization: bytes, body: bytes) -> object:
+        self.asked.append((authorization, body))
+        if isinstance(self._known, Exception):
+            raise self._known
+        return self._known
+
+    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> Answer:
+        self.bodies.append(body)
+        return Answer(401, b"{}", "req_whole")
+
+
+def ask(door: Door, stream: object, **named: Any) -> tuple[str, dict[str, str], bytes]:
+    environ = {
+        "REQUEST_METHOD": "POST",
+        "PATH_INFO": VERIFY,
+        "HTTP_HOST": "127.0.0.1",
+        "HTTP_AUTHORIZATION": "Bearer x",
+        "CONTENT_TYPE": "application/json",
+        "wsgi.input": stream,
+        **named,
+    }
+    told: list[tuple[str, dict[str, str]]] = []
+
+    def start_response(status: str, headers: list[tuple[str, str]], exc_info: object = None) -> Any:
+        told.append((status, dict(headers)))
+
+    def behind(environ: object, start_response: object) -> Iterable[bytes]:
+        raise AssertionError("it is asked for here")
+
+    content = b"".join(mounted(behind, door, lambda host: True)(environ, start_response))
+    ((status, headers),) = told
+    return status, headers, content
+
+
+TERMINATED = {"wsgi.input_terminated": True}
+
+
+@pytest.mark.parametrize("server", [{}, TERMINATED])
+def test_wsgi_body_is_read_whole_and_once(server: dict[str, Any]) -> None:
+    door = Door(Answer(200, KNOWN, "req_known"))
+    status, headers, content = ask(door, Whole(b"{}"), CONTENT_LENGTH="2", **server)
+    assert (status, content, door.asked) == ("200 OK", KNOWN, [(b"Bearer x", b"{}")])
+    assert headers == {
+        "Content-Type": "application/json",
+        "Cache-Control": "no-store",
+        "X-Request-Id": "req_known",
+        "Content-Length": str(len(KNOWN)),
+    }
+    door = Door()
+    assert ask(door, Whole(b"{}"), CONTENT_LENGTH="2", **server)[0] == "401 Unauthorized"
+    assert (door.asked, door.bodies) == ([(b"Bearer x", b"{}")], [b"{}"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "read", "body"),
+    [
+        ({}, [], b""),
+        ({"CONTENT_LENGTH": ""}, [], b""),
+        ({"HTTP_TRANSFER_ENCODING": "chunked"}, [], b""),
+        ({"HTTP_TRANSFER_ENCODING": "chunked", "CONTENT_LENGTH": "3"}, [3], b"xxx"),
+        ({"CONTENT_LENGTH": "65536"}, [65536], b"x" * 65536),
+        ({"CONTENT_LENGTH": "65537"}, [], None),
+        ({"CONTENT_LENGTH": "9" * 5000}, [], None),
+        ({"CONTENT_LENGTH": "+3"}, [], None),
+    ],
+)
+@pytest.mark.parametrize("server", [{}, TERMINATED])
+def test_wsgi_body_whose_length_is_not_sure_is_never_read_without_end(
+    sent: dict[str, str], read: list[int], body: bytes | None, server: dict[str, Any]
+) -> None:
+    """Guarantee: however a body is framed, no more of it is taken than one may have."""
+    door, stream = Door(), Endless()
+    assert ask(door, stream, **sent, **server)[0] == "401 Unauthorized"
+    assert (stream.asked, door.bodies) == (read, [body])
+
+
+def test_wsgi_answer_longer_than_most_has_its_length() -> None:
+    text = b"x" * 5000
+    assert ask(Door(Answer(200, text, "req")), Whole(b"{}"), CONTENT_LENGTH="2")[1]["Content-Length"] == "5000"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"REQUEST_METHOD": "PUT"},
+        {"QUERY_STRING": "a=b"},
+        {"CONTENT_TYPE": "application/json; charset=utf-8"},
+        {"HTTP_AUTHORIZATION": "Bearer \xe9"},
+    ],
+)
+def test_wsgi_question_that_is_not_as_usual_goes_the_whole_way(named: dict[str, str]) -> None:
+    door = Door(Answer(200, KNOWN, "req_known"))
+    assert ask(door, Whole(b"{}"), **{"CONTENT_LENGTH": "2", **TERMINATED, **named})[0] == "401 Unauthorized"
+    assert not door.asked
+
+
+def test_wsgi_fault_of_the_fast_way_is_told_to_the_log_and_the_whole_way_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = Door(ZeroDivisionError())
+    assert ask(door, Whole(b"{}"), CONTENT_LENGTH="2")[0] == "401 Unauthorized"
+    assert [record.message for record in caplog.records if record.exc_info] == ["the fast way failed"]
+    assert door.bodies == [b"{}"]

@@ -1,0 +1,179 @@
+"""What a connection does with an answer that it awaits, whatever comes meanwhile; its transport only takes notes."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+
+from keyvault.hotpath.http1.framing import Header
+from keyvault.hotpath.http1.protocol import Bounds, Connection, Shared
+from keyvault.hotpath.messages.callback_future import Later
+from keyvault.hotpath.messages.responses import Answer
+
+GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+BOUNDS = Bounds()
+
+
+class Wire:
+    """One connection, what was asked on it, and what was written to it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.laters: list[Later] = []
+        self.written: list[bytes] = []
+        self.transport = mock.Mock()
+        self.transport.write = self.written.append
+        self.transport.get_write_buffer_size.return_value = 0
+        self.loop = loop
+        self.shared = Shared(self._handle, BOUNDS, loop)
+        self.connection = Connection(self.shared)
+        self.connection.connection_made(self.transport)
+
+    def _handle(self, method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> Later:
+        self.laters.append(Later())
+        return self.laters[-1]
+
+    def settle(self, number: int) -> None:
+        self.laters[number].set_result(Answer(200, b"answer %d" % number, "req"))
+        self.turn()
+
+    def turn(self) -> None:
+        """What was put off to the loop's next turn."""
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    @property
+    def answers(self) -> list[bytes]:
+        return [each.rpartition(b"\r\n\r\n")[2] for each in b"".join(self.written).split(b"HTTP/1.1 ")[1:]]
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    loop = asyncio.new_event_loop()
+    yield Wire(loop)
+    loop.close()
+
+
+def test_awaited_answer_goes_out_at_once_and_the_next_request_is_read(wire: Wire) -> None:
+    for number in range(3):
+        wire.connection.data_received(GET % number)
+        wire.laters[number].set_result(Answer(200, b"answer %d" % number, "req"))
+        assert wire.answers == [b"answer %d" % each for each in range(number + 1)]
+    assert b"connection:" not in b"".join(wire.written)
+
+
+def test_request_that_came_meanwhile_is_answered_after_the_awaited_one(wire: Wire) -> None:
+    wire.connection.data_received(GET % 0)
+    wire.connection.data_received(GET % 1 + (GET % 2)[:7])
+    assert len(wire.laters) == 1
+    wire.settle(0)
+    wire.settle(1)
+    wire.connection.data_received((GET % 2)[7:])
+    wire.settle(2)
+    assert wire.answers == [b"answer 0", b"answer 1", b"answer 2"]
+
+
+def test_client_that_sends_no_more_gets_the_awaited_answer_and_is_closed(wire: Wire) -> None:
+    wire.connection.data_received(GET % 0)
+    assert wire.connection.eof_received()
+    wire.settle(0)
+    assert wire.answers == [b"answer 0"]
+    wire.transport.close.assert_called_once_with()
+
+
+def test_answer_of_a_lost_connection_is_known_of_until_it_is_there(wire: Wire) -> None:
+    """So that a server that ends waits for what was asked (`Server.stop`)."""
+    wire.connection.data_received(GET % 0)
+    assert (wire.connection.awaited, wire.shared.orphans) == (wire.laters[0], set())
+    wire.connection.connection_lost(None)
+    assert wire.shared.orphans == {wire.laters[0]}
+    wire.settle(0)
+    assert (wire.connection.awaited, wire.shared.orphans, wire.answers) == (None, set(), [])
+
+
+def test_awaited_answer_of_a_server_that_ends_is_the_last(wire: Wire) -> None:
+    wire.connection.data_received(GET % 0)
+    wire.connection.leave()
+    wire.settle(0)
+    assert wire.answers == [b"answer 0"]
+    assert b"connection: close\r\n" in wire.written[0]
+    wire.transport.write_eof.assert_called_once_with()
+    wire.connection.data_received(GET % 1)
+    assert len(wire.laters) == 1
+
+
+def test_client_that_does_not_read_gets_its_awaited_answer_and_nothing_more_until_it_does(wire: Wire) -> None:
+    wire.connection.data_received(GET % 0)
+    wire.connection.pause_writing()
+    wire.settle(0)
+    wire.connection.data_received(GET % 1)
+    assert (wire.answers, len(wire.laters)) == ([b"answer 0"], 1)
+    wire.connection.resume_writing()
+    wire.settle(1)
+    assert wire.answers == [b"answer 0", b"answer 1"]
+
+
+def test_awaited_answer_to_head_has_no_body(wire: Wire) -> None:
+    wire.connection.data_received(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
+    wire.settle(0)
+    assert wire.answers == [b""]
+    assert b"content-length: 8\r\n" in wire.written[0]
+
+
+def test_awaited_answer_that_cannot_be_sent_is_a_500(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    wire.connection.data_received(GET % 0)
+    wire.laters[0].set_result(Answer(200, b"", "req", (("X", "a\r\nb"),)))
+    assert wire.written[0].startswith(b"HTTP/1.1 500 ")
+    wire.connection.data_received(GET % 1)
+    wire.settle(1)
+    assert wire.answers[1:] == [b"answer 1"]
+
+
+@pytest.mark.parametrize("meanwhile", ["lost", "too long"])
+def test_nothing_is_written_for_whom_nobody_waits_any_more(wire: Wire, meanwhile: str) -> None:
+    wire.connection.data_received(GET % 0)
+    if meanwhile == "lost":
+        wire.connection.connection_lost(None)
+    else:
+        wire.connection.check(wire.connection._since + BOUNDS.answer_seconds + 1)
+        assert wire.laters[0].cancelled()
+    before = len(wire.written)
+    wire.settle(0)
+    assert len(wire.written) == before == (meanwhile == "too long")
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+def _last(wire: Wire) -> float:
+    """A last answer was given; when."""
+    wire.connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    wire.settle(0)
+    wire.transport.write_eof.assert_called_once_with()
+    return wire.connection._since
+
+
+def test_last_answer_that_is_not_all_sent_has_as_long_as_any_other(wire: Wire) -> None:
+    wire.transport.get_write_buffer_size.return_value = 1
+    began = _last(wire)
+    wire.connection.check(began + BOUNDS.write_seconds - 0.1)
+    wire.transport.abort.assert_not_called()
+    wire.connection.check(began + BOUNDS.write_seconds + 0.1)
+    wire.transport.abort.assert_called_once_with()
+
+
+def test_last_answer_that_was_sent_late_is_lingered_for_all_the_same(wire: Wire) -> None:
+    wire.transport.get_write_buffer_size.return_value = 1
+    sent = _last(wire) + BOUNDS.write_seconds - 0.1
+    wire.transport.get_write_buffer_size.return_value = 0
+    wire.connection.check(sent)
+    wire.connection.check(sent + BOUNDS.linger_seconds - 0.1)
+    wire.transport.abort.assert_not_called()
+    wire.connection.check(sent + BOUNDS.linger_seconds + 0.1)
+    wire.transport.abort.assert_called_once_with()
+
+
+@pytest.mark.parametrize("is_over", [lambda wire: None, lambda wire: wire.connection.pause_writing()])
+def test_client_that_ends_its_side_after_its_last_answer_is_closed(wire: Wire, is_over: Callable[[Wire], None]) -> None:
+    _last(wire)
+    is_over(wire)
+    assert not wire.connection.eof_received(), "the transport closes by itself, once everything is written"

@@ -1,0 +1,74 @@
+import asyncio
+import contextlib
+
+import pytest
+
+from keyvault.hotpath.messages.callback_future import Later
+from keyvault.hotpath.messages.responses import Answer
+
+ANSWER = Answer(200, b"{}", "req")
+
+
+def test_later_tells_whoever_waits_at_once_and_once() -> None:
+    later, told = Later(), list[Answer]()
+    later.add_done_callback(lambda done: told.append(done.result()))
+    later.set_result(ANSWER)
+    assert told == [ANSWER]
+    later.set_result(Answer(200, b"another", "req"))
+    later.cancel()
+    assert (told, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
+    later.add_done_callback(lambda done: told.append(done.result()))
+    assert told == [ANSWER, ANSWER], "whoever comes late is told at once, too"
+
+
+def test_later_that_was_given_up_takes_no_answer() -> None:
+    later, told = Later(), list[bool]()
+    later.add_done_callback(lambda done: told.append(done.cancelled()))
+    assert not later.done()
+    with pytest.raises(asyncio.InvalidStateError):
+        later.result()
+    later.cancel()
+    later.set_result(ANSWER)
+    assert (told, later.done()) == ([True], True)
+    with pytest.raises(asyncio.CancelledError):
+        later.result()
+
+
+def test_later_can_be_awaited_like_a_future() -> None:
+    async def run() -> None:
+        later = Later()
+        waiting = [asyncio.ensure_future(later) for _ in range(2)]
+        await asyncio.sleep(0)
+        later.set_result(ANSWER)
+        assert [await each for each in waiting] == [ANSWER] * 2
+        assert await later is ANSWER
+
+    asyncio.run(run())
+
+
+def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
+    """Guarantee: nothing is spent for an answer that nobody gets."""
+
+    async def run() -> None:
+        later = Later()
+        waiting = asyncio.ensure_future(later)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        assert later.cancelled()
+
+    asyncio.run(run())
+
+
+def test_later_one_who_cannot_take_his_answer_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    later, told = Later(), list[Answer]()
+
+    def fail(done: Later) -> None:
+        raise ZeroDivisionError
+
+    later.add_done_callback(fail)
+    later.add_done_callback(lambda done: told.append(done.result()))
+    later.set_result(ANSWER)
+    assert told == [ANSWER]
+    assert [record.message for record in caplog.records if record.exc_info] == ["an answer could not be handed over"]

@@ -1,0 +1,204 @@
+"""What verify is asked is read in two ways, quickly and wholly, and documented in a third: they agree on every body."""
+
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+from msgspec import UNSET
+
+from keyvault.api.serializers import VerifyBatchRequest, VerifyRequest
+from keyvault.domain.errors import RequestInvalidError
+from keyvault.hotpath.messages.requests import (
+    MOST_REQUESTS,
+    Asked,
+    read_asked,
+    read_asked_batch,
+    read_batch,
+    read_plain,
+    read_verify,
+)
+
+texts = st.text(max_size=5) | st.sampled_from(["", " ", "a\x00", "\ud800", "kv_prv", "x" * 65, "x" * 129, "x" * 8193])
+odd: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([1.0, 1e300, 10**30, [], {}, ["a"]]) | texts
+)
+usual: dict[str, st.SearchStrategy[Any]] = {
+    "key": texts | st.none(),
+    "environment": st.sampled_from(["sandbox", "production"]),
+    "endpoint": st.sampled_from(["orders.create", "x" * 100, "x" * 101]),
+    "method": st.sampled_from(["GET", "POST", "get", "A" * 16, "A" * 17, "GET\n"]),
+    "path": st.sampled_from(["/a", "/" * 8192, "/" * 8193, "/é"]),
+    "merchant": st.sampled_from(["acme", "x" * 64, "x" * 65, None]),
+    "store": st.sampled_from(["store", "x" * 128, "x" * 129, None]),
+    "customer_token": texts | st.none(),
+    "client_ip": st.sampled_from(["192.0.2.1", "2001:DB8::1", "::ffff:192.0.2.1", "fe80::1%eth0", "x", "", None]),
+    "origin": st.sampled_from(["https://shop.example", "", "x" * 500, "x" * 501, None]),
+    "user_agent": st.sampled_from(["shop/1", "", "x" * 8192, "x" * 8193, None]),
+    "cost": st.sampled_from([1, 3, 1_000_000, 1_000_001, 0, 1.0, True]),
+    "dry_run": st.booleans(),
+}
+NEEDED = {"key", "environment"}
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> dict[str, Any]:
+    """Mostly whole, with one thing or another that is not."""
+    by = draw(
+        st.sampled_from([("endpoint",), ("endpoint",), ("method", "path"), ("method",), (), ("endpoint", "path")])
+    )
+    others = [name for name in usual if name not in {"endpoint", "method", "path", *NEEDED}]
+    names = [*NEEDED, *by, *draw(st.lists(st.sampled_from(others), max_size=3, unique=True))]
+    asked = {name: draw(usual[name]) for name in names}
+    for name in draw(st.lists(st.sampled_from([*usual, "unknown", "a/b~c"]), max_size=1)):
+        asked[name] = draw(odd)
+    for name in draw(st.lists(st.sampled_from(sorted(NEEDED)), max_size=1)) if draw(st.booleans()) else ():
+        asked.pop(name, None)
+    return asked
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=True).encode()
+
+
+def raw(value: Any) -> bytes:
+    """Without escapes, as most clients send it."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def wholly(body: bytes) -> Asked | set[str]:
+    """What was asked, or where the faults are."""
+    try:
+        return read_verify(body)
+    except RequestInvalidError as error:
+        return {fault.pointer for fault in error.faults}
+
+
+@given(questions(), st.booleans())
+def test_requests_read_quickly_are_those_read_wholly(asked: dict[str, Any], is_raw: bool) -> None:
+    """Guarantee: the fast way reads nothing that the whole one refuses, and nothing in another way."""
+    body = raw(asked) if is_raw else encoded(asked)
+    quick = read_asked(body)
+    assert quick is None or quick == wholly(body)
+
+
+@given(questions(), st.data())
+def test_requests_of_any_bytes_are_read_alike(asked: dict[str, Any], data: st.DataObject) -> None:
+    """A byte too many, too few, or another one; a name twice; what is behind the end."""
+    body = bytearray(raw(asked))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body)))
+        end = at + data.draw(st.integers(0, 12))
+        body[at:end] = data.draw(
+            st.binary(max_size=2)
+            | st.sampled_from([b'"', b',"cost":1', b',"key":"x"', b"\\", b" ", b"\xed\xa0\x80", b"{"])
+        )
+    quick = read_asked(bytes(body))
+    assert quick is None or quick == wholly(bytes(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"key":"a","key":"b","environment":"sandbox","endpoint":"x"}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","cost":1,"cost":2}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","cost":1.0}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","cost":1e0}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","dry_run":true,"dry_run":false}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x"} {}',
+        b'\xef\xbb\xbf{"key":"a","environment":"sandbox","endpoint":"x"}',
+        b'{"key":"\xff","environment":"sandbox","endpoint":"x"}',
+        b'{"key":"\xed\xa0\x80","environment":"sandbox","endpoint":"x"}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","unknown":null}',
+        b'{"key":"a","environment":"sandbox","endpoint":"x","cost":NaN}',
+        b'[{"key":"a","environment":"sandbox","endpoint":"x"}]',
+        b"[" * 100_000,
+        b"",
+    ],
+)
+def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> None:
+    assert read_asked(body) is None
+    assert isinstance(wholly(body), set)
+
+
+@given(questions())
+@example({"key": None, "environment": "sandbox", "endpoint": "x"})
+def test_requests_that_are_read_are_those_that_the_openapi_page_describes(asked: dict[str, Any]) -> None:
+    """The serializer is documentation alone; it takes and refuses what is taken and refused, for the same fields."""
+    form = VerifyRequest(data=json.loads(encoded(asked)))
+    found = wholly(encoded(asked))
+    assert form.is_valid() is isinstance(found, Asked), (form.errors, found)
+    if isinstance(found, set):
+        pointers = {"" if name == "non_field_errors" else f"/{_escaped(name)}" for name in form.errors}
+        assert pointers == found
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+@given(st.lists(questions(), max_size=4))
+def test_requests_of_a_batch_are_read_as_each_of_them(several: list[dict[str, Any]]) -> None:
+    quick = read_asked_batch(raw({"requests": several}))
+    body = encoded({"requests": several})
+    each = [wholly(encoded(asked)) for asked in several]
+    is_good = bool(each) and all(isinstance(one, Asked) for one in each)
+    assert quick is None or (is_good and quick == each)
+    if is_good:
+        assert read_batch(body) == each
+    else:
+        with pytest.raises(RequestInvalidError) as caught:
+            read_batch(body)
+        pointers = {fault.pointer for fault in caught.value.faults}
+        expected = {
+            f"/requests/{number}{pointer}" for number, one in enumerate(each) if isinstance(one, set) for pointer in one
+        }
+        assert pointers == (expected or {"/requests"})
+
+
+def test_requests_of_a_batch_are_as_many_as_documented() -> None:
+    one = {"key": None, "environment": "sandbox", "endpoint": "x"}
+    for many in (1, MOST_REQUESTS, MOST_REQUESTS + 1):
+        body = {"requests": [one] * many}
+        is_taken = many <= MOST_REQUESTS
+        assert VerifyBatchRequest(data=body).is_valid() is is_taken
+        assert (read_asked_batch(raw(body)) is not None) is is_taken
+
+
+@given(questions(), st.booleans(), st.data())
+def test_requests_read_as_plain_are_those_read_wholly_and_have_nothing_else(
+    asked: dict[str, Any], is_whole: bool, data: st.DataObject
+) -> None:
+    """Guarantee: what is answered without a look at its other fields has none, however it is spaced."""
+    if is_whole:
+        asked = {"key": "a", "environment": "sandbox", "endpoint": "x", "client_ip": "192.0.2.1", **asked}
+    text = raw(asked).decode(errors="surrogatepass")
+    spaced = text.replace('":', data.draw(st.sampled_from(['":', '" :', '"\n:']))).replace(", ", " , ")
+    body = spaced.encode(errors="surrogatepass")
+    plain = read_plain(body)
+    assert plain is None or plain == wholly(body)
+    if plain is not None:
+        others = set(usual) - {"key", "environment", "endpoint", "client_ip", "user_agent"}
+        assert all(getattr(plain, name) is UNSET for name in others)
+
+
+@pytest.mark.parametrize("colon", [":", " :", "\t:", "\n :"])
+@pytest.mark.parametrize(
+    "more",
+    ['"merchant"%s"globex"', '"dry_run"%strue', '"cost"%s9', '"key"%s"b"', '"customer_token"%s"x"', '"store"%snull'],
+)
+def test_requests_with_another_field_are_not_plain(more: str, colon: str) -> None:
+    """Found here: a blank before the colon hid a field from the count of names."""
+    start = '{"key":"a","environment":"sandbox","endpoint":"x"'
+    for before in (start, f'{start},"client_ip":"192.0.2.1"'):
+        assert read_plain(f"{before},{more % colon}}}".encode()) is None
+    assert read_plain(b'{"key":"a","environment" : "sandbox", "endpoint":"x"}') is not None
+
+
+def test_requests_name_of_a_field_that_is_a_key_is_not_repeated() -> None:
+    """Guarantee: an answer never carries a secret back, whatever it was sent as."""
+    text = "kv_prv_sbx_" + "A" * 65
+    with pytest.raises(RequestInvalidError) as refused:
+        read_verify(json.dumps({"key": None, "environment": "sandbox", "endpoint": "a.b", text: 1}).encode())
+    assert all("A" * 43 not in fault.pointer for fault in refused.value.faults)

@@ -1,0 +1,192 @@
+"""Campaigns in the console: asked for, approved as shown, watched with a bar, paused, resumed, told in plain words."""
+
+from typing import Any
+
+import pytest
+
+from keyvault.access.principals import Operator
+from keyvault.domain.environments import Environment
+from keyvault.models import Account
+from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import Pace
+from rotation.domain.policy import Proof
+from rotation.models import Campaign, CampaignState
+from rotation.services.campaigns.campaigns import get_campaign
+from rotation.services.campaigns.runner import tick
+from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
+from tests.factories import account, issue, make_merchant, now
+from tests.rotation.campaigning import asked, become, oldest
+from tests.rotation.scene import Clock
+
+pytestmark = pytest.mark.database
+
+C = CampaignState
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+
+FIELDS = {
+    "environment": "sandbox",
+    "merchants": ["acme"],
+    "older_than_days": "",
+    "per_minute": "20",
+    "concurrency": "5",
+    "halt_on_stall": "on",
+    "halt_at_failed_percent": "15",
+    "proof": "ack",
+    "quiet_seconds": "2h",
+    "quarantine_seconds": "90",
+    "expires_in_days": "",
+    "reason": "yearly",
+}
+
+
+@pytest.fixture
+def desk(db: None) -> Desk:
+    return set_up_desk()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(now())
+
+
+def many(count: int, clock: Clock, environment: Environment = SANDBOX) -> list[Account]:
+    """Accounts with one key each."""
+    accounts = []
+    for number in range(count):
+        make_merchant(f"merchant-{number}")
+        accounts.append(account(f"merchant-{number}", environment))
+        issue(accounts[-1], at=clock.now)
+    return accounts
+
+
+def page_of(operator: Operator, row: Campaign) -> str:
+    return text_of(browser(operator).get(address("rotation_campaign_change", row.pk)))
+
+
+def do(operator: Operator, act: str, row: Campaign, **fields: str) -> Any:
+    """The act as its page offers it, with what that carries unseen."""
+    client, where = browser(operator), address(f"rotation_campaign_{act}", row.pk)
+    shown = client.get(where)
+    unseen = {name: hidden(shown, name) for name in ("version", "plan_digest") if f'name="{name}"' in text_of(shown)}
+    return client.post(where, {**unseen, **fields})
+
+
+def test_campaign_asked_for_has_the_plan_and_pace_of_the_form(desk: Desk, clock: Clock) -> None:
+    issue(desk.sandbox)
+    many(1, clock)
+    client = browser(desk.tam)
+    offered = text_of(client.get(address("rotation_campaign_request")))
+    assert '<option value="merchant-0">' in offered
+    answer = client.post(address("rotation_campaign_request"), FIELDS)
+    row = Campaign.objects.get()
+    assert answer["Location"] == address("rotation_campaign_change", row.pk)
+    assert (row.state, row.reason, row.selection["merchants"]) == (C.RUNNING, "yearly", ["acme"])
+    assert Pace.from_json(row.pace) == Pace(20, 5, halt_on_stall=True, halt_at_failed_percent=15)
+    wish = {"reason": "yearly", "proof": Proof.ACK, "quiet_seconds": 7_200, "quarantine_seconds": 90}
+    assert row.wish == wish
+    assert row.members.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("merchants", "nobody", "nobody is not one of the available choices"),
+        ("per_minute", "0", "greater than or equal to 1"),
+        ("concurrency", "many", "Enter a whole number"),
+        ("halt_at_failed_percent", "101", "less than or equal to 100"),
+        ("older_than_days", "30", "No credential is selected; left out: 1 too young."),
+        ("quiet_seconds", "0", "sandbox takes 1 to"),
+        ("reason", "", "This field is required"),
+    ],
+)
+def test_campaign_asked_for_wrongly_says_so_on_the_page(desk: Desk, field: str, value: str, said: str) -> None:
+    issue(desk.sandbox)
+    answer = browser(desk.tam).post(address("rotation_campaign_request"), {**FIELDS, field: value})
+    assert answer.status_code in {400, 409, 422}
+    assert said in text_of(answer)
+    assert not Campaign.objects.exists()
+
+
+def test_campaign_in_production_is_approved_by_a_second_person_as_shown(desk: Desk, clock: Clock) -> None:
+    """The page of the approval carries the digest of what it shows; whoever asked gets no such page."""
+    many(2, clock, PRODUCTION)
+    row = asked(clock, environment=PRODUCTION, by=desk.admin)
+    assert "it takes a second person to approve it" in page_of(desk.admin, row)
+    assert do(desk.admin, "approve", row).status_code == 409
+    waiting = text_of(browser(desk.approver).get("/admin/"))
+    assert "Campaigns that you may approve" in waiting
+    assert do(desk.approver, "approve", row, plan_digest="0" * 64).status_code == 409
+    assert do(desk.approver, "approve", row).status_code == 302
+    assert get_campaign(row.pk).state == C.RUNNING
+
+
+def test_campaign_rejected_tells_whoever_asked_why(desk: Desk, clock: Clock) -> None:
+    many(1, clock, PRODUCTION)
+    row = asked(clock, environment=PRODUCTION, by=desk.tam)
+    assert do(desk.approver, "reject", row, why="not this week").status_code == 302
+    assert "Closed (not this week). 1 credential will not begin any more" in page_of(desk.tam, row)
+
+
+def test_campaign_page_shows_bars_and_members_with_those_in_trouble_first(desk: Desk, clock: Clock) -> None:
+    many(5, clock)
+    row = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=None))
+    tick(clock.tick(5))
+    become(oldest(row), S.OVERLAP, clock)
+    stalled = oldest(row)
+    become(stalled, S.STALLED, clock)
+    page = page_of(desk.auditor, row)
+    assert '<progress class="bar" max="5" value="1"></progress> <span class="bar-text">1 of 5 (20 %)</span>' in page
+    rows = (
+        page.split("Credentials, those in trouble first")[1].split("<tbody>")[1].split("</table>")[0].split("<tr>")[1:]
+    )
+    assert stalled.rotation_id in rows[0]
+    assert address("rotation_rotation_change", stalled.pk) in rows[0]
+    assert "waiting" in rows[-1]
+    assert 'http-equiv="refresh"' in page
+    assert "style=" not in page
+
+
+def test_campaign_halted_says_what_to_do_and_goes_on_with_a_reason(desk: Desk, clock: Clock) -> None:
+    many(4, clock)
+    row = asked(clock, pace=Pace(per_minute=24))
+    tick(clock.tick(5))
+    become(oldest(row), S.STALLED, clock)
+    tick(clock.tick(5))
+    page = page_of(desk.tam, row)
+    assert "Halted: a rotation stalled. No more rotations begin" in page
+    assert "Halted campaigns" in text_of(browser(desk.tam).get("/admin/"))
+    refused = do(desk.tam, "resume", row, why="")
+    assert refused.status_code >= 400
+    assert "with a reason" in text_of(refused)
+    assert do(desk.tam, "resume", row, why="its backend is back").status_code == 302
+    assert get_campaign(row.pk).state == C.RUNNING
+
+
+def test_campaign_paused_and_cancelled_by_a_responder_at_once(desk: Desk, clock: Clock) -> None:
+    """Whoever responds to an incident stops a campaign without filling in anything."""
+    many(3, clock)
+    row = asked(clock, pace=Pace(per_minute=12))
+    tick(clock.tick(5))
+    assert do(desk.responder, "pause", row).status_code == 302
+    assert "Paused. No more rotations begin until somebody resumes it." in page_of(desk.responder, row)
+    assert do(desk.responder, "cancel", row).status_code == 302
+    page = page_of(desk.responder, row)
+    assert "2 credentials will not begin any more; those under way go on." in page
+    assert "not begun" in page
+
+
+def test_campaign_acts_are_offered_to_those_who_may_and_when_they_fit(desk: Desk, clock: Clock) -> None:
+    many(1, clock)
+    row = asked(clock)
+    assert address("rotation_campaign_pause", row.pk) in page_of(desk.tam, row)
+    assert address("rotation_campaign_resume", row.pk) not in page_of(desk.tam, row)
+    for act in ("pause", "cancel"):
+        assert address(f"rotation_campaign_{act}", row.pk) not in page_of(desk.auditor, row)
+
+
+def test_campaign_list_finds_by_credential(desk: Desk, clock: Clock) -> None:
+    many(2, clock)
+    row = asked(clock)
+    asked_of = row.members.order_by("pk")[0].credential_id
+    found = text_of(browser(desk.auditor).get(f"{address('rotation_campaign_changelist')}?q={asked_of}"))
+    assert address("rotation_campaign_change", row.pk) in found

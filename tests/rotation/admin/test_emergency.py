@@ -1,0 +1,246 @@
+"""Emergencies in the console: two clicks from what leaked to its end, and to the replacement."""
+
+import html
+import re
+from datetime import timedelta
+
+import pytest
+
+from keyvault.domain.keys import KeyState
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key
+from keyvault.services.keys.lifecycle import get_key
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from tests.admin.conftest import desk
+from tests.admin.desk import Desk, address, browser, text_of
+from tests.factories import PRODUCTION, issue, now
+from tests.rotation.services.rotations.test_emergency_races import revoke
+
+__all__ = ["desk"]
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+ON = {"replace": "on"}
+
+
+def fresh(key: Key) -> Key:
+    found = get_key(key.pk)
+    assert found is not None
+    return found
+
+
+def test_key_reported_in_the_console_gets_a_replacement_in_the_same_click(desk: Desk) -> None:
+    """From the key's page: the button, and the form that is filled in already; one responder, in production."""
+    key, _ = issue(desk.production)
+    client, page = browser(desk.responder), address("keyvault_key_report-compromise", key.pk)
+    assert page in text_of(client.get(address("keyvault_key_change", key.pk)))
+    form = text_of(client.get(page))
+    assert "only active key" in form
+    assert "checked" in form
+    shown = text_of(client.post(page, {"reason": "in a gist", **ON}, follow=True))
+    rotation = Rotation.objects.get()
+    assert f"The replacement comes with rotation {rotation}." in shown
+    assert (fresh(key).state, rotation.state) == (KeyState.COMPROMISED, S.EMERGENCY)
+
+
+def test_key_reported_without_the_wish_is_revoked_and_nothing_more(desk: Desk) -> None:
+    """What stops a key needs no field to be filled in."""
+    key, _ = issue(desk.production)
+    answer = browser(desk.responder).post(address("keyvault_key_report-compromise", key.pk))
+    assert answer.status_code == 302
+    assert fresh(key).state == KeyState.COMPROMISED
+    assert not Rotation.objects.exists()
+
+
+def test_credential_reported_ends_all_its_keys_and_asks_once(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    client, page = browser(desk.responder), address("keyvault_credential_compromised", key.credential_id)
+    assert page in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
+    shown = text_of(client.post(page, ON, follow=True))
+    assert "1 key is revoked: refused for ever." in shown
+    assert fresh(key).state == KeyState.COMPROMISED
+    assert Rotation.objects.get().state == S.EMERGENCY
+    assert client.post(page, ON).status_code == 400, "there is nothing left to end"
+
+
+def test_leaked_keys_pasted_end_and_their_strings_are_shown_nowhere(desk: Desk) -> None:
+    """Whole keys may be pasted as they were found: neither the answer nor a later page has them."""
+    made = [issue(desk.sandbox), issue(desk.production)]
+    client, page = browser(desk.responder), address("keyvault_key_leak")
+    assert page in text_of(client.get("/admin/"))
+    pasted = "\r\n".join([made[0][1].reveal(), made[1][0].key_id, "0" * 16, "nonsense"])
+    shown = text_of(client.post(page, {"key_ids": pasted, **ON}, follow=True))
+    assert "2 keys are revoked: refused for ever." in shown
+    assert f"NOT revoked, 2: {'0' * 16}: There is no such key; no. 4: This is no key id" in shown
+    assert made[0][1].reveal() not in shown
+    assert {fresh(key).state for key, _ in made} == {KeyState.COMPROMISED}
+    assert Rotation.objects.count() == 2
+
+
+def test_leak_of_too_many_keys_is_refused_in_words(desk: Desk) -> None:
+    many = "\n".join(f"{number:016}" for number in range(501))
+    answer = browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": many})
+    assert answer.status_code == 400
+    assert "1 to 500 of them" in text_of(answer)
+
+
+def test_leak_report_that_recognizes_nothing_is_an_error_that_keeps_the_form(desk: Desk) -> None:
+    """Nobody reads "0 keys are revoked" in green: the report failed, says so line by line, and may be corrected."""
+    key, text = issue(desk.sandbox)
+    cut = text.reveal()[:-3]
+    answer = browser(desk.responder).post(
+        address("keyvault_key_leak"), {"key_ids": f"{cut}\r\n{'0' * 16}", "reason": "in a gist", **ON}, follow=True
+    )
+    shown = text_of(answer)
+    assert answer.status_code == 400
+    assert "No key was revoked." in shown
+    assert 'class="success"' not in shown
+    assert "no. 1: This is no key id, and no whole key." in shown
+    assert f"{'0' * 16}: There is no such key." in shown
+    assert "in a gist" in shown
+    assert fresh(key).state == KeyState.ACTIVE
+
+
+def test_leak_report_that_is_refused_shows_no_secret_again(desk: Desk) -> None:
+    """What was pasted comes back with its key ids, to be corrected, and without one character of a secret."""
+    key, text = issue(desk.sandbox)
+    secret = text.reveal()[-49:-3]
+    too_many = "\n".join(f"{number:016}" for number in range(501))
+    for pasted in (text.reveal()[:-3], f"{too_many}\n{text.reveal()[:-3]}"):
+        shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}))
+        assert key.key_id in shown
+        assert secret[:8] not in shown
+
+
+def test_leak_report_of_which_a_part_is_not_recognized_is_a_warning(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    pasted = f"{key.key_id} nonsense"
+    shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}, follow=True))
+    assert "1 key is revoked: refused for ever. NOT revoked, 1:" in shown
+    assert 'class="warning"' in shown
+    assert 'class="success"' not in shown
+
+
+def test_leak_of_a_key_can_be_preset_by_the_address(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    form = browser(desk.responder).get(f"{address('keyvault_key_leak')}?key={key.key_id}")
+    assert key.key_id in text_of(form)
+
+
+def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -> None:
+    """Its page offers it, the form asks why, and the rotation waits for its approval."""
+    key, _ = issue(desk.production)
+    client, page = browser(desk.tam), address("keyvault_credential_reissue", key.credential_id)
+    credential_page = address("keyvault_credential_change", key.credential_id)
+    assert page not in text_of(client.get(credential_page)), "it has a key that is good"
+    assert client.post(page, {"reason": "x"}).status_code == 409
+    revoke(desk.responder, key)
+    assert page in text_of(client.get(credential_page))
+    assert client.post(page, {"reason": ""}).status_code == 400
+    shown = text_of(client.post(page, {"reason": "the last one\nleaked"}, follow=True))
+    rotation = Rotation.objects.get()
+    assert f"Rotation {rotation} is asked for" in shown
+    assert (rotation.state, rotation.approvals_needed, rotation.approved_plan.reason) == (
+        S.EMERGENCY,
+        1,
+        "the last one leaked",
+    )
+    assert page not in shown, "one is open already"
+
+
+def ended(desk: Desk, how: str) -> Rotation:
+    """A reissue of a credential whose only key ended that way; approval is open."""
+    is_expired = how == "expired"
+    key, _ = issue(desk.production, at=now() - timedelta(days=40), expires_in_days=30 if is_expired else None)
+    if how == "compromised":
+        browser(desk.responder).post(address("keyvault_key_report-compromise", key.pk))
+    elif how == "revoked":
+        revoke(desk.responder, key)
+    browser(desk.tam).post(address("keyvault_credential_reissue", key.credential_id), {"reason": "it leaked"})
+    return Rotation.objects.get(credential_id=key.credential_id)
+
+
+UNTRUE_OF_A_DEAD_KEY = (
+    "both keys stay",
+    "both keys verify",
+    "old key stays",
+    "the key stays as it is",
+    "shop",
+)
+
+
+@pytest.mark.parametrize("how", ["compromised", "revoked", "expired"])
+def test_emergency_plan_says_nothing_that_is_untrue_of_a_dead_key(desk: Desk, how: str) -> None:
+    """Whoever approves an emergency reads what will happen: nothing waits for the silence of a key that has ended."""
+    rotation = ended(desk, how)
+    assert rotation.state == S.EMERGENCY
+    client = browser(desk.approver)
+    page = text_of(client.get(address("rotation_rotation_change", rotation.pk)))
+    timeline = page.split('<ol class="steps">')[1].split("</ol>")[0]
+    for state in ("overlap", "quarantine", "revoking"):
+        assert state not in timeline
+    for url in (
+        address("rotation_rotation_change", rotation.pk),
+        address("rotation_rotation_approve", rotation.pk),
+        address("rotation_rotation_reject", rotation.pk),
+    ):
+        shown = text_of(client.get(url))
+        for label in (
+            *("Deadline", "When the deadline passes", "Proof", "Traffic that proves it", "Quiet period", "Quarantine"),
+            *("Nobody had used the old key when this was asked", "Used in quarantine, the old key is"),
+        ):
+            row = fact(shown, label)
+            assert row.endswith("without effect: the old key has ended"), (url, label, row)
+        for words in UNTRUE_OF_A_DEAD_KEY:
+            assert words not in without_plan(shown).lower(), (url, words)
+
+
+def test_emergency_plan_still_shows_every_field_that_the_digest_covers(desk: Desk) -> None:
+    rotation = ended(desk, "revoked")
+    shown = text_of(browser(desk.approver).get(address("rotation_rotation_approve", rotation.pk)))
+    assert "it stalls" in fact(shown, "When the deadline passes")
+    assert rotation.plan_digest in shown
+
+
+def test_emergency_that_is_aborted_says_what_becomes_of_the_credential(desk: Desk) -> None:
+    rotation = ended(desk, "compromised")
+    client, url = browser(desk.tam), address("rotation_rotation_abort", rotation.pk)
+    page = text_of(client.get(url))
+    assert "The credential stays without a key that is good." in page
+    assert "The old key stays as it is" not in page
+    form = {"version": rotation.version, "why": "not needed"}
+    shown = text_of(client.post(url, form, follow=True))
+    assert "Aborted. The credential stays without a key that is good." in shown
+
+
+def fact(shown: str, label: str) -> str:
+    """What the page says beside the label."""
+    found = re.search(rf"<dt>{re.escape(label)}</dt>\s*<dd>(.*?)</dd>", shown, re.DOTALL)
+    assert found is not None, label
+    return re.sub(r"<[^>]*>", "", html.unescape(found[1])).strip()
+
+
+def without_plan(shown: str) -> str:
+    """The page less the rows of the plan, which are each said to be without effect."""
+    return re.sub(r"<dd>[^<]*(<[^>]*>[^<]*)*?without effect: the old key has ended\s*</dd>", "", shown)
+
+
+def test_credential_reissue_is_not_offered_to_who_may_not_ask(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    revoke(desk.responder, key)
+    page = address("keyvault_credential_reissue", key.credential_id)
+    for operator in (desk.auditor, desk.approver):
+        client = browser(operator)
+        assert page not in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
+        assert client.post(page, {"reason": "x"}).status_code == 403
+
+
+def test_key_revoked_page_says_what_happens(desk: Desk) -> None:
+    """Before the button: whom it hits, that nothing holds it up, and what would be gentler."""
+    key, _ = issue(desk.sandbox)
+    form = text_of(browser(desk.responder).get(address("keyvault_key_revoke", key.pk)))
+    for words in ("refused at once and for ever", "no way back", "It was never used.", "Rotate it instead"):
+        assert words in form
+    assert PRODUCTION not in form
+    assert RevocationReason.SUPERSEDED in form

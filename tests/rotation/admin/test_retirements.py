@@ -1,0 +1,132 @@
+"""The date on which an old public key is retired, in the console: asked for, seen beside its users, approved."""
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Account
+from keyvault.models.usage import Outcome
+from keyvault.services.usage.recorder import UsageLog
+from rotation.models import Retirement, Rotation
+from rotation.services.rotations.interventions import ask_retirement
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import request_rotation
+from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
+from tests.factories import grant, issue, now
+
+pytestmark = pytest.mark.database
+
+
+@pytest.fixture
+def desk(db: None) -> Desk:
+    return set_up_desk()
+
+
+def rotated(desk: Desk, place: Account) -> Rotation:
+    key, _ = issue(place, kind=KeyKind.PUBLIC, label="web-shop")
+    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, Wish(reason="yearly"))
+
+
+def in_days(days: int) -> datetime:
+    return (now() + timedelta(days=days)).replace(second=0, microsecond=0)
+
+
+def dated(desk: Desk, row: Rotation, days: int = 90) -> Retirement:
+    return ask_retirement(grant(desk.tam, P.ROTATIONS_WRITE, row.credential.account), row, in_days(days))
+
+
+def page(row: Retirement, act: str = "change") -> str:
+    return address(f"rotation_retirement_{act}", row.pk)
+
+
+def test_date_is_asked_for_and_counts_once_a_second_person_has_approved_it(desk: Desk) -> None:
+    row = rotated(desk, desk.production)
+    client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
+    sent = {"version": hidden(client.get(url), "version"), "retire_at": f"{in_days(90):%Y-%m-%dT%H:%M}"}
+    assert client.post(url, sent).status_code == 302
+    asked = Retirement.objects.get()
+    assert get_rotation(row.pk).retire_at is None
+    assert page(asked) in text_of(client.get(address("rotation_rotation_change", row.pk)))
+    approver = browser(desk.approver)
+    assert "Retirement dates that you may approve" in text_of(approver.get("/admin/"))
+    version = hidden(approver.get(page(asked, "approve")), "version")
+    assert approver.post(page(asked, "approve"), {"version": version}).status_code == 302
+    assert get_rotation(row.pk).retire_at == in_days(90)
+    shown = text_of(approver.get(address("rotation_rotation_change", row.pk)))
+    assert "The old key is retired at" in shown
+    assert approver.get(page(asked, "approve")).status_code == 409
+
+
+def test_date_in_sandbox_counts_at_once(desk: Desk) -> None:
+    row = rotated(desk, desk.sandbox)
+    asked = dated(desk, row)
+    assert get_rotation(row.pk).retire_at == asked.retire_at
+    assert "approved" in text_of(browser(desk.tam).get(page(asked)))
+
+
+@pytest.mark.parametrize("sent", ["2020-01-01T00:00", "2999-01-01T00:00", "soon", ""])
+def test_date_that_cannot_be_says_so_beside_the_field(desk: Desk, sent: str) -> None:
+    row = rotated(desk, desk.production)
+    client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
+    answer = client.post(url, {"version": row.version, "retire_at": sent})
+    assert answer.status_code == 400
+    assert 'class="errorlist"' in text_of(answer)
+    assert not Retirement.objects.exists()
+
+
+def test_date_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
+    """Four eyes: the person who asked for the date cannot approve it; the one who asked for the rotation can."""
+    row = rotated(desk, desk.production)
+    asked = ask_retirement(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), row, in_days(90))
+    client = browser(desk.admin)
+    assert "it takes a second person" in text_of(client.get(page(asked)))
+    assert page(asked, "approve") not in text_of(client.get(page(asked)))
+    assert client.get(page(asked, "approve")).status_code == 409
+    assert client.post(page(asked, "approve"), {"version": asked.version}).status_code == 409
+    assert get_rotation(row.pk).retire_at is None
+
+
+def test_date_that_was_overtaken_by_a_later_one_cannot_be_approved(desk: Desk) -> None:
+    row = rotated(desk, desk.production)
+    first, second = dated(desk, row, 30), dated(desk, row, 90)
+    client = browser(desk.approver)
+    assert client.get(page(first, "approve")).status_code == 409
+    assert client.post(page(first, "approve"), {"version": first.version}).status_code == 409
+    assert "a later date was asked for" in text_of(client.get(page(first)))
+    assert client.post(page(second, "approve"), {"version": second.version}).status_code == 302
+
+
+def test_date_is_shown_beside_the_shops_and_versions_that_still_use_the_key(desk: Desk) -> None:
+    row = rotated(desk, desk.production)
+    log = UsageLog()
+    log.note(
+        row.predecessor_id,
+        source="192.0.2.9",
+        user_agent="ShopApp/4.1 <b>",
+        endpoint="checkout.create",
+        outcome=Outcome.ALLOWED,
+        origin="https://shop.example",
+    )
+    log.flush()
+    text = text_of(browser(desk.approver).get(page(dated(desk, row), "approve")))
+    assert "https://shop.example · ShopApp/4.1 &lt;b&gt;: last on" in text
+
+
+def test_date_is_never_asked_for_a_private_key(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, Wish())
+    client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
+    assert client.get(url).status_code == 409
+    sent = {"version": row.version, "retire_at": f"{in_days(90):%Y-%m-%dT%H:%M}"}
+    assert client.post(url, sent).status_code == 409
+    assert "Dates asked for" not in text_of(client.get(address("rotation_rotation_change", row.pk)))
+
+
+def test_list_of_dates_opens(desk: Desk) -> None:
+    asked = dated(desk, rotated(desk, desk.production))
+    text = text_of(browser(desk.auditor).get(address("rotation_retirement_changelist")))
+    assert page(asked) in text
+    assert "awaiting approval" in text

@@ -1,0 +1,303 @@
+"""What is done to a rotation in the console: by whom, in which state, with which words, and what came of it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, BreakGlass, Key, Notice
+from keyvault.services.approvals.break_glass import review_break_glass
+from keyvault.services.keys.lifecycle import revoke_key
+from rotation.admin.rotation_actions import ACTS
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import Proof
+from rotation.models import Retirement, Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key, request_rotation
+from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of
+from tests.factories import grant, issue, make_operator, now
+
+pytestmark = pytest.mark.database
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def desk(db: None) -> Desk:
+    return set_up_desk()
+
+
+def page(row: Rotation, act: str = "change") -> str:
+    return address(f"rotation_rotation_{act}", row.pk)
+
+
+def asked(desk: Desk, environment: Environment = Environment.PRODUCTION, kind: KeyKind = KeyKind.PRIVATE) -> Rotation:
+    place = desk.production if environment is Environment.PRODUCTION else desk.sandbox
+    key, _ = issue(place, kind=kind, label=f"{kind}-{environment}")
+    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, Wish(reason="yearly"))
+
+
+def emergency(desk: Desk) -> Rotation:
+    key, _ = issue(desk.production, label="leaked")
+    revoke_key(grant(desk.responder, P.KEYS_REVOKE, desk.production), key, RevocationReason.UNSPECIFIED)
+    return reissue_key(grant(desk.tam, P.ROTATIONS_WRITE, desk.production), key.credential, "leaked")
+
+
+def delivered(desk: Desk, kind: KeyKind = KeyKind.PRIVATE) -> Rotation:
+    row = asked(desk, Environment.SANDBOX, kind)
+    advance_rotation(row.pk)
+    row = get_rotation(row.pk)
+    assert row.state == S.AWAITING_PROOF
+    return row
+
+
+def send(row: Rotation, act: str, client: Any, **fields: Any) -> Any:
+    """The act's form as the page gave it, filled in."""
+    shown = client.get(page(row, act))
+    carried = {name: hidden(shown, name) for name in ("version", "plan_digest") if f'name="{name}"' in text_of(shown)}
+    return client.post(page(row, act), {**carried, **fields})
+
+
+def snapshot() -> list[Any]:
+    tables = (Rotation, Retirement, BreakGlass, AuditEntry, Key)
+    return [list(table._default_manager.order_by("pk").values()) for table in tables]
+
+
+WAITING = {"approve": asked, "reject": asked, "bypass": asked, "abort": asked}
+"""Acts on a rotation that was just asked for; the others are on one that was delivered."""
+
+FAR = f"{now() + timedelta(days=400):%Y-%m-%dT%H:%M}"
+FIELDS = {"why": "because", "reason": "because", "deadline": FAR, "retire_at": FAR, "key_id": "A" * 16}
+
+UNPERMITTED = [
+    pytest.param(act, role, id=f"{act.name}-{role}")
+    for act in ACTS
+    for role in Role
+    if act.permission not in ROLE_PERMISSIONS[role]
+]
+
+
+def fitting(desk: Desk, act: str) -> Rotation:
+    if act in {"retire", "confirm"}:
+        return delivered(desk, KeyKind.PUBLIC)
+    return WAITING.get(act, delivered)(desk)
+
+
+@pytest.mark.parametrize(("act", "role"), UNPERMITTED)
+def test_act_by_a_role_without_its_permission_is_refused_and_changes_nothing(desk: Desk, act: Any, role: Role) -> None:
+    """A button that is hidden is no protection: the POST itself is refused, whatever it carries."""
+    row = fitting(desk, act.name)
+    client = browser(make_operator("somebody", role))
+    assert page(row, act.name) not in text_of(client.get(page(row)))
+    before = snapshot()
+    answer = client.post(page(row, act.name), {**FIELDS, "version": row.version, "plan_digest": row.plan_digest})
+    assert answer.status_code == 403
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
+def test_act_on_a_closed_rotation_is_a_conflict_and_changes_nothing(desk: Desk, act: Any) -> None:
+    row = asked(desk)
+    client = browser(desk.admin)
+    assert send(row, "reject", client, why="no").status_code == 302
+    row = get_rotation(row.pk)
+    assert page(row, act.name) not in text_of(client.get(page(row)))
+    before = snapshot()
+    assert client.get(page(row, act.name)).status_code == 409
+    sent = {**FIELDS, "version": row.version, "plan_digest": row.plan_digest}
+    assert client.post(page(row, act.name), sent).status_code == 409
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("act", ["resume", "extend", "abort", "roll-back", "retire"])
+def test_act_from_a_page_that_is_out_of_date_is_a_conflict(desk: Desk, act: str) -> None:
+    """What makes something good again is done to what was seen, and to nothing newer."""
+    row = fitting(desk, act)
+    answer = browser(desk.admin).post(page(row, act), {**FIELDS, "version": row.version - 1})
+    assert answer.status_code == 409
+    assert get_rotation(row.pk).version == row.version
+
+
+# --- the second person, and the way round them ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [asked, emergency])
+def test_approval_of_an_emergency_is_the_same_four_eyes(desk: Desk, make: Callable[[Desk], Rotation]) -> None:
+    row = make(desk)
+    assert send(row, "approve", browser(desk.approver)).status_code == 302
+    assert get_rotation(row.pk).approvals.count() == 1
+    assert browser(desk.approver).get(page(row, "approve")).status_code == 409
+
+
+def test_emergency_may_be_rejected_and_is_first_on_the_front_page(desk: Desk) -> None:
+    row = emergency(desk)
+    client = browser(desk.approver)
+    assert "Emergencies that you may approve" in text_of(client.get("/admin/"))
+    assert "Emergencies that wait for approval" in text_of(browser(desk.tam).get("/admin/"))
+    shown = text_of(client.get(page(row)))
+    assert '<span class="step-label">emergency</span>' in shown
+    assert send(row, "reject", client, why="wrong credential").status_code == 302
+    assert get_rotation(row.pk).state == S.REJECTED
+    assert "Emergencies" not in text_of(client.get("/admin/")).split("Nothing of:")[0]
+
+
+def test_emergency_with_enough_approvals_waits_for_nobody(desk: Desk) -> None:
+    row = emergency(desk)
+    allowed = grant(desk.approver, P.ROTATIONS_APPROVE, desk.production, row.requester_person)
+    approve_rotation(allowed, row, row.plan_digest)
+    client = browser(desk.admin)
+    assert "Emergencies" not in text_of(client.get("/admin/")).split("Nothing of:")[0]
+    assert client.get(page(row, "approve")).status_code == 409
+
+
+def test_bypass_says_what_it_means_and_needs_a_reason(desk: Desk) -> None:
+    row = asked(desk)
+    client = browser(desk.responder)
+    shown = text_of(client.get(page(row, "bypass")))
+    assert "This is break-glass" in shown
+    assert "act-danger" in shown
+    assert row.plan_digest in shown
+    assert send(row, "bypass", client, reason="").status_code == 400
+    assert send(row, "bypass", client, reason="  \t").status_code == 400
+    assert client.post(page(row, "bypass"), {"plan_digest": "0" * 64, "reason": "x"}).status_code == 409
+    assert not BreakGlass.objects.exists()
+    assert get_rotation(row.pk).state == S.AWAITING_APPROVAL
+
+
+def test_bypass_stays_in_sight_until_a_second_person_has_reviewed_it(desk: Desk) -> None:
+    """On the front page, in the list and on the rotation, whatever becomes of the rotation meanwhile."""
+    row = asked(desk)
+    assert send(row, "bypass", browser(desk.responder), reason="leak on a laptop").status_code == 302
+    row = get_rotation(row.pk)
+    assert (row.state, row.approvals.count()) == (S.SCHEDULED, 0)
+    assert Notice.objects.filter(kind="rotation.bypassed", is_alarm=True).exists()
+    advance_rotation(row.pk)
+    act = BreakGlass.objects.get()
+    review = address("keyvault_breakglass_change", act.pk)
+    client = browser(desk.approver)
+    assert review in text_of(client.get(page(row)))
+    assert review not in text_of(browser(desk.tam).get(page(row)))
+    assert "Bypass, not reviewed yet: responder" in text_of(browser(desk.tam).get(page(row)))
+    assert "Begun without the second person, not reviewed" in text_of(browser(desk.tam).get("/admin/"))
+    listed = address("rotation_rotation_changelist")
+    assert "badge-bypass_not_reviewed" in text_of(client.get(listed))
+    assert row.pk in text_of(client.get(f"{listed}?bypass=open"))
+    review_break_glass(grant(desk.approver, P.BREAK_GLASS_REVIEW, requester_person=act.person), act)
+    assert "not reviewed" not in text_of(client.get(page(row)))
+    assert row.pk not in text_of(client.get(f"{listed}?bypass=open"))
+    assert row.pk in text_of(client.get(f"{listed}?bypass=all"))
+    assert "Begun without the second person" in text_of(client.get(page(row)))
+
+
+# --- on its way -----------------------------------------------------------------------------------------------
+
+
+def test_extension_moves_the_deadline_and_says_what_the_plan_said(desk: Desk) -> None:
+    row = delivered(desk)
+    client = browser(desk.tam)
+    answer = send(row, "extend", client, deadline="2020-01-01T00:00")
+    assert answer.status_code == 400
+    assert "later than now" in text_of(answer)
+    later = (now() + timedelta(days=90)).replace(second=0, microsecond=0)
+    assert send(row, "extend", client, deadline=f"{later:%Y-%m-%dT%H:%M}").status_code == 302
+    assert get_rotation(row.pk).deadline_at == later
+    assert "extended, the plan says" in text_of(client.get(page(row)))
+
+
+def test_roll_back_after_delivery_writes_the_old_key_back(desk: Desk) -> None:
+    row = delivered(desk)
+    client = browser(desk.tam)
+    shown = text_of(client.get(page(row)))
+    assert page(row, "roll-back") in shown
+    assert page(row, "abort") not in shown
+    assert "same rules of silence" in text_of(client.get(page(row, "roll-back")))
+    assert send(row, "roll-back", client, why="cannot switch").status_code == 302
+    advance_rotation(row.pk)
+    row = get_rotation(row.pk)
+    assert (row.state, row.predecessor.state, row.replacement and row.replacement.state) == (
+        S.ROLLING_BACK,
+        "active",
+        "active",
+    )
+    shown = text_of(client.get(page(row)))
+    assert '<span class="step-label">rolling back</span>' in shown
+    assert '<span class="step-label">rolled back</span>' in shown
+    assert "Who still uses the replacement" in shown
+    assert "The old key written back" in shown
+
+
+def test_roll_back_before_delivery_is_a_conflict(desk: Desk) -> None:
+    row = asked(desk)
+    answer = browser(desk.tam).post(page(row, "roll-back"), {"version": row.version, "why": "x"})
+    assert answer.status_code == 409
+    assert "abort it instead" in text_of(answer)
+    assert get_rotation(row.pk).state == S.AWAITING_APPROVAL
+
+
+def test_confirmation_says_who_told_and_proves_a_public_key(desk: Desk) -> None:
+    row = delivered(desk, KeyKind.PUBLIC)
+    client = browser(desk.tam)
+    assert "Rotations that wait for an operator&#x27;s word" in text_of(client.get("/admin/"))
+    assert send(row, "confirm", client, why="").status_code == 400
+    assert send(row, "confirm", client, why="Ada of Acme, by telephone").status_code == 302
+    advance_rotation(row.pk)
+    shown = text_of(client.get(page(row)))
+    assert get_rotation(row.pk).state == S.OVERLAP
+    assert "Confirmed by an operator" in shown
+    assert "Ada of Acme, by telephone" in shown
+    assert "an operator&#x27;s word" not in text_of(client.get("/admin/")).split("Nothing of:")[0]
+
+
+def test_confirmation_of_what_traffic_proves_is_not_offered(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
+    row = request_rotation(allowed, key.credential, Wish(proof=Proof.ACK))
+    assert browser(desk.tam).get(page(row, "confirm")).status_code == 409
+
+
+def test_key_of_a_reissued_credential_is_collected_after_it_completed(desk: Desk) -> None:
+    """The only key there is was never shown: that the rotation is closed must not keep it from its owner."""
+    key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE)
+    revoke_key(grant(desk.responder, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.UNSPECIFIED)
+    row = reissue_key(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, "lost")
+    advance_rotation(row.pk)
+    assert get_rotation(row.pk).state == S.COMPLETED
+    client = browser(desk.tam)
+    assert "Replacements for you to collect" in text_of(client.get("/admin/"))
+    assert SHAPED.search(text_of(send(row, "collect", client))) is not None
+
+
+def test_public_replacement_is_shown_on_its_own_page_and_collected_by_nobody(desk: Desk) -> None:
+    row = delivered(desk, KeyKind.PUBLIC)
+    client = browser(desk.tam)
+    assert client.get(page(row, "collect")).status_code == 409
+    assert SHAPED.search(text_of(client.get(address("keyvault_key_show", row.replacement_id)))) is not None
+
+
+# --- what people write ----------------------------------------------------------------------------------------
+
+
+def test_text_of_people_is_shown_as_text(desk: Desk) -> None:
+    """Reasons, and whatever a caller calls itself, are escaped wherever they are shown."""
+    key, _ = issue(desk.production, label="live")
+    asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
+    row = request_rotation(asking, key.credential, Wish(reason=SCRIPT))
+    bypass_rotation(grant(desk.responder, P.ROTATIONS_BYPASS, desk.production), row, row.plan_digest, SCRIPT)
+    other = asked(desk, kind=KeyKind.PUBLIC)
+    assert send(other, "reject", browser(desk.approver), why=SCRIPT).status_code == 302
+    client = browser(desk.admin)
+    act = BreakGlass.objects.get()
+    pages = [page(row), page(row, "abort"), page(other), "/admin/", address("keyvault_breakglass_change", act.pk)]
+    for url in pages:
+        assert SCRIPT not in text_of(client.get(url)), url
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text_of(client.get(page(row)))
+    assert "Closed: &lt;script&gt;" in text_of(client.get(page(other)))

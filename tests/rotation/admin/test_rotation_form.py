@@ -1,0 +1,173 @@
+"""A rotation asked for in the console: each field of the plan, defaults for what is empty, faults where they are."""
+
+import html
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Key
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.webhooks.endpoints import add_endpoint
+from rotation.admin.rotation_forms import RotateForm
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import DEFAULTS, AtDeadline, DeliveryChannel, Plan, Proof, Reinstatement
+from rotation.domain.windows import Window
+from rotation.models import Rotation
+from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
+from tests.factories import SANDBOX, grant, issue, now
+from tests.rotation.scene import use
+
+pytestmark = pytest.mark.database
+
+UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC", "reason": "yearly"}
+"""What the form sends when only the needed fields were filled in."""
+
+
+@pytest.fixture
+def desk(db: None) -> Desk:
+    return set_up_desk()
+
+
+def ask(desk: Desk, key: Key, **fields: Any) -> Any:
+    sent = {**UNTOUCHED, "credential_id": key.credential_id, **fields}
+    return browser(desk.tam).post(address("rotation_rotation_request"), sent)
+
+
+def plan_of(desk: Desk, key: Key, **fields: Any) -> Plan:
+    answer = ask(desk, key, **fields)
+    assert answer.status_code == 302, text_of(answer)
+    return Rotation.objects.get().approved_plan
+
+
+def in_days(days: int) -> datetime:
+    return (now() + timedelta(days=days)).replace(second=0, microsecond=0)
+
+
+def as_sent(at: datetime) -> str:
+    return f"{at:%Y-%m-%dT%H:%M}"
+
+
+def fault_at(answer: Any, name: str) -> str:
+    """What stands beside a field."""
+    assert answer.status_code == 400
+    rows = re.findall(r'<div class="form-row errors">.*?<div class="input">.*?name="(\w+)"', text_of(answer), re.DOTALL)
+    beside = re.findall(
+        r'<div class="form-row errors">\s*<ul class="errorlist"[^>]*><li>(.*?)</li>', text_of(answer), re.DOTALL
+    )
+    assert name in rows, (rows, beside)
+    return html.unescape(beside[rows.index(name)])
+
+
+def test_form_left_as_it_is_asks_for_the_defaults(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    plan = plan_of(desk, key)
+    usual = DEFAULTS[SANDBOX]
+    assert (plan.proof, plan.proof_count, plan.proof_sources) == (Proof.TRAFFIC, usual.proof_count, usual.proof_sources)
+    assert (plan.quiet_seconds, plan.quarantine_seconds) == (usual.quiet_seconds, usual.quarantine_seconds)
+    assert (plan.at_deadline, plan.reinstatement) == (AtDeadline.STALL, Reinstatement.ONCE)
+    assert (plan.window, plan.retire_at, plan.expires_in_days) == (None, None, None)
+    assert plan.channels == (DeliveryChannel.SECRET_BACKEND,)
+
+
+def test_form_filled_in_asks_for_exactly_that(desk: Desk) -> None:
+    add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")
+    key, _ = issue(desk.sandbox)
+    begins_at, deadline = in_days(1), in_days(60)
+    plan = plan_of(
+        desk,
+        key,
+        proof="both",
+        proof_count="321",
+        proof_sources="3",
+        soak_seconds="10m",
+        quiet_seconds="2h",
+        quarantine_seconds="90",
+        reinstatement="never",
+        not_before=as_sent(begins_at),
+        deadline=as_sent(deadline),
+        at_deadline="revoke",
+        predecessor_may_expire="on",
+        weekdays=["1", "3"],
+        opens="22:00",
+        closes="04:00",
+        time_zone="Europe/Berlin",
+        expires_in_days="365",
+        webhook="on",
+    )
+    assert (plan.proof, plan.proof_count, plan.proof_sources, plan.soak_seconds) == (Proof.BOTH, 321, 3, 600)
+    assert (plan.quiet_seconds, plan.quarantine_seconds, plan.expires_in_days) == (7_200, 90, 365)
+    assert (plan.at_deadline, plan.reinstatement) == (AtDeadline.REVOKE, Reinstatement.NEVER)
+    assert (plan.not_before, plan.deadline, plan.predecessor_may_expire) == (begins_at, deadline, True)
+    assert plan.window == Window("Europe/Berlin", (1, 3), 22 * 60, 4 * 60)
+    assert plan.channels == tuple(DeliveryChannel)
+
+
+def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: Desk) -> None:
+    key, _ = issue(desk.production, kind=KeyKind.PUBLIC)
+    client = browser(desk.tam)
+    offer = f"{address('rotation_rotation_request')}?credential={key.credential_id}"
+    assert offer in text_of(client.get(address("keyvault_credential_change", key.credential_id)))
+    retire_at = in_days(90)
+    plan = plan_of(desk, key, retire_at=as_sent(retire_at))
+    assert (plan.proof, plan.deadline, plan.retire_at) == (Proof.CONFIRMATION, None, retire_at)
+    page = text_of(client.get(address("rotation_rotation_change", Rotation.objects.get().pk)))
+    assert "once, for a source that used it before · without effect for a public key" in page
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "words"),
+    [
+        ({"deadline": "2020-01-01T00:00"}, "deadline", "next 732 days"),
+        ({"deadline": "2999-01-01T00:00"}, "deadline", "next 732 days"),
+        ({"deadline": "9999-12-31T23:59:59-12:00"}, "deadline", "calendar"),
+        ({"deadline": "soon"}, "deadline", "valid date"),
+        ({"webhook": "on"}, "webhook", "no enabled webhook endpoint"),
+        ({"retire_at": as_sent(in_days(30))}, "retire_at", "public keys only"),
+        ({"weekdays": ["1"], "time_zone": "Atlantis/Capital"}, "time_zone", "IANA"),
+        ({"weekdays": ["9"]}, "weekdays", "valid choice"),
+        ({"opens": "22:00"}, "weekdays", "the days on which"),
+        ({"weekdays": ["1"], "opens": "25:00"}, "opens", "time of day"),
+        ({"weekdays": ["1"], "opens": "09:00", "closes": "09:00"}, "closes", "another time"),
+        ({"quiet_seconds": "300d", "deadline": f"{now() + timedelta(days=9):%Y-%m-%dT%H:%M}"}, "deadline", "past the"),
+        ({"expires_in_days": "1"}, "expires_in_days", "before the deadline"),
+        ({"proof_count": "0"}, "proof_count", "greater than"),
+        ({"proof": "confirmation"}, "proof", "public keys"),
+    ],
+)
+def test_form_with_a_mistake_says_so_beside_the_field(desk: Desk, fields: Any, name: str, words: str) -> None:
+    key, _ = issue(desk.sandbox)
+    use(UsageLog(), key.key_id)
+    assert words in fault_at(ask(desk, key, **fields), name)
+    assert not Rotation.objects.exists()
+
+
+def test_form_opens_the_group_that_holds_a_mistake_and_folds_the_others(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    groups = re.findall(
+        r'<details class="module group"( open)?>\s*<summary>(\w+)', text_of(ask(desk, key, quiet_seconds="soon"))
+    )
+    assert [title for is_open, title in groups if is_open] == ["Retiring"]
+    assert len(groups) == 5
+
+
+def test_form_shows_every_field_once(desk: Desk) -> None:
+    text = text_of(browser(desk.tam).get(address("rotation_rotation_request")))
+    names = re.findall(r'<(?:input|select|textarea)[^>]* name="(\w+)"', text)
+    once = set(RotateForm.base_fields) - {"weekdays"}
+    assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
+    assert names.count("weekdays") == 7
+
+
+def test_form_waits_for_its_window(desk: Desk) -> None:
+    """The window of the form is the window of the engine: what it says it waits for is an hour in it."""
+    key, _ = issue(desk.sandbox)
+    far = (datetime.now(UTC).weekday() + 3) % 7
+    plan_of(desk, key, weekdays=[str(far)], opens="03:00", closes="04:00")
+    row = Rotation.objects.get()
+    assert row.state == S.SCHEDULED
+    text = text_of(browser(desk.tam).get(address("rotation_rotation_change", row.pk)))
+    assert re.search(r"It waits for its time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)

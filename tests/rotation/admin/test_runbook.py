@@ -1,0 +1,254 @@
+"""A rotation that stalled, in the console: from the front page to what to do, and to the act, in two clicks."""
+
+import html
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.admin.framework.widgets import Waiting
+from keyvault.backends.base import BackendDeniedError, Mount
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import DeliveryState, Key, WebhookDelivery
+from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.webhooks.endpoints import add_endpoint
+from rotation.admin.rotation_actions import ACTS
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import DeliveryChannel
+from rotation.domain.runbook import IN_WORDS, STALLS, Case, Remedy, fitted
+from rotation.domain.windows import Window
+from rotation.models import Rotation
+from rotation.services.rotations.engine import MOST_ATTEMPTS
+from tests.admin.desk import address, browser, text_of
+from tests.factories import now, the_operator
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun, damage, overlapping, quarantined, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Of today, since the console looks at the real one."""
+    return Clock(now())
+
+
+def _key(key_id: str | None) -> Key:
+    key = get_key(key_id or "")
+    assert key is not None
+    return key
+
+
+def _suspended(key_id: str | None, rotation: Rotation, clock: Clock) -> Rotation:
+    key = _key(key_id)
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, key.credential.account, now=clock()), key)
+    return advance(rotation, clock, 3)
+
+
+def late(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = overlapping(clock, verifier, deadline=clock() + timedelta(seconds=60))
+    return wait(rotation, clock, verifier, 61)
+
+
+def replacement_suspended(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = overlapping(clock, verifier)
+    return _suspended(rotation.replacement_id, rotation, clock)
+
+
+def predecessor_suspended(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = overlapping(clock, verifier)
+    return _suspended(rotation.predecessor_id, rotation, clock)
+
+
+def quarantine_lifted(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = quarantined(clock, verifier)
+    key = _key(rotation.predecessor_id)
+    resume_key(authorize(scene.admin(), P.KEYS_RESUME, key.credential.account, now=clock()), key)
+    return advance(rotation, clock, 3)
+
+
+def step_failing(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = begun(clock)
+    refused = StateConflictError("The backend refuses us.", internal="403: permission denied")
+    with mock.patch.object(LocalKeystore, "put", side_effect=refused):
+        for _ in range(MOST_ATTEMPTS):
+            rotation = advance(rotation, clock, 120)
+    return rotation
+
+
+def backend_refuses(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = begun(clock)
+    with mock.patch.object(LocalKeystore, "put", side_effect=BackendDeniedError("It does not let us.", status=403)):
+        return advance(rotation, clock)
+
+
+def foreign_writer(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = begun(clock)
+    path = rotation.credential.backend_path
+    secret_backend().put(Mount.SANDBOX, path, Plaintext("theirs"), {"who": "somebody"}, expected_version=1)
+    return advance(rotation, clock)
+
+
+def window_closed(clock: Clock, verifier: UsageLog) -> Rotation:
+    rotation = begun(clock, window=Window("UTC", (0, 1, 2, 3, 4, 5, 6)))
+    with mock.patch.object(Window, "next_opening", return_value=None):
+        return advance(rotation, clock)
+
+
+def news_not_taken(clock: Clock, verifier: UsageLog) -> Rotation:
+    account = scene.account()
+    add_endpoint(authorize(scene.tam(), P.WEBHOOKS_WRITE, account, now=clock()), account, "https://merchant.example/x")
+    rotation = advance(begun(clock, channels=tuple(DeliveryChannel)), clock)
+    WebhookDelivery.objects.update(state=DeliveryState.GIVEN_UP, last_error="answered 500")
+    return wait(rotation, clock, verifier, 3)
+
+
+def plan_of_a_newer_release(clock: Clock, verifier: UsageLog) -> Rotation:
+    return advance(damage(begun(clock), {"skip_weekends": True}), clock)
+
+
+CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
+    "The deadline has passed": (late, {Remedy.EXTEND, Remedy.ROLL_BACK}),
+    "Nobody takes the news of the replacement": (
+        news_not_taken,
+        {Remedy.ACCOUNT, Remedy.RESUME, Remedy.ROLL_BACK},
+    ),
+    "The replacement was suspended": (replacement_suspended, {Remedy.REPLACEMENT, Remedy.RESUME, Remedy.ROLL_BACK}),
+    "The old key was suspended": (predecessor_suspended, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
+    "The quarantine was lifted by hand": (quarantine_lifted, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
+    "A step kept failing": (step_failing, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend refuses us": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend holds something that is not ours": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
+    "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
+    "Its window does not open any more": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
+}
+"""For each entry of the runbook: how it comes to that, and what the page then offers."""
+
+
+def cure_of(page: str) -> str:
+    found = re.search(r"<h2>What to do: .*?</section>", page, re.DOTALL)
+    assert found is not None
+    return html.unescape(found[0])
+
+
+def test_stall_of_every_kind_in_the_runbook_is_tried_here() -> None:
+    assert set(CAUSES) == {entry.title for entry in STALLS}
+
+
+@pytest.mark.parametrize("title", CAUSES)
+def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock, verifier: UsageLog) -> None:
+    """The front page leads to the rotation, and that says what to do, with links that open."""
+    make, expected = CAUSES[title]
+    rotation = make(clock, verifier)
+    assert rotation.state == S.STALLED
+    client = browser(scene.tam())
+    page = address("rotation_rotation_change", rotation.pk)
+    front = text_of(client.get("/admin/"))
+    assert "Stalled rotations" in front
+    assert f'href="{page}"' in front
+    told = cure_of(text_of(client.get(page)))
+    entry = next(entry for entry in STALLS if entry.title == title)
+    assert entry.title.lower() in told.lower()
+    case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
+    advice = fitted(entry, case)
+    assert all(step in told for step in (advice.happened, *advice.steps))
+    links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
+    assert set(links.values()) == {IN_WORDS[remedy] for remedy in expected}
+    for url in links:
+        assert client.get(url).status_code == 200, url
+
+
+def test_stall_for_a_reason_that_nobody_foresaw_offers_what_there_is(clock: Clock, verifier: UsageLog) -> None:
+    rotation = late(clock, verifier)
+    with mock.patch("rotation.domain.runbook.STALLS", ()):
+        told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
+    assert "It stalled".lower() in told.lower()
+    assert IN_WORDS[Remedy.EXTEND] in told
+
+
+def test_stall_shown_to_an_auditor_offers_no_act(clock: Clock, verifier: UsageLog) -> None:
+    """What to do may be read by everybody; only what one may do is a link."""
+    rotation = replacement_suspended(clock, verifier)
+    auditor = the_operator("auditor", Role.AUDITOR)
+    told = cure_of(text_of(browser(auditor).get(address("rotation_rotation_change", rotation.pk))))
+    assert IN_WORDS[Remedy.REPLACEMENT] in told
+    assert address("rotation_rotation_resume", rotation.pk) not in told
+
+
+def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_account(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    place = scene.account()
+    add_endpoint(authorize(scene.tam(), P.WEBHOOKS_WRITE, place, now=clock()), place, "https://acme.example/")
+    rotation = advance(begun(clock, channels=tuple(DeliveryChannel)), clock)
+    assert rotation.state == S.PUBLISHING
+    text = text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk)))
+    told = cure_of(text)
+    assert address("rotation_rotation_change", rotation.pk) in text_of(browser(scene.tam()).get("/admin/"))
+    assert "webhook endpoint does not take the news" in told
+    assert address("keyvault_account_change", place.pk) in told
+    assert address("rotation_rotation_roll-back", rotation.pk) in told
+    assert "Told: the merchant&#x27;s webhook endpoint took the news" in text
+
+
+def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verifier: UsageLog) -> None:
+    rotation = begun(clock)
+    page = address("rotation_rotation_change", rotation.pk)
+    client = browser(scene.tam())
+    assert "What to do" not in text_of(client.get(page))
+    assert page not in text_of(client.get("/admin/"))
+    with mock.patch.object(LocalKeystore, "put", scene.unavailable):
+        rotation = advance(rotation, clock)
+    assert rotation.state == S.PUBLISHING
+    assert "Rotations held up by a failing step" in text_of(client.get("/admin/")).split("Nothing of:")[0]
+    assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
+    text = text_of(client.get(page))
+    assert "the secret backend does not take it" in cure_of(text)
+    assert "The backend is sealed." in text
+
+
+@pytest.mark.parametrize(
+    ("delivery", "words"),
+    [
+        (Delivery.SECRET_BACKEND, "The replacement waits in the secret backend"),
+        (Delivery.SHOW_ONCE, "The replacement is shown once, in the console"),
+    ],
+)
+def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
+    delivery: Delivery, words: str, clock: Clock, verifier: UsageLog
+) -> None:
+    """Nobody sends a merchant to a secret backend that they do not read."""
+    key, _ = scene.issue(scene.account(), clock(), delivery=delivery)
+    rotation = advance(scene.rotate(key.credential, clock()), clock)
+    assert rotation.state == S.AWAITING_PROOF
+    told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
+    assert words in told
+    assert ("secret backend" in told) == (delivery is Delivery.SECRET_BACKEND)
+    assert ("Collected in the console" in told) == (delivery is Delivery.SHOW_ONCE)
+
+
+def test_runbook_names_acts_that_exist() -> None:
+    acts = {act.name: act.label for act in ACTS}
+    pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
+    assert {remedy.value: IN_WORDS[remedy] for remedy in set(Remedy) - pages} == acts
+
+
+def test_front_page_shows_alarms_first(clock: Clock, verifier: UsageLog) -> None:
+    late(clock, verifier)
+    response = browser(scene.tam()).get("/admin/")
+    waiting: list[Waiting] = response.context["waiting"]
+    tones = [item.tone == "alarm" for item in waiting]
+    assert tones == sorted(tones, reverse=True)
+    assert True in tones

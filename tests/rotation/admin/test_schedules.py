@@ -1,0 +1,279 @@
+"""Schedules and blackout calendars in the console: saved, edited, disabled, and the calendar of what they come to."""
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from rotation.domain.policy import Proof
+from rotation.domain.windows import Window
+from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
+from rotation.services.schedules.schedules import wish_of
+from rotation.services.schedules.starting import begin_due
+from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
+from tests.factories import issue
+from tests.rotation.services.schedules.test_schedules import UNREADABLE, calendar, damage, save
+
+pytestmark = pytest.mark.database
+
+DAY = timedelta(days=1)
+NEW, LIST = "rotation_rotationschedule_save", "rotation_rotationschedule_changelist"
+TERMS: dict[str, Any] = {"cryptoperiod_days": 90, "jitter_days": 0, "lead_days": 0, "environment": "sandbox"}
+NIGHTS: dict[str, Any] = {"weekdays": [0, 4], "opens": "22:00", "closes": "04:00", "time_zone": "Europe/Berlin"}
+
+
+@pytest.fixture
+def desk(db: None) -> Desk:
+    return set_up_desk()
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def test_schedule_saved_has_the_terms_of_the_form(desk: Desk) -> None:
+    frozen = calendar("freeze", now())
+    client = browser(desk.tam)
+    fields = {**TERMS, **NIGHTS, "merchant": "acme", "jitter_days": 9, "lead_days": 7, "calendar": "freeze"}
+    plan = {"proof": "ack", "quiet_seconds": "2h", "quarantine_seconds": "90", "expires_in_days": 200, "reason": "yes"}
+    answer = client.post(address(NEW), {**fields, **plan})
+    row = RotationSchedule.objects.get()
+    assert answer["Location"] == address("rotation_rotationschedule_change", row.pk)
+    assert (row.account, row.credential, row.calendar, row.author_person) == (
+        desk.sandbox,
+        None,
+        frozen,
+        desk.tam.person,
+    )
+    saved = wish_of(row)
+    assert (saved.cryptoperiod_days, saved.jitter_days, saved.lead_days) == (90, 9, 7)
+    assert saved.window == Window("Europe/Berlin", (0, 4), 1_320, 240)
+    wish = saved.wish
+    assert (wish.proof, wish.quiet_seconds, wish.quarantine_seconds) == (Proof.ACK, 7_200, 90)
+    assert (wish.expires_in_days, wish.reason) == (200, "yes")
+    text = text_of(client.get(answer["Location"]))
+    assert "Mon, Fri 22:00 to 04:00 Europe/Berlin" in text
+    assert "all of acme/sandbox" in text_of(client.get(address(LIST)))
+
+
+def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None:
+    key, _ = issue(desk.production)
+    client = browser(desk.admin)
+    fields = {**TERMS, "environment": "production"}
+    assert client.post(address(NEW), {**fields, "credential": key.credential_id}).status_code == 302
+    assert client.post(address(NEW), fields).status_code == 302
+    scopes = {(row.environment, row.account_id, row.credential_id) for row in RotationSchedule.objects.all()}
+    assert scopes == {("production", None, key.credential_id), ("production", None, None)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cryptoperiod_days": 0}, "greater than or equal to 1"),
+        ({"cryptoperiod_days": ""}, "required"),
+        ({"jitter_days": 90}, "less than the cryptoperiod"),
+        ({"lead_days": 90}, "less than what the jitter leaves"),
+        ({"weekdays": ["7"]}, "not one of the available choices"),
+        ({"opens": "25:00"}, "A time of day"),
+        ({"opens": "22:00"}, "the days on which it has these hours"),
+        ({**NIGHTS, "time_zone": "Europe/Atlantis"}, "IANA time zone"),
+        ({**NIGHTS, "closes": "22:00"}, "another time than it opens"),
+        ({**NIGHTS, "cryptoperiod_days": 1}, "longer than the cryptoperiod"),
+        ({"calendar": "nothing"}, "not one of the available choices"),
+        ({"quiet_seconds": "30d"}, "past the deadline"),
+        ({"quiet_seconds": "soon"}, "30m or 7d"),
+        ({"proof": "confirmation"}, "not one of the available choices"),
+        ({"expires_in_days": 90}, "more than the cryptoperiod"),
+        ({"environment": "staging"}, "not one of the available choices"),
+        ({"credential": "crd_nothing"}, "id"),
+        ({"credential": "crd_\0"}, "Null characters are not allowed"),
+        ({"merchant": "nobody"}, "There is no merchant nobody"),
+    ],
+)
+def test_schedule_that_cannot_be_kept_is_said_on_the_form(desk: Desk, fields: dict[str, Any], said: str) -> None:
+    answer = browser(desk.tam).post(address(NEW), {**TERMS, **fields})
+    assert answer.status_code in {400, 404, 409, 422}
+    assert said in text_of(answer)
+    assert not RotationSchedule.objects.exists()
+
+
+def test_schedule_of_a_public_key_or_a_foreign_merchants_is_refused(desk: Desk) -> None:
+    public, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+    private, _ = issue(desk.production)
+    client = browser(desk.tam)
+    for fields in (
+        {"credential": public.credential_id},
+        {"credential": private.credential_id},
+        {"credential": private.credential_id, "merchant": "acme"},
+    ):
+        assert client.post(address(NEW), {**TERMS, **fields}).status_code in {400, 422}
+    assert not RotationSchedule.objects.exists()
+
+
+@pytest.mark.parametrize("who", ["approver", "auditor", "responder"])
+def test_schedule_is_read_by_every_role_and_changed_by_those_who_may(desk: Desk, who: str) -> None:
+    """Who may only look gets no button, and no answer but a refusal when they send the form all the same."""
+    row = save(Environment.SANDBOX, now())
+    client = browser(getattr(desk, who))
+    page = text_of(client.get(address("rotation_rotationschedule_change", row.pk)))
+    assert "all of sandbox" in page
+    assert address("rotation_rotationschedule_disable", row.pk) not in page
+    assert client.get(address("rotation_rotationschedule_calendar")).status_code == 200
+    assert client.post(address(NEW), TERMS).status_code == 403
+    for act in ("edit", "disable", "enable"):
+        assert client.post(address(f"rotation_rotationschedule_{act}", row.pk), TERMS).status_code == 403
+    assert client.post(address("rotation_blackoutcalendar_save"), {"name": "x"}).status_code == 403
+    row.refresh_from_db()
+    assert row.is_enabled
+
+
+def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(desk: Desk) -> None:
+    client = browser(desk.tam)
+    client.post(address(NEW), {**TERMS, **NIGHTS, "merchant": "acme", "quiet_seconds": "2h", "reason": "yes"})
+    row = RotationSchedule.objects.get()
+    where = address("rotation_rotationschedule_edit", row.pk)
+    form = text_of(browser(desk.admin).get(where))
+    for shown in ('value="22:00"', 'value="Europe/Berlin"', 'value="90"', 'value="7200"', 'value="yes"'):
+        assert shown in form
+    assert len(re.findall(r'name="weekdays" value="[04]"[^>]* checked', form)) == 2
+    fields = {**TERMS, **NIGHTS, "quiet_seconds": "7200", "reason": "yes", "cryptoperiod_days": 60}
+    stale = {**fields, "version": row.version}
+    assert browser(desk.admin).post(where, stale).status_code == 302
+    row.refresh_from_db()
+    assert (row.cryptoperiod_days, row.author_person, row.account) == (60, desk.admin.person, desk.sandbox)
+    assert wish_of(row).wish.quiet_seconds == 7_200
+    assert client.post(where, stale).status_code == 409
+
+
+@pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
+def test_schedule_that_this_release_cannot_read_is_shown_as_stalled_and_can_be_edited(
+    desk: Desk, changes: dict[str, Any]
+) -> None:
+    """Guarantee: one such row takes no page away, least of all the one that repairs it."""
+    row = save(desk.sandbox, now())
+    damage(row, **changes)
+    begin_due(now())
+    client = browser(desk.tam)
+    where = address("rotation_rotationschedule_edit", row.pk)
+    shown = address("rotation_rotationschedule_change", row.pk)
+    listed = text_of(client.get(address(LIST)))
+    assert shown in listed
+    assert "stalled" in listed
+    assert "The schedule cannot be read by this release" in text_of(client.get(shown))
+    assert shown in text_of(client.get(address("keyvault_notice_changelist")))
+    refused = client.post(address("rotation_rotationschedule_disable", row.pk))
+    assert refused.status_code == 302
+    enable = address("rotation_rotationschedule_enable", row.pk)
+    assert client.post(enable, {"version": hidden(client.get(enable), "version")}).status_code == 409
+    fields = {**TERMS, **NIGHTS, "version": hidden(client.get(where), "version")}
+    assert client.post(where, fields).status_code == 302
+    row.refresh_from_db()
+    assert wish_of(row).window == Window("Europe/Berlin", (0, 4), 1_320, 240)
+
+
+def test_schedule_disabled_and_enabled(desk: Desk) -> None:
+    row = save(Environment.SANDBOX, now())
+    client = browser(desk.tam)
+    assert client.post(address("rotation_rotationschedule_disable", row.pk)).status_code == 302
+    row.refresh_from_db()
+    assert not row.is_enabled
+    where = address("rotation_rotationschedule_enable", row.pk)
+    assert client.post(where, {"version": hidden(client.get(where), "version")}).status_code == 302
+    row.refresh_from_db()
+    assert row.is_enabled
+
+
+def test_blackouts_are_written_a_line_each(desk: Desk) -> None:
+    client = browser(desk.tam)
+    lines = "2026-12-20 2027-01-07 Christmas and New Year\n\n2026-11-27T18:00+01:00 2026-11-28T06:00Z\n"
+    answer = client.post(address("rotation_blackoutcalendar_save"), {"name": "shops", "periods": lines})
+    assert answer.status_code == 302
+    row = BlackoutCalendar.objects.get()
+    assert [(each["begins_at"], each["ends_at"], each["why"]) for each in row.periods] == [
+        ("2026-11-27T17:00:00+00:00", "2026-11-28T06:00:00+00:00", ""),
+        ("2026-12-20T00:00:00+00:00", "2027-01-07T00:00:00+00:00", "Christmas and New Year"),
+    ]
+    assert "Christmas and New Year" in text_of(client.get(answer["Location"]))
+    assert "shops" in text_of(client.get(address("rotation_blackoutcalendar_changelist")))
+    where = address("rotation_blackoutcalendar_edit", "shops")
+    form = client.get(where)
+    assert "2026-12-20T00:00:00+00:00 2027-01-07T00:00:00+00:00 Christmas and New Year" in text_of(form)
+    assert client.post(where, {"version": hidden(form, "version"), "periods": ""}).status_code == 302
+    row.refresh_from_db()
+    assert row.periods == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": "Shops"}, "a-z, 0-9"),
+        ({"name": "x", "periods": "2026-12-20"}, "Period 1: "),
+        ({"name": "x", "periods": "2026-12-20 2026-12-24\nsoon later"}, "Period 2: a time"),
+        ({"name": "x", "periods": "2026-12-20 2026-12-19"}, "Period 1: later than it begins"),
+        ({"name": "x", "periods": "0001-01-01T00:00+14:00 9999-12-31T23:00-14:00"}, "Period 1: "),
+        ({"name": "x", "periods": "2026-12-20 2026-12-21 a\0b"}, "Null characters"),
+    ],
+)
+def test_blackouts_that_cannot_be_meant_are_said_by_line(desk: Desk, fields: dict[str, str], said: str) -> None:
+    answer = browser(desk.tam).post(address("rotation_blackoutcalendar_save"), fields)
+    assert answer.status_code in {400, 422}
+    assert said in text_of(answer)
+    assert not BlackoutCalendar.objects.exists()
+
+
+def test_blackouts_in_the_way_of_a_schedule_are_refused_with_its_name(desk: Desk) -> None:
+    save(desk.sandbox, now(), cryptoperiod_days=30, calendar=calendar("freeze", now()))
+    client = browser(desk.tam)
+    where = address("rotation_blackoutcalendar_edit", "freeze")
+    begins, ends = now() + 10 * DAY, now() + 70 * DAY
+    fields = {"version": hidden(client.get(where), "version"), "periods": f"{begins:%Y-%m-%d} {ends:%Y-%m-%d}"}
+    answer = client.post(where, fields)
+    assert answer.status_code in {400, 422}
+    assert "acme/sandbox" in text_of(answer)
+    assert BlackoutCalendar.objects.get().periods == []
+
+
+def test_calendar_page_shows_months_and_leads_to_what_it_shows(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox, at=now() - 80 * DAY, label="till")
+    issue(desk.production, at=now() - 91 * DAY, label="backend")
+    save(Environment.SANDBOX, now())
+    save(Environment.PRODUCTION, now())
+    begin_due(now())
+    client = browser(desk.auditor)
+    where = address("rotation_rotationschedule_calendar")
+    page = text_of(client.get(where))
+    due_at = now() + 10 * DAY
+    assert f"<h2>{due_at:%B %Y}</h2>" in page
+    assert address("keyvault_credential_change", key.credential_id) in page
+    assert address("rotation_rotation_change", Rotation.objects.get().pk) in page
+    assert "awaiting approval" in page
+    assert "backend" not in text_of(client.get(where, {"environment": "sandbox"}))
+    assert "No key on a schedule" in text_of(client.get(where, {"merchant": "<nobody>", "days": "30"}))
+    assert where in text_of(client.get(address(LIST)))
+    policy = client.get(where)["Content-Security-Policy"]
+    assert "unsafe" not in policy
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<nobody>", text_of(client.get(where, {"merchant": "<nobody>"})))
+    assert client.post(where).status_code == 405
+
+
+@pytest.mark.parametrize("query", [{"environment": "x"}, {"days": "9" * 400}, {"merchant": "\0"}, {"days": "-1"}])
+def test_calendar_page_of_what_cannot_be_meant_is_no_fault(desk: Desk, query: dict[str, str]) -> None:
+    save(Environment.SANDBOX, now())
+    assert browser(desk.tam).get(address("rotation_rotationschedule_calendar"), query).status_code in {200, 400}
+
+
+def test_credential_page_says_when_its_key_is_replaced_next(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox, at=now() - 80 * DAY)
+    client = browser(desk.tam)
+    where = address("keyvault_credential_change", key.credential_id)
+    assert "it is on no schedule" in text_of(client.get(where))
+    save(Environment.SANDBOX, now())
+    page = text_of(client.get(where))
+    assert "Next scheduled rotation" in page
+    assert "planned" in page
+    offer = re.search(rf'href="({address(NEW)}[^"]*)"', page)
+    assert offer is not None
+    assert 'value="acme"' in text_of(client.get(offer[1].replace("&amp;", "&")))

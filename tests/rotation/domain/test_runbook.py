@@ -1,0 +1,199 @@
+"""The runbook: an entry for every way in which a rotation stalls, and for everything that it may wait for."""
+
+import ast
+import inspect
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.services.secrets.stored_copies import ForeignWriterError
+from rotation.domain import states
+from rotation.domain.events import OUTCOMES, Event, RotationState
+from rotation.domain.runbook import (
+    IN_WORDS,
+    STALLS,
+    UNKNOWN,
+    WAITS,
+    Case,
+    Entry,
+    Remedy,
+    find_stall,
+    find_wait,
+    fitted,
+    runbook_markdown,
+)
+from rotation.domain.states import WHY, Move, Wait
+from rotation.domain.windows import Blackout, Window
+from tests.rotation.situation import ACTIVE, NOW, QUIET, plan, step, used
+
+S = RotationState
+
+OF_ITSELF = ("nothing: it is closed", "an operator, who looks at why it stalled", "its time, ")
+"""What needs no advice, or has the advice of the stall."""
+
+
+def waits_in_the_code() -> Iterator[str]:
+    """How each text begins with which `states` says what is waited for."""
+    for node in ast.walk(ast.parse(inspect.getsource(states))):
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in {"Wait", "Act"}:
+            continue
+        said = node.args[0]
+        if isinstance(said, ast.JoinedStr):
+            said = said.values[0]
+        if isinstance(said, ast.Constant):
+            yield str(said.value)
+
+
+def stalls_in_the_code() -> Iterator[str]:
+    """Each reason with which `states` itself stalls a rotation."""
+    for node in ast.walk(ast.parse(inspect.getsource(states))):
+        is_move = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Move"
+        if is_move and isinstance(node, ast.Call) and ast.unparse(node.args[0]) == "S.STALLED":
+            yield ast.literal_eval(node.args[1])
+
+
+def test_runbook_of_every_reason_to_stall_has_an_entry() -> None:
+    reasons = list(stalls_in_the_code())
+    assert len(reasons) >= 2
+    assert [reason for reason in reasons if find_stall(reason) is UNKNOWN] == []
+
+
+@pytest.mark.parametrize("event", [event for event in Event if S.STALLED in OUTCOMES[event].values()])
+def test_runbook_of_an_event_that_stalls_has_an_entry(event: Event) -> None:
+    assert find_stall(WHY[event]) is not UNKNOWN
+
+
+def test_runbook_of_a_window_that_does_not_open_has_an_entry() -> None:
+    closed = Window("UTC", (), blackouts=(Blackout(NOW - timedelta(days=1), NOW + timedelta(days=2_000)),))
+    found = step(S.SCHEDULED, plan=plan(window=closed))
+    assert isinstance(found, Move)
+    assert (found.to, find_stall(found.why).title) == (S.STALLED, "Its window does not open any more")
+
+
+def test_runbook_of_what_the_worker_stalls_by_itself_has_entries() -> None:
+    assert find_stall(ForeignWriterError("a/path", 3).detail).title == (
+        "The secret backend holds something that is not ours"
+    )
+    assert find_stall("the secret backend refuses us: no").title == "The secret backend refuses us"
+    assert find_stall("a step kept failing: permission denied").title == "A step kept failing"
+    assert find_stall("something that nobody foresaw") is UNKNOWN
+
+
+@pytest.mark.parametrize("said", sorted(set(waits_in_the_code())))
+def test_runbook_of_everything_that_is_waited_for_has_an_entry(said: str) -> None:
+    assert said.startswith(OF_ITSELF) or find_wait(said, is_failing=True) is not None
+
+
+@pytest.mark.parametrize("state", [S.OVERLAP, S.ROLLING_BACK])
+def test_runbook_of_a_key_that_is_not_taken_up_has_an_entry(state: RotationState) -> None:
+    key, later = used(1, 1, NOW - 2 * QUIET), NOW - QUIET / 2
+    old, new = (used(1, 1, later), ACTIVE) if state is S.OVERLAP else (key, used(1, 1, later))
+    found = step(state, written_back_at=NOW - 3 * QUIET, observed_through=NOW, predecessor=old, replacement=new)
+    assert isinstance(found, Wait)
+    entry = find_wait(found.waiting_for, is_failing=False)
+    assert entry is not None
+    assert entry.title == "The key that is to stay was not used last"
+
+
+def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
+    said = "the secret backend to hold the replacement"
+    assert find_wait(said, is_failing=False) is None
+    entry = find_wait(said, is_failing=True)
+    assert entry is not None
+    assert entry.title == "The secret backend does not take it"
+
+
+CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False])]
+
+
+def untrue_words(case: Case) -> Iterator[str]:
+    """What nobody may be told of such a rotation."""
+    if not case.has_old_key:
+        yield from ("both keys verify", "both keys stay", "old key stays", "the old key verifies", "roll back")
+        yield from ("rolls back",)
+    is_read_there = case.kind is KeyKind.PRIVATE and case.delivery is Delivery.SECRET_BACKEND
+    if not is_read_there:
+        yield from ("waits in the secret backend", "lies in the secret backend")
+    if case.kind is KeyKind.PUBLIC:
+        yield from ("shown once", "sealed to", "waits for silence", "reinstate")
+    else:
+        yield from ("own page, where it is shown as often", "shipped in their pages and apps")
+        yield from {"shown once", "sealed to"} - {_OWN_WORDS.get(case.delivery, "")}
+
+
+_OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.SEALED: "sealed to"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("entry", [*STALLS, UNKNOWN, *WAITS], ids=lambda entry: entry.title)
+def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: Entry, case: Case) -> None:
+    """Advice for another delivery, or for a key that is still good, costs time that an emergency does not have."""
+    if not case.has_old_key and entry in _WITH_OLD_KEY:
+        return
+    advice = fitted(entry, case)
+    told = " ".join((advice.happened, *advice.steps)).lower()
+    assert advice.steps
+    assert [words for words in untrue_words(case) if words in told] == []
+
+
+_NEEDS_THE_OLD_KEY = {
+    "The quarantine was lifted by hand",
+    "Its window does not open any more",
+    "The merchant has not taken the replacement up",
+    "It waits for an operator's word",
+    "The replacement is in use, but not for long enough",
+    "A key is still in use, or its silence is not seen yet",
+    "The key that is to stay was not used last",
+    "No verifier reports",
+    "The old public key waits for its date",
+}
+"""A rotation whose old key has ended comes to none of them: it has no deadline, no window, and is done by delivery."""
+_WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_THE_OLD_KEY]
+
+
+@pytest.mark.parametrize(
+    ("delivery", "words"),
+    [
+        (Delivery.SECRET_BACKEND, "waits in the secret backend"),
+        (Delivery.SHOW_ONCE, "shown once"),
+        (Delivery.SEALED, "sealed to"),
+    ],
+)
+def test_runbook_of_a_replacement_that_is_not_taken_up_says_where_it_is(delivery: Delivery, words: str) -> None:
+    entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
+    assert entry is not None
+    advice = fitted(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
+    assert words in " ".join((advice.happened, *advice.steps))
+
+
+def test_runbook_of_a_public_key_that_waits_for_a_word_says_where_it_is() -> None:
+    entry = find_wait("an operator to confirm", is_failing=False)
+    assert entry is not None
+    told = fitted(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
+    assert "own page, where it is shown as often" in told.happened
+
+
+def test_runbook_entry_says_what_to_do() -> None:
+    titles = [entry.title for entry in (*STALLS, *WAITS)]
+    assert len(set(titles)) == len(titles)
+    for entry in (*STALLS, UNKNOWN, *WAITS):
+        advice = fitted(entry, CASES[0])
+        assert advice.steps
+        assert all(text.endswith(".") for text in (advice.happened, *advice.steps))
+
+
+def test_runbook_of_every_stall_names_what_mends_it_and_what_ends_it() -> None:
+    for entry in (*STALLS, UNKNOWN):
+        assert {Remedy.RESUME, Remedy.EXTEND, Remedy.ASK_AGAIN} & set(entry.remedies)
+        assert {Remedy.ABORT, Remedy.ROLL_BACK} & set(entry.remedies)
+
+
+def test_runbook_markdown_holds_every_entry_and_no_long_line() -> None:
+    text = runbook_markdown()
+    assert all(f"#### {entry.title}\n" in text for entry in (*STALLS, *WAITS))
+    assert max(map(len, text.splitlines())) <= 120
+    assert set(IN_WORDS) == set(Remedy)

@@ -1,0 +1,190 @@
+"""What no set of facts makes of a rotation: the invariants of `next_step`, over facts that no engine gathers too."""
+
+from dataclasses import fields, replace
+from datetime import datetime
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyvault.domain.keys import DEAD_STATES, KeyKind
+from rotation.domain.events import Event
+from rotation.domain.policy import AtDeadline, Proof, Reinstatement
+from rotation.domain.states import CLOSED, TRANSITIONS, Act, Facts, KeyFacts, Move, Wait, next_step
+from tests.rotation.situation import DAY, NOW, PLAN, QUARANTINE, QUIET, SECOND, STALLING, K, S, facts, plan
+
+moments = st.sampled_from(
+    [NOW + sign * offset for sign in (-1, 1) for offset in (SECOND, QUARANTINE, QUIET, DAY, 400 * DAY)] + [NOW]
+)
+key_facts = st.builds(
+    KeyFacts,
+    # A replacement is activated in the transaction that makes it: nobody ever sees one in pre-activation.
+    state=st.sampled_from([K.ACTIVE] * 3 + [K.SUSPENDED] * 2 + sorted(DEAD_STATES)),
+    is_expired=st.sampled_from([False, False, False, True]),
+    count=st.sampled_from([0, 4, 5, 10**6]),
+    sources=st.sampled_from([0, 1, 2]),
+    first_used_at=st.none() | moments,
+    last_used_at=st.none() | moments,
+    tried_at=st.none() | moments,
+    tried_by_known_at=st.none() | moments,
+    material_destroyed=st.booleans(),
+)
+any_plan = st.builds(
+    plan,
+    proof=st.sampled_from(Proof),
+    not_before=moments,
+    deadline=moments,
+    is_dormant=st.booleans(),
+    at_deadline=st.sampled_from(AtDeadline),
+    reinstatement=st.sampled_from(Reinstatement),
+)
+KNOWN = {
+    "kind": st.sampled_from(KeyKind),
+    "plan": any_plan,
+    "entered_at": moments,
+    "predecessor": key_facts,
+    "replacement": key_facts,
+    "deadline": st.none() | moments,
+    "retire_at": st.none() | moments,
+    "has_left": st.booleans(),
+    "telling_failed": st.booleans(),
+    "has_approval": st.booleans(),
+    "approval_expires_at": st.none() | moments,
+    "is_accepted": st.booleans(),
+    "unconfirmed": st.lists(st.text("verifier-1", min_size=1), max_size=5).map(tuple),
+    "is_delivered": st.booleans(),
+    "is_told": st.booleans(),
+    "acknowledged_at": st.none() | moments,
+    "confirmed_at": st.none() | moments,
+    "is_proved": st.booleans(),
+    "quarantined_at": st.none() | moments,
+    "was_reinstated": st.booleans(),
+    "silence_waived": st.booleans(),
+    "written_back_at": st.none() | moments,
+    "observed_through": st.none() | moments,
+    "lost_at": st.none() | moments,
+}
+any_facts = st.builds(
+    lambda state, stalled_from, **known: Facts(
+        state, stalled_from=stalled_from if state is S.STALLED else None, **known
+    ),
+    state=st.sampled_from(S),
+    stalled_from=st.sampled_from(STALLING),
+    **KNOWN,
+)
+many = settings(max_examples=250)
+
+
+def test_properties_draw_every_fact() -> None:
+    """A new fact cannot be added to the machine without being added to the random ones here."""
+    assert {field.name for field in fields(Facts)} == {"state", "stalled_from", *KNOWN}
+
+
+@many
+@given(any_facts, moments)
+def test_step_of_any_facts_is_a_way_of_the_table(known: Facts, now: datetime) -> None:
+    """Every move that can be said is in TRANSITIONS, so that the engine never refuses its own next step."""
+    found = next_step(known, now)
+    if isinstance(found, Move):
+        assert found.to in TRANSITIONS[known.state]
+        assert found.why
+    elif isinstance(found, Act):
+        assert known.state in {S.SCHEDULED, S.EMERGENCY, S.PUBLISHING, S.REVOKING, S.ROLLING_BACK}
+        assert found.waiting_for
+    else:
+        assert found.waiting_for
+
+
+@many
+@given(any_facts, moments)
+def test_step_takes_a_key_away_only_from_one_that_has_another_good_one(known: Facts, now: datetime) -> None:
+    """Invariant 1: into quarantine, into revoking and out of a roll-back, the key that stays is active, not expired."""
+    found = next_step(known, now)
+    if not isinstance(found, Move) or found.event not in {None, Event.DEADLINE}:
+        return
+    if found.to in {S.QUARANTINE, S.REVOKING}:
+        assert known.replacement is not None
+        assert (known.replacement.state, known.replacement.is_expired) == (K.ACTIVE, False)
+    if known.state is S.ROLLING_BACK and found.to in {S.ROLLING_BACK, S.ROLLED_BACK}:
+        assert (known.predecessor.state, known.predecessor.is_expired) == (K.ACTIVE, False)
+
+
+@many
+@given(any_facts, moments)
+def test_step_revokes_only_what_was_seen_to_be_left_alone(known: Facts, now: datetime) -> None:
+    """Without a watermark that covers the whole period nothing private goes into quarantine, and nothing is revoked."""
+    found = next_step(known, now)
+    if not isinstance(found, Move) or found.event is not None:
+        return
+    period = None
+    if known.state is S.OVERLAP and found.to is S.QUARANTINE and known.kind is KeyKind.PRIVATE:
+        period = QUIET
+    elif known.state is S.QUARANTINE and found.to is S.REVOKING:
+        period = QUARANTINE
+    elif known.state is S.ROLLING_BACK:
+        period = QUIET if known.quarantined_at is None else QUARANTINE
+    if period is not None:
+        assert known.observed_through is not None
+        assert known.entered_at + period <= known.observed_through
+        assert known.lost_at is None or known.lost_at + period <= known.observed_through
+
+
+@many
+@given(any_facts, moments, moments)
+def test_step_time_alone_never_takes_a_key_away(known: Facts, now: datetime, later: datetime) -> None:
+    """Invariant 4. With the same evidence, no clock leads where another does not, but to a stall at the deadline; or
+    by a date that people approved: a deadline whose plan revokes, and a public key's retirement."""
+    by_date = known.plan.at_deadline is AtDeadline.REVOKE or known.kind is KeyKind.PUBLIC
+    for state in (S.OVERLAP, S.QUARANTINE, S.ROLLING_BACK):
+        steps = [next_step(replace(known, state=state), clock) for clock in (now, later)]
+        if by_date and state is S.OVERLAP:
+            continue
+        assert steps[0] == steps[1] or Event.DEADLINE in {getattr(step, "event", None) for step in steps}
+        assert all(step.to is S.STALLED for step in steps if isinstance(step, Move) and step.event is Event.DEADLINE)
+
+
+@many
+@given(any_facts, moments)
+def test_step_reinstates_at_most_once_and_never_a_public_or_a_dead_key(known: Facts, now: datetime) -> None:
+    found = next_step(known, now)
+    if isinstance(found, Move) and known.state is S.QUARANTINE and found.to is S.OVERLAP:
+        assert found.event is Event.TRIED_BY_KNOWN_SOURCE
+        assert not known.was_reinstated
+        assert not known.predecessor.is_dead
+        assert known.is_proved
+        assert known.kind is KeyKind.PRIVATE
+
+
+@many
+@given(any_facts, moments)
+def test_step_of_a_dead_replacement_never_goes_on(known: Facts, now: datetime) -> None:
+    """With the replacement dead, the rotation ends or stands still; nothing is delivered, proved or retired for it."""
+    if known.replacement is None or not known.replacement.is_dead or known.state is S.STALLED:
+        return
+    found = next_step(known, now)
+    if known.state in {S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE}:
+        assert isinstance(found, Move)
+        assert found.to is S.CANCELLED
+    if known.state is S.ROLLING_BACK:
+        assert isinstance(found, Move)
+        assert found.to is S.ROLLED_BACK
+
+
+@given(any_facts, moments)
+def test_step_of_a_closed_rotation_is_none(known: Facts, now: datetime) -> None:
+    for state in CLOSED:
+        assert isinstance(next_step(replace(known, state=state), now), Wait)
+
+
+@given(any_facts, moments)
+def test_step_is_a_function_of_the_facts(known: Facts, now: datetime) -> None:
+    """Two workers that know the same do the same."""
+    again = replace(known, predecessor=replace(known.predecessor), plan=replace(known.plan))
+    assert next_step(known, now) == next_step(again, now)
+
+
+@given(st.sampled_from(Proof), st.lists(moments, max_size=15))
+def test_step_without_evidence_keeps_both_keys_however_the_clock_jumps(proof: Proof, clocks: list[datetime]) -> None:
+    for state in (S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE):
+        for now in clocks:
+            found = next_step(facts(state, plan=replace(PLAN, proof=proof)), now)
+            assert isinstance(found, Wait) or found == Move(S.STALLED, getattr(found, "why", ""), Event.DEADLINE)

@@ -1,0 +1,263 @@
+"""Windows: the next opening is exact, through changes of the clock and past midnight, and None where there is none."""
+
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from keyvault.domain.errors import RequestInvalidError
+from rotation.domain.windows import (
+    LOOK_AHEAD,
+    MOST_BLACKOUTS,
+    Blackout,
+    Window,
+    clock_text,
+    find_window_faults,
+    read_blackouts,
+    read_clock,
+)
+
+BERLIN = "Europe/Berlin"
+ZONES = [
+    "UTC",
+    BERLIN,
+    "America/New_York",
+    "America/St_Johns",
+    "Asia/Kolkata",
+    "Australia/Lord_Howe",  # its clock is changed by half an hour
+    "Africa/Casablanca",  # changed four times a year, around Ramadan
+    "Pacific/Apia",
+]
+MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
+CHANGES = [
+    datetime(2026, 3, 29, 1, tzinfo=UTC),  # Berlin, forward
+    datetime(2026, 10, 25, 1, tzinfo=UTC),  # Berlin, back
+    datetime(2026, 3, 8, 7, tzinfo=UTC),  # New York, forward
+    datetime(2026, 11, 1, 6, tzinfo=UTC),  # New York, back
+    datetime(2026, 4, 4, 15, tzinfo=UTC),  # Lord Howe, back
+    datetime(2026, 2, 15, 2, tzinfo=UTC),  # Casablanca
+]
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def is_open(window: Window, moment: datetime) -> bool:
+    """Straight from the promise: some day of the window has a stretch that the clock on the wall is in."""
+    if any(each.begins_at <= moment < each.ends_at for each in window.blackouts):
+        return False
+    if not window.weekdays:
+        return True
+    wall = moment.astimezone(ZoneInfo(window.time_zone)).replace(tzinfo=None)
+    today = wall.replace(hour=0, minute=0, second=0, microsecond=0)
+    for day in (today - DAY, today):
+        closes = window.closes if window.opens < window.closes else window.closes + 24 * 60
+        if day.weekday() in window.weekdays and day + window.opens * MINUTE <= wall < day + closes * MINUTE:
+            return True
+    return False
+
+
+moments = st.builds(
+    lambda change, minutes: change + minutes * MINUTE,
+    st.sampled_from(CHANGES),
+    st.integers(-4 * 24 * 60, 2 * 24 * 60),
+)
+blackouts = st.lists(
+    st.builds(
+        lambda begins_at, minutes: Blackout(begins_at, begins_at + minutes * MINUTE),
+        moments,
+        st.integers(1, 4 * 24 * 60),
+    ),
+    max_size=3,
+).map(tuple)
+windows = st.builds(
+    Window,
+    time_zone=st.sampled_from(ZONES),
+    weekdays=st.sets(st.integers(0, 6)).map(sorted).map(tuple),
+    opens=st.integers(0, 24 * 60 - 1),
+    closes=st.integers(1, 24 * 60),
+    blackouts=blackouts,
+).filter(lambda window: window.opens != window.closes)
+
+SCANNED = 8 * 24 * 60
+"""Minutes: a week, and a day for what a change of the clock skips."""
+
+
+@given(windows, moments)
+@example(Window(BERLIN, tuple(range(7)), 150, 240), at("2026-03-29T00:00:00+00:00"))
+@example(Window(BERLIN, tuple(range(7)), 135, 165), at("2026-10-25T00:45:00+00:00"))
+def test_next_opening_is_what_a_scan_minute_by_minute_finds(window: Window, after: datetime) -> None:
+    found = window.next_opening(after)
+    scanned = next((after + n * MINUTE for n in range(SCANNED) if is_open(window, after + n * MINUTE)), None)
+    if scanned is None:
+        assert found is None or found >= after + SCANNED * MINUTE
+    else:
+        assert found == scanned
+
+
+@given(windows, moments, st.integers(0, 59_999_999))
+def test_next_opening_within_a_minute_is_exact(window: Window, minute: datetime, microseconds: int) -> None:
+    """Openings are on whole minutes: nothing is rounded, neither up nor down."""
+    after = minute + timedelta(microseconds=microseconds)
+    found = window.next_opening(after)
+    if is_open(window, after):
+        assert found == after
+    else:
+        assert found == window.next_opening(minute + MINUTE)
+
+
+@given(windows, moments)
+def test_next_opening_of_an_opening_is_itself(window: Window, after: datetime) -> None:
+    found = window.next_opening(after)
+    if found is not None:
+        assert found.tzinfo is UTC
+        assert window.next_opening(found) == found
+        assert is_open(window, found)
+
+
+@given(windows)
+def test_window_as_json_and_back_is_the_same(window: Window) -> None:
+    if not window.weekdays:
+        window = Window(window.time_zone, blackouts=window.blackouts)
+    assert Window.from_json(window.as_json()) == window
+
+
+@pytest.mark.parametrize(
+    ("window", "after", "opens_at"),
+    [
+        # In the night in which the hour from 2 to 3 does not exist, 02:30 to 04:00 opens at 3.
+        (Window(BERLIN, (6,), 150, 240), "2026-03-29T00:59:59+00:00", "2026-03-29T01:00:00+00:00"),
+        # What lies in the hour that is skipped does not open that night.
+        (Window(BERLIN, (6,), 135, 165), "2026-03-29T00:00:00+00:00", "2026-04-05T00:15:00+00:00"),
+        # The hour from 2 to 3 comes twice.
+        (Window(BERLIN, (6,), 135, 165), "2026-10-25T00:45:00+00:00", "2026-10-25T01:15:00+00:00"),
+        (Window(BERLIN, (6,), 135, 165), "2026-10-25T01:45:00+00:00", "2026-11-01T01:15:00+00:00"),
+        # Saturday from 22 to 4 belongs to Saturday, past midnight too.
+        (Window("UTC", (5,), 1320, 240), "2026-11-22T03:59:59+00:00", "2026-11-22T03:59:59+00:00"),
+        (Window("UTC", (5,), 1320, 240), "2026-11-22T04:00:00+00:00", "2026-11-28T22:00:00+00:00"),
+        (Window("UTC", (5,), 1320, 240), "2026-11-21T03:00:00+00:00", "2026-11-21T22:00:00+00:00"),
+        # Monday there begins on Sunday here.
+        (Window("Asia/Kolkata", (0,)), "2026-11-22T12:00:00+00:00", "2026-11-22T18:30:00+00:00"),
+        # The end of a blackout is open again, and its begin is not.
+        (
+            Window(blackouts=(Blackout(at("2026-12-20T00:00:00+00:00"), at("2027-01-07T00:00:00+00:00")),)),
+            "2026-12-20T00:00:00+00:00",
+            "2027-01-07T00:00:00+00:00",
+        ),
+    ],
+)
+def test_next_opening_through_changes_and_midnight_is_when_the_wall_says(
+    window: Window, after: str, opens_at: str
+) -> None:
+    assert window.next_opening(at(after)) == at(opens_at)
+
+
+def test_next_opening_of_two_blackouts_in_a_row_is_after_both() -> None:
+    now = at("2026-11-21T12:00:00+00:00")
+    row = (Blackout(now + DAY, now + 2 * DAY), Blackout(now - DAY, now + DAY), Blackout(now, now + DAY / 2))
+    assert Window(blackouts=row).next_opening(now) == now + 2 * DAY
+
+
+def test_next_opening_in_two_years_of_blackout_is_none() -> None:
+    now = at("2026-11-21T12:00:00+00:00")
+    closed = Window(blackouts=(Blackout(now, now + LOOK_AHEAD + MINUTE),))
+    assert closed.next_opening(now) is None
+    assert closed.next_opening(now + 2 * MINUTE) == now + LOOK_AHEAD + MINUTE
+    assert "does not open" in next(fault.detail for fault in find_window_faults(closed, now))
+    assert list(find_window_faults(closed, now + 2 * MINUTE)) == []
+
+
+def test_next_opening_that_every_blackout_meets_is_none() -> None:
+    """Mondays from 2 to 4, with a blackout on every Monday."""
+    now = at("2026-11-21T12:00:00+00:00")
+    monday = at("2026-11-23T00:00:00+00:00")
+    mondays = tuple(Blackout(monday + 7 * n * DAY, monday + (7 * n + 1) * DAY) for n in range(106))
+    assert Window("UTC", (0,), 120, 240, mondays).next_opening(now) is None
+    assert Window("UTC", (0,), 120, 240, mondays[:-3]).next_opening(now) is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "pointer"),
+    [
+        ([], ""),
+        ({}, "/time_zone"),
+        ({"time_zone": 5}, "/time_zone"),
+        ({"time_zone": "Europe/Atlantis"}, "/time_zone"),
+        ({"time_zone": "../../etc/passwd"}, "/time_zone"),
+        ({"time_zone": "/etc/passwd"}, "/time_zone"),
+        ({"time_zone": "Europe"}, "/time_zone"),
+        ({"time_zone": "a\0b"}, "/time_zone"),
+        ({"time_zone": "\ud800"}, "/time_zone"),
+        ({"time_zone": "x" * 5000}, "/time_zone"),
+        ({"time_zone": ""}, "/time_zone"),
+        ({"time_zone": "localtime"}, "/time_zone"),
+        ({"time_zone": "UTC", "weekdays": "0"}, "/weekdays"),
+        ({"time_zone": "UTC", "weekdays": [7]}, "/weekdays"),
+        ({"time_zone": "UTC", "weekdays": [True]}, "/weekdays"),
+        ({"time_zone": "UTC", "weekdays": [0, 0]}, "/weekdays"),
+        ({"time_zone": "UTC", "weekdays": [0], "opens": 90}, "/opens"),
+        ({"time_zone": "UTC", "weekdays": [0], "opens": "24:00"}, "/opens"),
+        ({"time_zone": "UTC", "weekdays": [0], "opens": "1:00"}, "/opens"),
+        ({"time_zone": "UTC", "weekdays": [0], "closes": "24:01"}, "/closes"),
+        ({"time_zone": "UTC", "weekdays": [0], "closes": "00:00"}, "/closes"),
+        ({"time_zone": "UTC", "weekdays": [0], "opens": "02:00", "closes": "02:00"}, "/closes"),
+        ({"time_zone": "UTC", "opens": "02:00"}, "/weekdays"),
+        ({"time_zone": "UTC", "day": 1}, "/day"),
+        ({"time_zone": "UTC", "blackouts": {}}, "/blackouts"),
+        ({"time_zone": "UTC", "blackouts": [1]}, "/blackouts/0"),
+    ],
+)
+def test_from_json_of_what_cannot_be_meant_says_where(values: object, pointer: str) -> None:
+    with pytest.raises(RequestInvalidError) as refused:
+        Window.from_json(values)  # type: ignore[arg-type]  # what a client can send
+    assert pointer in {fault.pointer for fault in refused.value.faults}
+
+
+@pytest.mark.parametrize(
+    ("period", "pointer"),
+    [
+        ({"begins_at": "2026-12-20T00:00:00Z"}, "/0"),
+        ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z", "name": "x"}, "/0"),
+        ({"begins_at": "2026-12-20T00:00:00", "ends_at": "2026-12-21T00:00:00Z"}, "/0/begins_at"),
+        ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "9999-12-31T23:59:59-12:00"}, "/0/ends_at"),
+        ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-20T01:00:00+01:00"}, "/0/ends_at"),
+        ({"begins_at": 5, "ends_at": None}, "/0/ends_at"),
+        ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z", "why": 5}, "/0/why"),
+        ({"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z", "why": "a\0b"}, "/0/why"),
+    ],
+)
+def test_blackouts_that_cannot_be_meant_say_where(period: object, pointer: str) -> None:
+    with pytest.raises(RequestInvalidError) as refused:
+        read_blackouts([period])
+    assert pointer in {fault.pointer for fault in refused.value.faults}
+
+
+def test_blackouts_more_than_anybody_needs_are_refused() -> None:
+    period = {"begins_at": "2026-12-20T00:00:00Z", "ends_at": "2026-12-21T00:00:00Z"}
+    assert len(read_blackouts([period] * MOST_BLACKOUTS)) == MOST_BLACKOUTS
+    with pytest.raises(RequestInvalidError):
+        read_blackouts([period] * (MOST_BLACKOUTS + 1))
+
+
+def test_blackouts_are_read_in_utc_and_sorted() -> None:
+    later = {"begins_at": "2026-12-24T00:00:00+01:00", "ends_at": "2026-12-27T00:00:00+01:00", "why": "Christmas"}
+    sooner = {"begins_at": "2026-12-01T00:00:00Z", "ends_at": "2026-12-02T00:00:00Z"}
+    assert read_blackouts([later, sooner]) == (
+        Blackout(at("2026-12-01T00:00:00+00:00"), at("2026-12-02T00:00:00+00:00")),
+        Blackout(at("2026-12-23T23:00:00+00:00"), at("2026-12-26T23:00:00+00:00"), "Christmas"),
+    )
+
+
+def test_find_window_faults_of_a_window_made_in_code_names_each() -> None:
+    wrong = Window("Nowhere", (9,), -1, 1441, (Blackout(CHANGES[0], CHANGES[0]),))
+    pointers = [fault.pointer for fault in find_window_faults(wrong, CHANGES[0])]
+    assert pointers == ["/time_zone", "/weekdays", "/opens", "/closes", "/blackouts/0/ends_at"]
+    assert list(find_window_faults(Window(BERLIN, (0, 4), 1320, 240), CHANGES[0])) == []
+
+
+@given(st.integers(0, 24 * 60))
+def test_clock_as_text_and_back_is_the_same(minutes: int) -> None:
+    assert read_clock(clock_text(minutes)) == minutes

@@ -1,0 +1,337 @@
+"""Campaigns as people act on them: one expiring approval of exactly this selection, plan and pace."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import models
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Channel, Operator, Service
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, BreakGlass
+from keyvault.services.keys.lifecycle import revoke_key, suspend_key
+from keyvault.services.merchants.merchants import suspend_account
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.pacing import Pace
+from rotation.domain.policy import APPROVAL_LIFETIME, Proof
+from rotation.models import Campaign, CampaignMember, CampaignState
+from rotation.services.campaigns import selection
+from rotation.services.campaigns.campaigns import (
+    approve_campaign,
+    cancel_campaign,
+    get_campaign,
+    pause_campaign,
+    reject_campaign,
+    request_campaign,
+    resume_campaign,
+)
+from rotation.services.campaigns.reports import describe_campaign
+from rotation.services.campaigns.runner import tick
+from rotation.services.rotations.planning import Wish
+from tests.factories import make_operator
+from tests.rotation.campaigning import approved, asked, details_of, events, issued, on_platform
+from tests.rotation.scene import Clock, account, admin, approver, issue, rotate, tam
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+C = CampaignState
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+DAYS_40 = timedelta(days=40)
+
+
+def test_request_selects_what_is_old_enough_and_says_why_the_rest_is_left_out(clock: Clock) -> None:
+    old, _ = issue(account("old"), clock.now - DAYS_40)
+    issue(account("young"), clock.now)
+    busy, _ = issue(account("busy"), clock.now - DAYS_40)
+    rotate(busy.credential, clock.now)
+    dead, _ = issue(account("dead"), clock.now - DAYS_40)
+    revoke_key(authorize(admin(), P.KEYS_REVOKE, account("dead"), now=clock.now), dead, RevocationReason.SUPERSEDED)
+    issue(account("asleep"), clock.now - DAYS_40)
+    suspend_account(authorize(admin(), P.MERCHANTS_WRITE, account("asleep"), now=clock.now), account("asleep"))
+    issue(account("old"), clock.now - DAYS_40, kind=KeyKind.PUBLIC)
+    issue(account("old", PRODUCTION), clock.now - DAYS_40)
+
+    campaign = asked(clock, older_than_days=30)
+
+    assert [member.credential_id for member in campaign.members.all()] == [old.credential_id]
+    assert campaign.selection["left_out"] == {
+        "merchant_inactive": 1,
+        "no_usable_key": 1,
+        "open_rotation": 1,
+        "too_young": 1,
+    }
+
+
+def test_request_takes_the_oldest_keys_first_and_only_the_merchants_named(clock: Clock) -> None:
+    newer, _ = issue(account("one"), clock.now - DAYS_40)
+    older, _ = issue(account("two"), clock.now - 2 * DAYS_40)
+    issue(account("three"), clock.now - 3 * DAYS_40)
+    campaign = asked(clock, merchants=["two", "one", "one"])
+    assert [m.credential_id for m in campaign.members.order_by("pk")] == [older.credential_id, newer.credential_id]
+    assert campaign.selection["merchants"] == ["one", "two"]
+
+
+def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) -> None:
+    issue(account("one"), clock.now)
+    key, _ = issue(account("two"), clock.now)
+    suspend_key(authorize(admin(), P.KEYS_SUSPEND, account("two"), now=clock.now), key)
+    assert asked(clock).selection["left_out"] == {"no_usable_key": 1}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "pointers"),
+    [
+        ({"merchants": ["merchant-0", "nobody"]}, ["/merchants"]),
+        ({"merchants": []}, ["/merchants"]),
+        ({"older_than_days": -1}, ["/older_than_days"]),
+        ({"older_than_days": 10**9}, ["/older_than_days"]),
+        ({"pace": Pace(per_minute=0, concurrency=0)}, ["/per_minute", "/concurrency"]),
+        ({"reason": "  "}, ["/reason"]),
+        ({"wish": Wish(quiet_seconds=0)}, ["/quiet_seconds"]),
+        ({"wish": Wish(proof=Proof.CONFIRMATION, proof_count=0)}, ["/proof_count"]),
+        ({"older_than_days": 1}, ["/older_than_days"]),
+    ],
+)
+def test_request_that_cannot_be_met_names_each_fault(clock: Clock, chosen: dict[str, Any], pointers: list[str]) -> None:
+    issued(clock, 2)
+    with pytest.raises(RequestInvalidError) as refused:
+        asked(clock, **chosen)
+    assert [fault.pointer for fault in refused.value.faults] == pointers
+    assert not Campaign.objects.exists()
+
+
+def test_request_leaves_out_the_one_whose_plan_cannot_be_met(clock: Clock) -> None:
+    """One key that expires too early for the plan does not hold up the others."""
+    issue(account("one"), clock.now)
+    issue(account("two"), clock.now, expires_in_days=1)
+    campaign = asked(clock, wish=Wish(quiet_seconds=3 * 86_400))
+    assert campaign.members.count() == 1
+    assert campaign.selection["left_out"] == {"plan_cannot_be_met": 1}
+
+
+def test_request_for_nothing_says_what_was_left_out(clock: Clock) -> None:
+    issued(clock, 2)
+    with pytest.raises(RequestInvalidError, match="left out: 2 too young"):
+        asked(clock, older_than_days=30)
+
+
+def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds before anything is planned or written."""
+    issued(clock, 3)
+    monkeypatch.setattr(selection, "MOST_MEMBERS", 2)
+    with pytest.raises(RequestInvalidError, match="at most 2"):
+        asked(clock)
+
+
+def test_request_without_the_permission_is_refused(clock: Clock) -> None:
+    issued(clock, 1)
+    with pytest.raises(PermissionMissingError):
+        asked(clock, by=approver())
+
+
+def test_request_of_an_operator_barred_from_an_account_of_it_is_refused(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A campaign is no way round what its requester may do to each account alone: every account is asked about."""
+    issued(clock, 2)
+    asked_about: list[str] = []
+
+    def barred(principal: Operator, permission: P, place: Any = None, **more: Any) -> Any:
+        asked_about.append(f"{principal.username} {permission} {place}")
+        raise PermissionMissingError("not yours")
+
+    monkeypatch.setattr("rotation.services.campaigns.campaigns.authorize", barred)
+    with pytest.raises(PermissionMissingError, match="not yours"):
+        asked(clock)
+    assert asked_about[0].startswith("tam rotations:write merchant-")
+    assert not Campaign.objects.exists()
+
+
+def test_request_of_a_service_is_a_bug(clock: Clock) -> None:
+    """People ask for campaigns; no route hands a service's grant in."""
+    service = Service("tok", "svc", "per_x", frozenset({P.ROTATIONS_WRITE}), frozenset({SANDBOX}))
+    grant = authorize(service, P.ROTATIONS_WRITE, now=clock.now)
+    with pytest.raises(TypeError):
+        request_campaign(
+            grant,
+            environment=SANDBOX,
+            merchants=None,
+            older_than_days=None,
+            wish=Wish(),
+            pace=Pace(),
+            reason="why",
+        )
+
+
+def test_request_in_sandbox_runs_at_once_and_in_production_waits(clock: Clock) -> None:
+    issued(clock, 1)
+    issued(clock, 1, PRODUCTION)
+    assert asked(clock).state == C.RUNNING
+    waiting = asked(clock, environment=PRODUCTION)
+    assert (waiting.state, waiting.approvals_needed, waiting.began_at) == (C.AWAITING_APPROVAL, 1, None)
+    tick(clock.now)
+    assert not waiting.rotations.exists()
+
+
+# --- four eyes, digest, expiry ------------------------------------------------------------------------------
+
+
+def test_approve_by_a_second_person_begins_it_with_that_name_under_each_rotation(clock: Clock) -> None:
+    issued(clock, 1, PRODUCTION)
+    campaign = approved(clock, asked(clock, environment=PRODUCTION))
+    assert (campaign.state, campaign.began_at) == (C.RUNNING, clock.now)
+    tick(clock.now)
+    rotation = campaign.rotations.get()
+    assert [approval.approver.username for approval in rotation.approvals.all()] == ["approver"]
+    assert (rotation.state, rotation.requester_person) == ("scheduled", tam().person)
+
+
+def test_approve_by_whoever_asked_is_refused_even_under_another_log_in(clock: Clock) -> None:
+    """Requester and approver are two persons, not two log-ins."""
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION, by=admin())
+    again = make_operator("admin2", Role.KEY_ADMINISTRATOR, person=admin().person)
+    for operator in (admin(), again):
+        with pytest.raises(StateConflictError, match="second person"):
+            approved(clock, campaign, by=operator)
+    assert get_campaign(campaign.pk).state == C.AWAITING_APPROVAL
+
+
+def test_approve_of_another_digest_is_refused(clock: Clock) -> None:
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    grant = on_platform(approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
+    with pytest.raises(StateConflictError, match="not what you were shown"):
+        approve_campaign(grant, campaign, "0" * 64)
+
+
+@pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
+def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -> None:
+    """Whoever gets past the service to the rows does not get an approval for them, nor a begun rotation."""
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    alter(campaign, altered, clock)
+    with pytest.raises(StateConflictError, match="altered"):
+        approved(clock, get_campaign(campaign.pk))
+
+
+@pytest.mark.parametrize("altered", ["pace", "wish", "selection", "members"])
+def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
+    """The approval is for what was shown: whatever is altered afterwards halts it, and no resume brings it back."""
+    issued(clock, 1)
+    campaign = asked(clock)
+    alter(campaign, altered, clock)
+    tick(clock.now)
+    campaign = get_campaign(campaign.pk)
+    assert (campaign.state, campaign.why) == (C.HALTED, "what was approved was altered")
+    assert not campaign.rotations.exists()
+    with pytest.raises(StateConflictError, match="altered"):
+        resume_campaign(on_platform(tam(), P.ROTATIONS_WRITE, clock), campaign, "go on")
+
+
+def alter(campaign: Campaign, what: str, clock: Clock) -> None:
+    """Past the service and the triggers, as somebody with the database's password might."""
+    lift_triggers()
+    if what == "members":
+        other, _ = issue(account("smuggled", Environment(campaign.environment)), clock.now)
+        CampaignMember.objects.create(campaign=campaign, credential=other.credential)
+        return
+    values = {**getattr(campaign, what), "older_than_days": 1, "per_minute": 500, "quiet_seconds": 1}
+    models.QuerySet(Campaign).filter(pk=campaign.pk).update(**{what: values})
+
+
+def test_approve_too_late_is_refused_and_the_next_tick_says_expired(clock: Clock) -> None:
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    clock.now += APPROVAL_LIFETIME
+    with pytest.raises(StateConflictError, match="in time"):
+        approved(clock, campaign)
+    tick(clock.now)
+    campaign = get_campaign(campaign.pk)
+    assert (campaign.state, campaign.closed_at) == (C.EXPIRED, clock.now)
+    assert events(campaign) == ["campaign.requested", "campaign.expired"]
+
+
+def test_approve_where_two_are_wanted_begins_at_the_second(clock: Clock, settings: Any) -> None:
+    issued(clock, 1, PRODUCTION)
+    settings.APPROVALS_NEEDED = {**settings.APPROVALS_NEEDED, PRODUCTION: 2}
+    campaign = approved(clock, asked(clock, environment=PRODUCTION))
+    assert campaign.state == C.AWAITING_APPROVAL
+    with pytest.raises(StateConflictError, match="another person"):
+        approved(clock, campaign)
+    assert approved(clock, campaign, by=admin()).state == C.RUNNING
+
+
+def test_approve_on_a_command_line_in_production_stays_in_sight(clock: Clock) -> None:
+    """A command line proves no identity: such an approval waits for its review."""
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    approved(clock, campaign, by=replace(approver(), channel=Channel.COMMAND_LINE, host_user="root"))
+    assert BreakGlass.objects.get().subject == campaign.campaign_id
+
+
+def test_reject_closes_it_for_good(clock: Clock) -> None:
+    issued(clock, 1, PRODUCTION)
+    campaign = asked(clock, environment=PRODUCTION)
+    grant = on_platform(approver(), P.ROTATIONS_APPROVE, clock, campaign.requester_person)
+    assert reject_campaign(grant, campaign, "not before the holidays").state == C.REJECTED
+    assert (campaign.why, campaign.closed_at) == ("not before the holidays", clock.now)
+    with pytest.raises(StateConflictError):
+        approved(clock, campaign)
+
+
+# --- pause, resume, cancel ----------------------------------------------------------------------------------
+
+
+def test_pause_resume_and_cancel_are_for_their_states_only(clock: Clock) -> None:
+    issued(clock, 2)
+    campaign = asked(clock)
+    grant = on_platform(tam(), P.ROTATIONS_WRITE, clock)
+    with pytest.raises(StateConflictError, match="running"):
+        resume_campaign(grant, campaign, "why not")
+    pause_campaign(grant, campaign, "lunch")
+    with pytest.raises(StateConflictError, match="paused"):
+        pause_campaign(grant, campaign, "again")
+    resume_campaign(grant, campaign, "")
+    cancel_campaign(grant, campaign, "enough")
+    for act in (pause_campaign, resume_campaign, cancel_campaign):
+        with pytest.raises(StateConflictError, match="cancelled"):
+            act(grant, campaign, "x")
+    assert events(campaign) == ["campaign.requested", "campaign.paused", "campaign.resumed", "campaign.cancelled"]
+    assert details_of(AuditEntry.objects.get(event="campaign.paused"))["why"] == "lunch"
+
+
+def test_pause_of_a_row_read_before_somebody_else_changed_it_is_refused(clock: Clock) -> None:
+    issued(clock, 1)
+    campaign = asked(clock)
+    stale = get_campaign(campaign.pk)
+    grant = on_platform(tam(), P.ROTATIONS_WRITE, clock)
+    cancel_campaign(grant, campaign, "")
+    with pytest.raises(StateConflictError, match="meanwhile"):
+        pause_campaign(grant, stale, "")
+
+
+def test_describe_tells_nothing_secret_and_counts_from_the_start(clock: Clock) -> None:
+    issued(clock, 3)
+    told = describe_campaign(asked(clock, pace=Pace(per_minute=2)), clock.now)
+    assert told["progress"] == {
+        "members": 3,
+        "waiting": 3,
+        "skipped": 0,
+        "begun": 0,
+        "unproved": 0,
+        "proved": 0,
+        "completed": 0,
+        "failed": 0,
+        "stalled": 0,
+    }
+    assert (told["percent_proved"], told["percent_ended"]) == (0, 0)
+    assert told["all_begun_at"] == (clock.now + timedelta(seconds=90)).isoformat()
+    assert told["requests"] == {"allowed": 0, "refused": 0}

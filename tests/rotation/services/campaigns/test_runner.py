@@ -1,0 +1,473 @@
+"""What workers do for campaigns: pace, halts, skips, ends; and that a killed or doubled worker changes nothing."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import models
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Key, Notice
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.merchants.merchants import suspend_account
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.work.leases import LEASE, claim
+from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import START_WITHIN, Pace
+from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
+from rotation.services.campaigns import runner
+from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaign, resume_campaign
+from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
+from rotation.services.campaigns.runner import subject_of, tick
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import begin_rotation
+from tests.rotation.campaigning import asked, become, details_of, events, fresh, issued, oldest, on_platform
+from tests.rotation.scene import Clock, account, acknowledge_replacement, admin, issue, rotate, tam
+from tests.services.racing import held_open, race, start, wait_until_blocked
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+C = CampaignState
+
+
+def ticked(clock: Clock, seconds: float = 5) -> None:
+    clock.tick(seconds)
+    tick(clock.now)
+
+
+def begun(campaign: Campaign) -> int:
+    """Members and rotations say the same."""
+    linked = CampaignMember.objects.filter(campaign=campaign, rotation__campaign=campaign).count()
+    assert linked == campaign.rotations.count()
+    return linked
+
+
+def may_write(clock: Clock) -> Any:
+    return on_platform(tam(), P.ROTATIONS_WRITE, clock)
+
+
+# --- pace ---------------------------------------------------------------------------------------------------
+
+
+def test_tick_begins_at_the_approved_rate(clock: Clock) -> None:
+    """Twelve a minute are one a tick; a second worker's tick in between does not begin more in the minute."""
+    issued(clock, 16)
+    campaign = asked(clock, pace=Pace(per_minute=12, concurrency=100))
+    counts = []
+    for _ in range(14):
+        tick(clock.now)
+        ticked(clock, 2)
+        counts.append(begun(campaign))
+        clock.tick(3)
+    assert counts == [2, 4, 6, 8, 10, 12, 12, 12, 12, 12, 12, 12, 14, 16]
+
+
+def test_tick_keeps_to_the_concurrency_until_a_rotation_is_proved(clock: Clock) -> None:
+    """A place is free again when the replacement is proved: not a quiet period of days later."""
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=600, concurrency=2))
+    for _ in range(3):
+        ticked(clock)
+    assert begun(campaign) == 2
+    become(oldest(campaign), S.OVERLAP, clock)
+    ticked(clock)
+    ticked(clock)
+    assert begun(campaign) == 3
+
+
+def test_tick_begins_in_the_order_of_the_selection_with_the_approved_plan(clock: Clock) -> None:
+    keys = issued(clock, 3)
+    campaign = asked(clock, wish=Wish(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
+    tick(clock.now)
+    rotation = campaign.rotations.get()
+    first = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
+    assert rotation.credential_id == first.credential_id
+    assert rotation.predecessor_id in {key.pk for key in keys}
+    plan = rotation.approved_plan
+    assert (plan.quiet_seconds, plan.quarantine_seconds, plan.reason) == (77, 9, "yearly")
+    asked_for = details_of(AuditEntry.objects.get(event="rotation.requested"))
+    assert asked_for["campaign_id"] == campaign.campaign_id
+
+
+def test_tick_of_an_environment_not_served_here_begins_nothing(clock: Clock, settings: Any) -> None:
+    issued(clock, 1)
+    campaign = asked(clock)
+    settings.ENVIRONMENTS = frozenset()
+    tick(clock.now)
+    assert begun(campaign) == 0
+
+
+# --- skips --------------------------------------------------------------------------------------------------
+
+
+def _rotate(key: Key, clock: Clock) -> None:
+    rotate(key.credential, clock.now)
+
+
+def _revoke(key: Key, clock: Clock) -> None:
+    place = key.credential.account
+    revoke_key(authorize(admin(), P.KEYS_REVOKE, place, now=clock.now), key, RevocationReason.SUPERSEDED)
+
+
+def _suspend(key: Key, clock: Clock) -> None:
+    place = key.credential.account
+    suspend_account(authorize(admin(), P.MERCHANTS_WRITE, place, now=clock.now), place)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "why"),
+    [
+        (_rotate, "it has an open rotation"),
+        (_revoke, "it has no usable key"),
+        (_suspend, "its merchant or account is not active"),
+    ],
+)
+def test_tick_skips_what_no_longer_qualifies_and_says_why(
+    clock: Clock, meanwhile: Callable[[Key, Clock], None], why: str
+) -> None:
+    """And begins another in its place, in the same tick."""
+    issued(clock, 3)
+    campaign = asked(clock, pace=Pace(per_minute=1))
+    member = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
+    meanwhile(Key.objects.select_related("credential__account__merchant").get(credential=member.credential), clock)
+    ticked(clock)
+    member.refresh_from_db()
+    assert (member.outcome, member.why, member.rotation) == ("skipped", why, None)
+    assert begun(campaign) == 1
+
+
+def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock: Clock) -> None:
+    issued(clock, 1)
+    campaign = asked(clock)
+    models.QuerySet(Key).update(activated_at=clock.now + timedelta(seconds=1))
+    ticked(clock)
+    assert campaign.members.get().why == "its key is younger than what was selected"
+
+
+def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:
+    """The key expires before the end of the plan by now: the fault is told as it is to whoever asks for one."""
+    issue(account("one"), clock.now, expires_in_days=4)
+    campaign = asked(clock, wish=Wish(quiet_seconds=3 * 86_400))
+    clock.tick(2 * 86_400)
+    tick(clock.now)
+    member = campaign.members.get()
+    assert member.outcome == "skipped"
+    assert member.why.startswith("/deadline: soak and quiet period need 259200 seconds")
+
+
+# --- halts --------------------------------------------------------------------------------------------------
+
+
+def test_tick_halts_at_the_first_stall_and_raises_an_alarm(clock: Clock) -> None:
+    """No more begins; what has begun goes on; the alarm stands with the account of the culprit."""
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=24, concurrency=10))
+    ticked(clock)
+    assert begun(campaign) == 2
+    culprit = oldest(campaign)
+    become(culprit, S.STALLED, clock)
+    ticked(clock)
+    ticked(clock)
+    campaign = fresh(campaign)
+    assert (campaign.state, campaign.why, begun(campaign)) == (C.HALTED, "a rotation stalled", 2)
+    alarm = Notice.objects.get(is_alarm=True)
+    assert (alarm.account, alarm.subject, alarm.kind) == (
+        culprit.credential.account,
+        campaign.campaign_id,
+        NoticeKind.CAMPAIGN_HALTED,
+    )
+    assert alarm.payload == {"rotation_id": culprit.rotation_id, "why": "a rotation stalled"}
+    assert events(campaign) == ["campaign.requested", "campaign.halted"]
+
+
+def test_resume_after_a_halt_takes_a_reason_and_does_not_count_the_same_stall_again(clock: Clock) -> None:
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
+    ticked(clock)
+    become(oldest(campaign), S.STALLED, clock)
+    ticked(clock)
+    halted = fresh(campaign)
+    with pytest.raises(RequestInvalidError, match="with a reason"):
+        resume_campaign(may_write(clock), halted, " ")
+    resume_campaign(may_write(clock), halted, "its backend was sealed, and is not any more")
+    ticked(clock)
+    assert (fresh(campaign).state, begun(campaign)) == (C.RUNNING, 2)
+    become(oldest(campaign), S.STALLED, clock)
+    ticked(clock)
+    assert (fresh(campaign).state, begun(campaign)) == (C.HALTED, 2)
+
+
+def test_tick_halts_on_a_share_of_failures_once_it_is_exceeded(clock: Clock) -> None:
+    issued(clock, 12)
+    campaign = asked(clock, pace=Pace(per_minute=120, concurrency=100, halt_on_stall=False, halt_at_failed_percent=20))
+    ticked(clock)
+    for state in (S.OVERLAP, S.QUARANTINE, S.COMPLETED, S.OVERLAP, S.STALLED):
+        become(oldest(campaign), state, clock)
+    ticked(clock)
+    assert fresh(campaign).state == C.RUNNING
+    become(oldest(campaign), S.CANCELLED, clock)
+    ticked(clock)
+    campaign = fresh(campaign)
+    assert (campaign.state, campaign.why) == (
+        C.HALTED,
+        "2 of 6 rotations failed or stalled, which is more than 20 percent",
+    )
+    resume_campaign(may_write(clock), campaign, "looked at both")
+    ticked(clock)
+    assert fresh(campaign).state == C.RUNNING
+
+
+def test_tick_with_no_halt_asked_for_goes_on_past_stalls(clock: Clock) -> None:
+    """A stalled rotation waits for a person, and holds no place while it does."""
+    issued(clock, 3)
+    pace = Pace(per_minute=600, concurrency=1, halt_on_stall=False, halt_at_failed_percent=None)
+    campaign = asked(clock, pace=pace)
+    for _ in range(3):
+        ticked(clock)
+        become(oldest(campaign), S.STALLED, clock)
+    ticked(clock)
+    campaign = fresh(campaign)
+    assert (campaign.state, begun(campaign)) == (C.COMPLETED, 3)
+    told = describe_campaign(campaign, clock.now)
+    assert (told["percent_proved"], told["percent_ended"]) == (0, 100)
+
+
+# --- pause and end ------------------------------------------------------------------------------------------
+
+
+def test_pause_in_the_middle_begins_no_more_until_resumed(clock: Clock) -> None:
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
+    ticked(clock)
+    pause_campaign(may_write(clock), fresh(campaign), "a sale begins")
+    for _ in range(3):
+        ticked(clock)
+    assert begun(campaign) == 1
+    resume_campaign(may_write(clock), fresh(campaign), "")
+    ticked(clock)
+    assert begun(campaign) == 2
+
+
+def test_cancel_begins_no_more_and_leaves_what_has_begun(clock: Clock) -> None:
+    issued(clock, 4)
+    campaign = asked(clock, pace=Pace(per_minute=12, concurrency=10))
+    ticked(clock)
+    cancel_campaign(may_write(clock), fresh(campaign), "")
+    ticked(clock)
+    assert (begun(campaign), campaign.rotations.get().state) == (1, S.SCHEDULED)
+
+
+def test_tick_completes_when_nothing_is_left_under_way(clock: Clock) -> None:
+    issued(clock, 2)
+    campaign = asked(clock)
+    ticked(clock)
+    become(oldest(campaign), S.COMPLETED, clock)
+    become(oldest(campaign), S.QUARANTINE, clock)
+    ticked(clock)
+    assert fresh(campaign).state == C.RUNNING
+    become(campaign.rotations.get(state=S.QUARANTINE), S.COMPLETED, clock)
+    ticked(clock)
+    campaign = fresh(campaign)
+    assert (campaign.state, campaign.closed_at) == (C.COMPLETED, clock.now)
+    told = describe_campaign(campaign, clock.now)
+    assert (told["percent_proved"], told["percent_ended"], told["all_begun_at"]) == (100, 100, None)
+
+
+@pytest.mark.parametrize("act", [None, pause_campaign])
+def test_tick_does_not_begin_what_was_approved_too_long_ago(clock: Clock, act: Any) -> None:
+    """An approval is for now: thirty days later the rest is asked for anew, however the campaign was held up."""
+    issued(clock, 2)
+    campaign = asked(clock, pace=Pace(per_minute=12, concurrency=1))
+    ticked(clock)
+    if act is not None:
+        act(may_write(clock), fresh(campaign), "")
+    clock.now = campaign.created_at + START_WITHIN - timedelta(seconds=1)
+    tick(clock.now)
+    assert fresh(campaign).state != C.EXPIRED
+    ticked(clock, 1)
+    campaign = fresh(campaign)
+    assert (campaign.state, begun(campaign)) == (C.EXPIRED, 1)
+    assert campaign.rotations.get().state == S.SCHEDULED
+
+
+def test_tick_with_all_begun_does_not_expire_while_they_take_their_time(clock: Clock) -> None:
+    issued(clock, 1)
+    campaign = asked(clock)
+    ticked(clock)
+    ticked(clock, START_WITHIN.total_seconds())
+    assert fresh(campaign).state == C.RUNNING
+
+
+def test_members_in_trouble_are_listed_first(clock: Clock) -> None:
+    issued(clock, 6)
+    campaign = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=None))
+    ticked(clock)
+    become(oldest(campaign), S.OVERLAP, clock)
+    become(oldest(campaign), S.CANCELLED, clock)
+    become(oldest(campaign), S.STALLED, clock)
+    listed = [member.rotation.state if member.rotation else None for member in list_troubled_first(campaign, 5)]
+    assert listed == [S.STALLED, S.CANCELLED, S.SCHEDULED, S.OVERLAP, None]
+
+
+# --- workers that die, double or are late -------------------------------------------------------------------
+
+
+def test_tick_killed_between_begin_and_link_begins_once_all_the_same(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation, approval, audit entry and link are one transaction: no half of it outlives the worker."""
+    issued(clock, 1)
+    campaign = asked(clock)
+    whole = begin_rotation
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any, **options: Any) -> Rotation:
+        whole(*args, **options)
+        raise Killed
+
+    monkeypatch.setattr(runner, "begin_rotation", killed)
+    with pytest.raises(Killed):
+        ticked(clock)
+    assert not Rotation.objects.exists()
+    assert not AuditEntry.objects.filter(event="rotation.requested").exists()
+    monkeypatch.undo()
+    ticked(clock)
+    assert begun(campaign) == 0, "the lease of the dead is kept until it runs out"
+    ticked(clock, LEASE.total_seconds())
+    assert begun(campaign) == 1
+    assert verify_audit().first_broken is None
+
+
+@pytest.mark.parametrize("meanwhile", ["lease", "pause"])
+def test_tick_overtaken_in_the_middle_begins_nothing(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """A worker that slept past its lease, or looked before the pause, is refused when it comes to begin."""
+    issued(clock, 1)
+    campaign = asked(clock)
+
+    def overtaken(row: Campaign) -> bool:
+        if meanwhile == "pause":
+            pause_campaign(may_write(clock), fresh(campaign), "stop")
+        else:
+            assert claim(subject_of(campaign.pk), clock.now + LEASE) is not None
+        return True
+
+    monkeypatch.setattr(runner, "is_unaltered", overtaken)
+    ticked(clock)
+    assert begun(campaign) == 0
+
+
+def test_tick_of_one_campaign_that_fails_does_not_hold_up_the_next(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued(clock, 2)
+    first = asked(clock, merchants=["merchant-0"])
+    clock.tick(1)
+    second = asked(clock, merchants=["merchant-1"])
+
+    def failing(row: Campaign) -> bool:
+        if row.pk == first.pk:
+            raise StateConflictError("somebody was faster")
+        return True
+
+    monkeypatch.setattr(runner, "is_unaltered", failing)
+    ticked(clock)
+    assert (begun(first), begun(second)) == (0, 1)
+
+
+def test_campaign_with_the_engine_rotates_all_of_them(clock: Clock, verifier: UsageLog) -> None:
+    """Asked for, begun, delivered, acknowledged, silent, quarantined, revoked; and the counts say so."""
+    keys = issued(clock, 3)
+    campaign = asked(clock)
+
+    def advance() -> None:
+        verifier.flush()
+        for rotation_id in list(campaign.rotations.values_list("pk", flat=True)):
+            advance_rotation(rotation_id, clock)
+
+    ticked(clock)
+    advance()
+    for rotation in campaign.rotations.all():
+        acknowledge_replacement(rotation.rotation_id, clock.now)
+    for _ in range(6):
+        clock.tick(6)
+        advance()
+    ticked(clock)
+    campaign = fresh(campaign)
+    assert campaign.state == C.COMPLETED, describe_campaign(campaign, clock.now)["rotations_by_state"]
+    assert describe_campaign(campaign, clock.now)["progress"] == {
+        "members": 3,
+        "waiting": 0,
+        "skipped": 0,
+        "begun": 3,
+        "unproved": 0,
+        "proved": 3,
+        "completed": 3,
+        "failed": 0,
+        "stalled": 0,
+    }
+    assert {Key.objects.get(pk=key.pk).state for key in keys} <= {"deactivated", "destroyed"}
+    assert verify_audit().first_broken is None
+
+
+# --- at once, where there is more than one writer -----------------------------------------------------------
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_ticks_begins_each_member_once_and_keeps_the_pace(clock: Clock) -> None:
+    """Four beats at the same moment, again and again: one has the lease, and the pace is one worker's."""
+    issued(clock, 8)
+    campaign = asked(clock, pace=Pace(per_minute=24, concurrency=100))
+    for expected in (2, 4, 6, 8, 8):
+        clock.tick(5)
+        outcomes = race(*[partial(tick, clock.now)] * 4)
+        assert outcomes == [None] * 4
+        assert begun(campaign) <= expected
+    ticked(clock)
+    assert begun(campaign) == 8
+    assert Rotation.objects.count() == 8
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_a_pause_with_a_begin_under_way_waits_for_it(clock: Clock) -> None:
+    """Once a pause has returned, nothing is begun any more: it waits for the begin that was faster."""
+    issued(clock, 1)
+    campaign = asked(clock)
+
+    def hold_as_a_begin_does() -> None:
+        list(Campaign.objects.select_for_update(no_key=True).filter(pk=campaign.pk))
+
+    with held_open(hold_as_a_begin_does):
+        pausing = start(lambda: pause_campaign(may_write(clock), fresh(campaign), "stop"))
+        wait_until_blocked(pausing)
+    pausing.result(30)
+    ticked(clock)
+    assert begun(campaign) == 0
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_a_begin_with_a_pause_that_was_faster_begins_nothing(clock: Clock) -> None:
+    """The begin waits for the pause to be committed, sees it, and leaves the member as it was."""
+    issued(clock, 1)
+    campaign = asked(clock)
+    clock.tick(5)
+    with held_open(lambda: pause_campaign(may_write(clock), fresh(campaign), "stop")):
+        ticking = start(partial(tick, clock.now))
+        wait_until_blocked(ticking)
+    ticking.result(30)
+    assert begun(campaign) == 0
+    assert campaign.members.get().outcome == ""

@@ -1,0 +1,74 @@
+"""The staged step: a replacement is given to nobody before every live verifier would accept it."""
+
+import pytest
+
+from keyvault.models import Verifier
+from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.services.rotations import engine
+from rotation.services.rotations.facts import list_unconfirmed
+from rotation.services.rotations.reports import describe
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun
+from tests.verifiers import confirm, fall_silent, make_verifier
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
+
+
+def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    assert list_unconfirmed(key) == []
+
+
+def test_unconfirmed_are_live_verifiers_without_the_newest_change_of_the_key(clock: Clock) -> None:
+    """Having confirmed the change before the newest one is not enough; an expired one is not waited for."""
+    key, _ = scene.issue(scene.account(), clock())
+    behind, level, silent = (make_verifier(f"verifier-{number}") for number in (1, 2, 3))
+    confirm(behind, last_sequence(key) - 1)
+    confirm(level, last_sequence(key))
+    fall_silent(silent)
+    assert list_unconfirmed(key) == ["verifier-1"]
+
+
+def test_staged_rotation_is_published_once_its_verifier_has_confirmed(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the same turn, and with the key that was confirmed."""
+    caching = make_verifier()
+    rotation = begun(clock)
+
+    def pause(seconds: float) -> None:
+        rotation.refresh_from_db()
+        assert (rotation.state, rotation.delivered_at) == (S.STAGED, None)
+        assert rotation.replacement is not None
+        confirm(caching, last_sequence(rotation.replacement))
+
+    monkeypatch.setattr(engine, "pause", pause)
+    assert advance(rotation, clock).state == S.AWAITING_PROOF
+    assert rotation.credential.keys.count() == 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_staged_rotation_names_the_verifiers_that_it_waits_for(clock: Clock, verifier: UsageLog) -> None:
+    for number in range(1, 6):
+        make_verifier(f"verifier-{number}")
+    rotation = advance(begun(clock), clock)
+    waiting_for = describe(rotation, clock())["waiting_for"]
+    assert waiting_for == "every verifier to accept the replacement: verifier-1, verifier-2, verifier-3 and 2 more"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_staged_rotation_does_not_wait_for_a_verifier_that_fell_silent(clock: Clock, verifier: UsageLog) -> None:
+    """It answers from memory no longer, so that it would read the new key from the database."""
+    make_verifier()
+    rotation = advance(begun(clock), clock)
+    assert rotation.state == S.STAGED
+    fall_silent(Verifier.objects.get())
+    assert advance(rotation, clock, 3).state == S.AWAITING_PROOF

@@ -1,0 +1,467 @@
+"""What becomes of the backend's copies in quarantine: hidden, brought back, destroyed, each as a step of its own."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.backends.base import BackendDeniedError, BackendMissingError, BackendUnavailableError, Mount
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.errors import KeyvaultError, StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Key, Material, Notice
+from keyvault.services.keys import lifecycle
+from keyvault.services.offboarding import offboard_merchant
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets import stored_copies
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import find_stored, read_public_string, read_string
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import Proof
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import abort_rotation, ask_retirement, confirm_rotation
+from rotation.services.rotations.reports import get_rotation
+from tests.rotation import scene
+from tests.rotation.copies import copy_of, keep_up, lose_leases, versions_of
+from tests.rotation.scene import Clock
+from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
+from tests.rotation.steps import advance, key_states, overlapping, revoke, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+HELD, DELETED, DESTROYED = ("held", "live"), ("deleted", "deleted"), ("destroyed", "destroyed")
+
+
+def hidden(clock: Clock, verifier: UsageLog) -> Rotation:
+    """In quarantine, the predecessor's copy soft-deleted."""
+    rotation = in_quarantine(clock, verifier)
+    assert copy_of(rotation.predecessor) == ("delete_due", "live")
+    keep_up()
+    assert copy_of(rotation.predecessor) == DELETED
+    return get_rotation(rotation.rotation_id)
+
+
+def abort(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return abort_rotation(grant, get_rotation(rotation.rotation_id), "a bad day")
+
+
+def operator(permission: P, key: Key, clock: Clock) -> tuple[Grant, Key]:
+    return authorize(scene.admin(), permission, key.credential.account, now=clock()), Key.objects.get(pk=key.pk)
+
+
+def newest_key(rotation: Rotation) -> str | None:
+    stored = find_stored(rotation.credential)
+    return None if stored is None else stored.labels["key_id"]
+
+
+# --- what happens in quarantine -----------------------------------------------------------------------------
+
+
+def test_copy_of_a_key_in_quarantine_is_hidden_and_says_so_once(clock: Clock, verifier: UsageLog) -> None:
+    """Nobody reads a string that is on its way out; what merchants read as the newest is the replacement."""
+    rotation = hidden(clock, verifier)
+    keep_up()
+    assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
+    assert newest_key(rotation) == rotation.replacement_id
+    assert versions_of(rotation.predecessor) == ["deleted", "live"]
+    with pytest.raises(BackendMissingError, match="in quarantine"):
+        read_string(rotation.predecessor)
+
+
+def test_copy_of_a_key_that_an_operator_suspends_stays(clock: Clock, verifier: UsageLog) -> None:
+    """That is no quarantine: the key is held back, and nothing is on its way out."""
+    key, _ = scene.issue(scene.account(), clock())
+    grant, row = operator(P.KEYS_SUSPEND, key, clock)
+    lifecycle.suspend_key(grant, row)
+    keep_up()
+    assert copy_of(key) == HELD
+
+
+def test_quarantine_over_destroys_the_hidden_copy(clock: Clock, verifier: UsageLog) -> None:
+    rotation = wait(hidden(clock, verifier), clock, verifier, 6)
+    assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
+    assert copy_of(rotation.replacement) == HELD
+
+
+def test_quarantine_over_before_the_copy_was_hidden_destroys_it(clock: Clock, verifier: UsageLog) -> None:
+    """A short quarantine, or a backend that was away all the while."""
+    rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
+    assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
+
+
+def test_predecessor_reinstated_has_its_copy_back(clock: Clock, verifier: UsageLog) -> None:
+    rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
+    assert (rotation.state, copy_of(rotation.predecessor)) == (S.OVERLAP, ("restore_due", "deleted"))
+    keep_up()
+    assert copy_of(rotation.predecessor) == HELD
+    assert newest_key(rotation) == rotation.replacement_id
+    # And a second quarantine hides it again.
+    scene.use(verifier, rotation.replacement_id or "")
+    assert wait(rotation, clock, verifier, 6).state == S.QUARANTINE
+    keep_up()
+    assert copy_of(rotation.predecessor) == DELETED
+
+
+def test_predecessor_reinstated_before_its_copy_was_hidden_is_brought_back_all_the_same(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """The deletion may be on its way: only bringing it back afterwards is certain."""
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
+    assert copy_of(rotation.predecessor) == ("restore_due", "live")
+    keep_up()
+    assert copy_of(rotation.predecessor) == HELD
+
+
+def test_predecessor_resumed_by_an_operator_stalls_and_has_its_copy_back(clock: Clock, verifier: UsageLog) -> None:
+    rotation = hidden(clock, verifier)
+    grant, row = operator(P.KEYS_RESUME, rotation.predecessor, clock)
+    lifecycle.resume_key(grant, row)
+    rotation = advance(rotation, clock, 3)
+    keep_up()
+    assert (rotation.state, copy_of(rotation.predecessor)) == (S.STALLED, HELD)
+
+
+@pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
+    clock: Clock, verifier: UsageLog, reason: RevocationReason, is_hidden: bool
+) -> None:
+    rotation = hidden(clock, verifier) if is_hidden else in_quarantine(clock, verifier)
+    revoke(rotation.predecessor, clock, reason)
+    assert copy_of(rotation.predecessor)[0] == "destroy_due"
+    keep_up()
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (
+        S.COMPLETED,
+        DESTROYED,
+        HELD,
+    )
+
+
+@pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
+@pytest.mark.parametrize("is_destroyed_first", [True, False])
+def test_replacement_ended_in_quarantine_gives_the_merchant_the_predecessor_to_read(
+    clock: Clock, verifier: UsageLog, reason: RevocationReason, is_destroyed_first: bool
+) -> None:
+    """The hidden copy is brought back to be written as the newest one."""
+    rotation = hidden(clock, verifier)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock, reason)
+    if is_destroyed_first:
+        keep_up()
+    rotation = advance(rotation, clock, 3)
+    keep_up()
+    assert (rotation.state, newest_key(rotation)) == (S.CANCELLED, rotation.predecessor_id)
+    assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
+    assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "live"]
+
+
+def test_predecessor_expired_in_quarantine_has_its_copy_destroyed(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
+    deadline = clock() + timedelta(days=3)
+    rotation = scene.rotate(
+        key.credential, clock(), predecessor_may_expire=True, deadline=deadline, quarantine_seconds=100_000
+    )
+    rotation = advance(rotation, clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    rotation = wait(wait(rotation, clock, verifier, 1), clock, verifier, 6)
+    assert rotation.state == S.QUARANTINE
+    keep_up()
+    assert copy_of(key) == DELETED
+    clock.tick(90_000)
+    lifecycle.expire_key(
+        authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=clock()), Key.objects.get(pk=key.pk)
+    )
+    keep_up()
+    assert copy_of(key) == DESTROYED
+
+
+def test_rotation_aborted_in_quarantine_brings_the_predecessor_back_as_the_newest(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = abort(hidden(clock, verifier), clock)
+    assert copy_of(rotation.predecessor) == ("restore_due", "deleted")
+    rotation = advance(rotation, clock, 3)
+    assert (newest_key(rotation), copy_of(rotation.predecessor)) == (rotation.predecessor_id, HELD)
+    assert versions_of(rotation.predecessor) == ["destroyed", "live", "live"]
+
+
+def back_in_quarantine(clock: Clock, verifier: UsageLog) -> Rotation:
+    """On the way back, the replacement in quarantine and its copy hidden."""
+    rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 6)
+    assert key_states(rotation) == ("active", "suspended")
+    keep_up()
+    assert (copy_of(rotation.replacement), newest_key(rotation)) == (DELETED, rotation.predecessor_id)
+    return rotation
+
+
+def test_replacement_in_the_quarantine_of_a_way_back_is_hidden_and_then_destroyed(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = wait(back_in_quarantine(clock, verifier), clock, verifier, 6)
+    keep_up()
+    assert rotation.state == S.ROLLED_BACK
+    assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
+
+
+def test_predecessor_lost_on_the_way_back_brings_the_hidden_replacement_back_as_the_newest(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """What the merchant reads is good, though the only copy of it was hidden."""
+    rotation = back_in_quarantine(clock, verifier)
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    keep_up()
+    assert (rotation.state, newest_key(rotation)) == (S.COMPLETED, rotation.replacement_id)
+    assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (DESTROYED, HELD)
+
+
+def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: UsageLog) -> None:
+    """Where the predecessor's copy is gone, merchants would find nothing where they read."""
+    key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
+    with recorded(
+        authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=clock()),
+        P.ISSUANCE_EXECUTE,
+        "issuance.collected",
+        account=key.credential.account,
+    ):
+        key.compare_and_swap(material=Material.DESTROY_DUE)
+    keep_up()
+    rotation = advance(scene.rotate(key.credential, clock()), clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    verifier.flush()
+    rotation = advance(abort(advance(rotation, clock, 3), clock), clock, 3)
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 6)
+    assert key_states(rotation) == ("active", "suspended")
+    keep_up()
+    assert copy_of(rotation.replacement) == HELD
+
+
+def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier: UsageLog) -> None:
+    rotation = hidden(clock, verifier)
+    merchant = rotation.credential.account.merchant
+    offboard_merchant(authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), merchant, "gone")
+    advance(rotation, clock, 3)
+    keep_up()
+    assert copy_of(rotation.predecessor) == copy_of(rotation.replacement) == DESTROYED
+
+
+# --- a backend that is away, refuses, or has lost something -------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
+def test_backend_that_does_not_hide_copies_holds_no_quarantine_up(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
+) -> None:
+    """Hiding is retried for as long as there is a quarantine, and the rotation goes on whatever comes of it."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    rotation = in_quarantine(clock, verifier)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalKeystore, "soft_delete", fail)
+        keep_up()
+        keep_up()
+        assert copy_of(rotation.predecessor) == ("delete_due", "live")
+        rotation = wait(rotation, clock, verifier, 6)
+    assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
+def test_backend_that_does_not_bring_a_copy_back_is_asked_again(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
+) -> None:
+    """The key itself is good at once."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    rotation = hidden(clock, verifier)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalKeystore, "undelete", fail)
+        rotation = attempt(rotation, clock, verifier, KNOWN)
+        keep_up()
+        assert (key_states(rotation), copy_of(rotation.predecessor)) == (
+            ("active", "active"),
+            ("restore_due", "deleted"),
+        )
+    keep_up()
+    assert copy_of(rotation.predecessor) == HELD
+
+
+def test_copy_that_cannot_come_back_is_an_alarm_and_the_key_stays_good(clock: Clock, verifier: UsageLog) -> None:
+    rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
+    key = rotation.predecessor
+    secret_backend().destroy(Mount.SANDBOX, key.credential.backend_path, 1)
+    keep_up()
+    assert (key_states(rotation), copy_of(key)) == (("active", "active"), DESTROYED)
+    notice = Notice.objects.get(kind=NoticeKind.BACKEND_STRANGER)
+    assert (notice.subject, notice.is_alarm, notice.payload["backend_version"]) == (key.key_id, True, 1)
+
+
+# --- public keys --------------------------------------------------------------------------------------------
+
+
+def test_public_key_in_quarantine_is_not_shown_and_says_why(clock: Clock, verifier: UsageLog) -> None:
+    """A refusal with its reason, before and after the copy was hidden; and shown again once it is good."""
+    key, _ = scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC)
+    rotation = advance(scene.rotate(key.credential, clock(), proof=Proof.CONFIRMATION), clock)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    rotation = advance(confirm_rotation(grant, rotation, "their CTO, by phone"), clock, 3)
+    ask_retirement(grant, rotation, clock() + timedelta(seconds=5))
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.QUARANTINE
+    for _ in range(2):
+        with pytest.raises(StateConflictError, match="in quarantine"):
+            read_public_string(Key.objects.get(pk=key.pk))
+        keep_up()
+    abort(rotation, clock)
+    with pytest.raises(StateConflictError, match="just left"):
+        read_public_string(Key.objects.get(pk=key.pk))
+    keep_up()
+    assert read_public_string(Key.objects.get(pk=key.pk)) is not None
+
+
+# --- killed, lost, failed -----------------------------------------------------------------------------------
+
+
+class KilledError(BaseException):
+    """Nothing catches it."""
+
+
+@pytest.mark.parametrize("when", ["before", "after", "commit"])
+@pytest.mark.parametrize(("call", "due"), [("soft_delete", "delete_due"), ("undelete", "restore_due")])
+def test_step_killed_anywhere_is_done_by_the_next_one(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, when: str, call: str, due: str
+) -> None:
+    """Before the backend was asked, after it has done it, and right before the row would have said so."""
+    rotation = in_quarantine(clock, verifier)
+    if due == "restore_due":
+        keep_up()
+        rotation = attempt(rotation, clock, verifier, KNOWN)
+    real = getattr(LocalKeystore, call)
+
+    def die(*args: object) -> None:
+        if when == "after":
+            real(*args)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        if when == "commit":
+            patch.setattr(stored_copies, "_note", die)
+        else:
+            patch.setattr(LocalKeystore, call, die)
+        with pytest.raises(KilledError):
+            keep_up()
+    assert copy_of(rotation.predecessor)[0] == due
+    lose_leases()
+    keep_up()
+    assert copy_of(rotation.predecessor) == (DELETED if due == "delete_due" else HELD)
+
+
+def test_step_overtaken_by_another_worker_says_nothing(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that slept in its call finds its lease gone, and the row as the other one left it."""
+    rotation = in_quarantine(clock, verifier)
+    real = LocalKeystore.soft_delete
+
+    def sleep_over(self: LocalKeystore, *args: object) -> None:
+        monkeypatch.setattr(LocalKeystore, "soft_delete", real)
+        lose_leases()
+        keep_up()
+        real(self, *args)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(LocalKeystore, "soft_delete", sleep_over)
+    keep_up()
+    assert copy_of(rotation.predecessor) == DELETED
+    assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
+
+
+STEPS = ("suspend", "resume", "revoke", "upkeep", "upkeep", "lost", "failed", "refused", "died", "read")
+
+
+def retiring(clock: Clock) -> Key:
+    """A key whose credential's newest version is another's."""
+    key, _ = scene.issue(scene.account(), clock())
+    advance(scene.rotate(key.credential, clock()), clock)
+    return key
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))
+def test_backend_agrees_with_the_rows_whatever_was_lost_on_the_way(
+    clock: Clock, verifier: UsageLog, steps: list[str]
+) -> None:
+    """Quarantines, their ends and the key's, while calls are lost, refused or die: afterwards the copy is readable,
+    hidden or destroyed as the row says, and never hidden while the key is good."""
+    key = retiring(clock)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in steps:
+            _do(step, key, clock, patch)
+        patch.undo()
+        lose_leases()
+        keep_up()
+    state, (row, copy) = Key.objects.get(pk=key.pk).state, copy_of(key)
+    wanted = {"active": HELD, "suspended": DELETED, "deactivated": DESTROYED}
+    assert (row, copy) == wanted[state]
+
+
+def _do(step: str, key: Key, clock: Clock, patch: pytest.MonkeyPatch) -> None:
+    clock.tick(1)
+    fresh = Key.objects.select_related("credential__account__merchant").get(pk=key.pk)
+    advancing = authorize(WORKER, P.ROTATIONS_ADVANCE, fresh.credential.account, now=clock())
+    with suppress(KeyvaultError, KilledError):
+        match step:
+            case "suspend":
+                lifecycle.suspend_key(advancing, fresh, hides_copy=True)
+            case "resume":
+                lifecycle.resume_key(advancing, fresh)
+            case "revoke":
+                lifecycle.revoke_key(advancing, fresh, RevocationReason.SUPERSEDED)
+            case "read":
+                stored_copies.recover_string(fresh)
+            case "upkeep":
+                keep_up()
+            case _:
+                _keep_up_badly(step, patch)
+
+
+def _keep_up_badly(how: str, patch: pytest.MonkeyPatch) -> None:
+    """`lost`: done, and the answer lost. `died`: the worker with it, and its lease is over."""
+    errors = {
+        "lost": BackendUnavailableError("no answer"),
+        "failed": BackendUnavailableError("sealed"),
+        "refused": BackendDeniedError("refused", status=403),
+        "died": KilledError(),
+    }
+    for call in ("soft_delete", "undelete", "destroy"):
+        real = getattr(LocalKeystore, call)
+
+        def fail(*args: object, _real: Callable[..., None] = real) -> None:
+            if how in {"lost", "died"}:
+                _real(*args)
+            raise errors[how]
+
+        patch.setattr(LocalKeystore, call, fail)
+    try:
+        keep_up()
+    finally:
+        patch.undo()
+        lose_leases()

@@ -1,0 +1,149 @@
+"""The whole life of the copies of a credential's keys on a real server, each kind of call under a role of its own."""
+
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import Mount
+from keyvault.backends.vault.layout import Engine
+from keyvault.domain.environments import Environment
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Credential, Notice
+from keyvault.services import maintenance
+from keyvault.services.offboarding import offboard_merchant
+from keyvault.services.reconciliation.reconciliation import reconcile
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import find_stored
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import get_rotation
+from tests.backends.vault.installation import InstalledVault
+from tests.rotation import scene
+from tests.rotation.copies import copy_of, keep_up, versions_of
+from tests.rotation.scene import Clock
+from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
+from tests.rotation.steps import advance, wait
+
+pytestmark = pytest.mark.django_db
+
+
+def read_as_root(made: InstalledVault, credential: Credential, version: int) -> dict[str, Any]:
+    """What stands there, as nobody of ours is told it."""
+    mount = made.layout.mount(Engine.KEYS, "sandbox")
+    answer = made.admin.secrets.kv.v2.read_secret_version(
+        credential.backend_path, version=version, mount_point=mount, raise_on_deleted_version=True
+    )
+    payload: dict[str, Any] = answer["data"]["data"]
+    return payload
+
+
+def paths(mount: Mount = Mount.SANDBOX) -> list[str]:
+    return list(secret_backend().list_paths(mount))
+
+
+def test_vault_whole_life_of_the_copies(vault_service: InstalledVault, clock: Clock, verifier: UsageLog) -> None:
+    """Written, hidden at quarantine, brought back by the tripwire, hidden again, destroyed after the revocation, and
+    forgotten when the merchant leaves."""
+    rotation = in_quarantine(clock, verifier)
+    old, new, credential = rotation.predecessor, rotation.replacement, rotation.credential
+    payload = read_as_root(vault_service, credential, 2)
+    assert len(payload.pop("secret")) > 30
+    assert payload == {
+        "schema": "1",
+        "key_id": rotation.replacement_id,
+        "credential_id": credential.credential_id,
+        "rotation_id": rotation.rotation_id,
+        "environment": "sandbox",
+    }
+    keep_up()
+    assert (copy_of(old), copy_of(new)) == (("deleted", "deleted"), ("held", "live"))
+
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert rotation.state == S.OVERLAP
+    keep_up()
+    assert copy_of(old) == ("held", "live")
+
+    scene.use(verifier, rotation.replacement_id or "")
+    assert wait(rotation, clock, verifier, 6).state == S.QUARANTINE
+    keep_up()
+    assert copy_of(old) == ("deleted", "deleted")
+    assert wait(rotation, clock, verifier, 6).state == S.COMPLETED
+    assert (copy_of(old), copy_of(new)) == (("destroyed", "destroyed"), ("held", "live"))
+    stored = find_stored(credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.replacement_id
+
+    grant = authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock())
+    offboard_merchant(grant, credential.account.merchant, "contract ended")
+    keep_up()
+    assert versions_of(old) == ["destroyed", "destroyed"]
+    maintenance.leave_due()
+    assert (versions_of(old), credential.backend_path in paths()) == ([], False)
+    assert Credential.objects.get(pk=credential.pk).forgotten_at is not None
+
+
+def test_vault_rotation_aborted_in_quarantine_reads_the_hidden_copy_again(
+    vault_service: InstalledVault, clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = in_quarantine(clock, verifier)
+    keep_up()
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    rotation = advance(abort_rotation(grant, get_rotation(rotation.rotation_id), "a bad day"), clock, 3)
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert (stored.version, stored.labels["key_id"]) == (3, rotation.predecessor_id)
+    keep_up()
+    assert versions_of(rotation.predecessor) == ["destroyed", "live", "live"]
+
+
+def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
+    vault_service: InstalledVault, clock: Clock, verifier: UsageLog
+) -> None:
+    """Guarantee, on the real server with our own roles: what nobody can attribute is told of and never touched."""
+    rotation: Rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
+    assert rotation.state == S.COMPLETED
+    credential, backend = rotation.credential, secret_backend()
+    late = {"key_id": rotation.predecessor_id, "credential_id": credential.credential_id, "environment": "sandbox"}
+    backend.put(Mount.SANDBOX, credential.backend_path, Plaintext("late"), late, expected_version=2)
+    mount = vault_service.layout.mount(Engine.KEYS, "sandbox")
+    vault_service.admin.secrets.kv.v2.create_or_update_secret(
+        credential.backend_path, secret={"password": "somebody's"}, cas=3, mount_point=mount
+    )
+    vault_service.admin.secrets.kv.v2.create_or_update_secret(
+        "team/notes/today", secret={"password": "somebody's"}, cas=0, mount_point=mount
+    )
+
+    report = reconcile(Environment.SANDBOX)
+    assert report.is_complete
+    assert (report.destroyed, report.strangers, report.failed, report.missing) == (1, 2, 0, 0)
+    assert versions_of(rotation.predecessor) == ["destroyed", "live", "destroyed", "live"]
+    assert read_as_root(vault_service, credential, 4) == {"password": "somebody's"}
+    assert "team/notes/today" in paths()
+    assert Notice.objects.get(kind=NoticeKind.BACKEND_STRANGER).subject == credential.credential_id
+
+    offboard_merchant(
+        authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), credential.account.merchant, "contract ended"
+    )
+    keep_up()
+    maintenance.leave_due()
+    assert reconcile(Environment.SANDBOX).forgotten == 0
+    assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "destroyed", "live"]
+    vault_service.admin.secrets.kv.v2.destroy_secret_versions(credential.backend_path, [4], mount_point=mount)
+    assert reconcile(Environment.SANDBOX).forgotten == 1
+    assert paths() == ["team/notes/today"]
+
+
+def test_vault_reconciler_brings_back_what_somebody_hid(
+    vault_service: InstalledVault, clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
+    mount = vault_service.layout.mount(Engine.KEYS, "sandbox")
+    vault_service.admin.secrets.kv.v2.delete_secret_versions(rotation.credential.backend_path, [2], mount_point=mount)
+    assert reconcile(Environment.SANDBOX).put_right == 1
+    assert copy_of(rotation.replacement) == ("held", "live")
+    assert reconcile(Environment.PRODUCTION).paths == 0

@@ -1,0 +1,180 @@
+"""No key that is good: the mint waits for its approval and for nothing else, and revoking waits for nobody."""
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import BreakGlass, Notice
+from keyvault.services.offboarding import offboard_merchant
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.reports import describe, get_rotation
+from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun, key_states, overlapping, revoke, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+COMPROMISE, PRODUCTION = RevocationReason.KEY_COMPROMISE, Environment.PRODUCTION
+
+
+def asked_in_production(clock: Clock, **wish: object) -> Rotation:
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    chosen: dict[str, object] = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **wish}
+    return scene.rotate(key.credential, clock(), **chosen)
+
+
+def approve(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, rotation.credential.account, now=clock())
+    return approve_rotation(grant, get_rotation(rotation.rotation_id), rotation.plan_digest)
+
+
+def bypass(rotation: Rotation, clock: Clock, reason: str = "the leak is on the front page") -> Rotation:
+    grant = authorize(scene.admin(), P.ROTATIONS_BYPASS, rotation.credential.account, now=clock())
+    return bypass_rotation(grant, get_rotation(rotation.rotation_id), rotation.plan_digest, reason)
+
+
+def reissue(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return reissue_key(grant, rotation.credential, "the last key leaked")
+
+
+def test_compromise_before_there_is_a_replacement_makes_it_an_emergency_that_waits_for_no_window(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = begun(clock, not_before=scene.later(clock(), 86_400))
+    assert advance(rotation, clock).state == S.SCHEDULED
+    revoke(rotation.predecessor, clock, COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
+    alarms = set(Notice.objects.filter(is_alarm=True).values_list("kind", flat=True))
+    assert alarms == {NoticeKind.KEY_COMPROMISED, NoticeKind.CREDENTIAL_WITHOUT_KEY}
+
+
+def test_emergency_in_production_mints_only_once_it_is_approved(clock: Clock, verifier: UsageLog) -> None:
+    """Approval gates minting, never revoking."""
+    rotation = asked_in_production(clock)
+    revoke(rotation.predecessor, clock, COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.replacement) == (S.EMERGENCY, None)
+    assert describe(rotation, clock())["waiting_for"] == "approval by a second person"
+    approve(rotation, clock)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
+
+
+def test_emergency_that_nobody_approves_expires(clock: Clock, verifier: UsageLog) -> None:
+    rotation = asked_in_production(clock)
+    revoke(rotation.predecessor, clock, COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.EMERGENCY
+    assert advance(rotation, clock, 8 * 86_400).state == S.EXPIRED
+
+
+def test_credential_without_a_usable_key_is_reissued_under_the_same_approval(clock: Clock, verifier: UsageLog) -> None:
+    rotation = asked_in_production(clock)
+    revoke(rotation.predecessor, clock)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    reissued = reissue(rotation, clock)
+    assert reissued.state == S.EMERGENCY
+    assert advance(reissued, clock).replacement is None
+    approve(reissued, clock)
+    reissued = advance(reissued, clock, 3)
+    assert (reissued.state, key_states(reissued)) == (S.COMPLETED, ("deactivated", "active"))
+
+
+def test_emergency_of_a_merchant_that_left_is_cancelled(clock: Clock, verifier: UsageLog) -> None:
+    """Nothing is minted for whoever is gone, and nothing stalls for it."""
+    rotation = asked_in_production(clock)
+    revoke(rotation.predecessor, clock, COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.EMERGENCY
+    merchant = rotation.credential.account.merchant
+    offboard_merchant(authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), merchant, "they closed")
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.why) == (S.CANCELLED, "the merchant has left")
+    with pytest.raises(StateConflictError, match="has left"):
+        reissue(rotation, clock)
+
+
+def test_credential_with_a_usable_or_suspended_key_is_not_reissued(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    with pytest.raises(StateConflictError, match="has a key that is active"):
+        reissue_key(grant, key.credential, "why not")
+    with pytest.raises(RequestInvalidError, match="reason"):
+        reissue_key(grant, key.credential, " ")
+
+
+def test_revoke_with_the_backend_down_holds_and_the_mint_follows_when_it_is_back(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 5: a compromise report wins at once, whatever is down."""
+    rotation = begun(clock, not_before=scene.later(clock(), 86_400))
+    with monkeypatch.context() as outage:
+        for name in ("put", "read", "versions", "destroy"):
+            outage.setattr(LocalKeystore, name, scene.unavailable)
+        revoke(rotation.predecessor, clock, COMPROMISE)
+        rotation = advance(rotation, clock, 3)
+        assert (rotation.state, key_states(rotation)) == (S.EMERGENCY, ("compromised", None))
+    rotation = advance(rotation, clock, 60)
+    assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
+
+
+def test_replacement_compromised_after_the_predecessor_leaves_the_credential_to_be_reissued(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = overlapping(clock, verifier)
+    revoke(rotation.predecessor, clock, COMPROMISE)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock, COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    assert rotation.state == S.CANCELLED
+    assert Notice.objects.filter(kind=NoticeKind.CREDENTIAL_WITHOUT_KEY, is_alarm=True).exists()
+    reissued = advance(reissue(rotation, clock), clock)
+    assert (reissued.state, key_states(reissued)) == (S.COMPLETED, ("compromised", "active"))
+
+
+# --- break-glass ------------------------------------------------------------------------------------------
+
+
+def test_bypass_begins_without_a_second_person_and_stays_in_sight(clock: Clock, verifier: UsageLog) -> None:
+    """It needs a reason, raises an alarm, and is a bypass until somebody else has looked at it."""
+    rotation = asked_in_production(clock)
+    with pytest.raises(RequestInvalidError):
+        bypass(rotation, clock, " ")
+    bypass(rotation, clock)
+    rotation = advance(rotation, clock, 3)
+    assert rotation.state == S.AWAITING_PROOF
+    assert describe(rotation, clock())["is_bypass"] is True
+    act = BreakGlass.objects.get(subject=rotation.rotation_id)
+    assert (act.event, act.reviewed_at) == ("rotation.bypassed", None)
+    assert act.requester_person == rotation.requester_person
+    notice = Notice.objects.get(kind=NoticeKind.ROTATION_BYPASSED)
+    assert notice.is_alarm
+    assert not notice.deliveries.exists()
+
+
+def test_bypass_of_what_does_not_wait_for_approval_is_refused(clock: Clock, verifier: UsageLog) -> None:
+    rotation = begun(clock)
+    with pytest.raises(StateConflictError, match="does not wait for approval"):
+        bypass(rotation, clock)
+    assert get_rotation(rotation.rotation_id).predecessor.state == KeyState.ACTIVE
+
+
+def test_bypass_by_the_database_alone_is_refused(clock: Clock, verifier: UsageLog) -> None:
+    """The column without its break-glass row opens nothing: a trigger compares the two."""
+    rotation = asked_in_production(clock)
+    with pytest.raises(IntegrityError), transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE rotation_rotation SET state = 'scheduled', bypassed_at = created_at WHERE rotation_id = %s",
+            [rotation.rotation_id],
+        )
+    assert wait(rotation, clock, verifier, 3).state == S.AWAITING_APPROVAL

@@ -1,0 +1,438 @@
+"""The engine's way through a rotation, step by step, with a clock that stands still."""
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import BackendUnavailableError, Mount
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Material, UsageReporter, WorkLease
+from keyvault.models.usage import Outcome
+from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import find_stored
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import Proof
+from rotation.models import LedgerEntry
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation, resume_rotation
+from rotation.services.rotations.reports import get_rotation
+from tests.rotation import scene
+from tests.rotation.scene import Clock, unavailable
+from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+# --- the happy path ---------------------------------------------------------------------------------------
+
+
+def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, verifier: UsageLog) -> None:
+    """The old key verifies until the new one is delivered, proved, and the old one silent (D17)."""
+    rotation = advance(begun(clock), clock)
+    assert rotation.state == S.AWAITING_PROOF
+    assert key_states(rotation) == ("active", "active")
+    assert rotation.replacement is not None
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.replacement_id
+
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    verifier.flush()
+    assert advance(rotation, clock, 3).state == S.OVERLAP
+    assert key_states(rotation) == ("active", "active")
+
+    clock.tick(6)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.QUARANTINE
+    assert key_states(rotation) == ("suspended", "active")
+
+    clock.tick(6)
+    verifier.flush()
+    rotation = advance(rotation, clock)
+    assert rotation.state == S.COMPLETED
+    assert key_states(rotation) == ("deactivated", "active")
+    assert rotation.predecessor.reason == RevocationReason.SUPERSEDED
+    assert rotation.predecessor.material == Material.DESTROYED
+    assert [evidence.kind for evidence in rotation.evidence.order_by("created_at", "pk")]
+    assert None not in (rotation.accepted_at, rotation.delivered_at, rotation.used_at, rotation.silent_at)
+
+
+def test_rotation_revoking_transaction_cites_its_evidence(clock: Clock, verifier: UsageLog) -> None:
+    """The revocation's own audit entry names the rows that it was decided on."""
+    rotation = quarantined(clock, verifier)
+    clock.tick(6)
+    verifier.flush()
+    advance(rotation, clock)
+    revoked = AuditEntry.objects.get(event="key.revoked")
+    cited = set(rotation.evidence.values_list("evidence_id", flat=True))
+    assert len(cited) == 5
+    assert all(evidence_id.encode() in bytes(revoked.body) for evidence_id in cited)
+
+
+def test_rotation_by_traffic_waits_for_count_and_sources(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(begun(clock, proof=Proof.TRAFFIC, proof_count=3, proof_sources=2), clock)
+    new = rotation.replacement_id or ""
+    scene.use(verifier, new, 5, source="192.0.2.1")
+    assert advance(rotation, clock, 3).state == S.AWAITING_PROOF
+    scene.use(verifier, new, 1, source="192.0.2.2")
+    assert advance(rotation, clock, 3).state == S.OVERLAP
+    used = rotation.evidence.get(kind="used")
+    assert used.seen["authentications"] == 6
+    assert {user["source"] for user in used.seen["by_source"]} == {"192.0.2.1", "192.0.2.2"}
+
+
+def test_rotation_by_traffic_waits_for_the_soak_time(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(begun(clock, proof=Proof.TRAFFIC, proof_count=1, proof_sources=1, soak_seconds=60), clock)
+    scene.use(verifier, rotation.replacement_id or "")
+    assert advance(rotation, clock, 30).state == S.AWAITING_PROOF
+    assert advance(rotation, clock, 31).state == S.OVERLAP
+
+
+def test_rotation_is_repeated_by_two_workers_with_one_effect(clock: Clock, verifier: UsageLog) -> None:
+    rotation = begun(clock)
+    for _ in range(3):
+        advance_rotation(rotation.rotation_id, clock)
+    assert AuditEntry.objects.filter(event="rotation.staged").count() == 1
+    assert rotation.credential.keys.count() == 2
+
+
+# --- silence is observed ----------------------------------------------------------------------------------
+
+
+def test_silence_restarts_at_each_use_of_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
+    """A key that somebody still uses is never taken away, however long the rotation lasts."""
+    rotation = overlapping(clock, verifier)
+    for _ in range(5):
+        clock.tick(4)
+        scene.use(verifier, rotation.predecessor_id)
+        assert advance(rotation, clock).state == S.OVERLAP
+    scene.use(verifier, rotation.replacement_id or "")
+    clock.tick(6)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.QUARANTINE
+
+
+def test_silence_of_both_keys_proves_nothing(clock: Clock, verifier: UsageLog) -> None:
+    """An outage or a weekend is no silence: the replacement has to be used after the predecessor was."""
+    rotation = overlapping(clock, verifier)
+    clock.tick(4)
+    scene.use(verifier, rotation.predecessor_id, 1000)
+    clock.tick(4 * 86_400)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.OVERLAP
+    scene.use(verifier, rotation.replacement_id or "")
+    assert advance(rotation, clock, 3).state == S.QUARANTINE
+
+
+def test_silence_that_no_verifier_reports_is_none(clock: Clock, verifier: UsageLog) -> None:
+    """Silence counts only as far as every live verifier has reported; hours without a report are not quiet hours."""
+    rotation = overlapping(clock, verifier)
+    assert advance(rotation, clock, 9).state == S.OVERLAP
+    clock.tick(3600)
+    assert advance(rotation, clock).state == S.OVERLAP
+
+
+def test_silence_restarts_when_a_verifier_is_lost(clock: Clock, verifier: UsageLog) -> None:
+    """A verifier that died may have taken uses with it: the quiet period begins anew when that is noticed."""
+    rotation = overlapping(clock, verifier, quiet_seconds=20)
+    UsageReporter.objects.create(reporter_id="another", started_at=clock(), flushed_through_at=clock())
+    clock.tick(15)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.OVERLAP  # the other is found lost here
+    clock.tick(10)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.OVERLAP  # 25 s of silence, 10 since the loss
+    clock.tick(11)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.QUARANTINE
+
+
+def test_quarantine_restarts_at_each_attempt(clock: Clock, verifier: UsageLog) -> None:
+    rotation = quarantined(clock, verifier)
+    clock.tick(4)
+    scene.use(verifier, rotation.predecessor_id, outcome=Outcome.REFUSED)
+    assert advance(rotation, clock, 2).state == S.QUARANTINE
+    clock.tick(6)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.COMPLETED
+
+
+def test_time_alone_never_revokes(clock: Clock, verifier: UsageLog) -> None:
+    """At the deadline a rotation stalls; both keys stay good."""
+    rotation = advance(begun(clock), clock)
+    clock.tick(400 * 86_400)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.STALLED
+    assert key_states(rotation) == ("active", "active")
+
+
+# --- what happens when ------------------------------------------------------------------------------------
+
+
+def test_replacement_revoked_in_quarantine_brings_the_predecessor_back(clock: Clock, verifier: UsageLog) -> None:
+    """No transition of the engine leaves a credential without a good key."""
+    rotation = quarantined(clock, verifier)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    assert key_states(rotation) == ("active", "deactivated")
+
+
+def test_replacement_revoked_before_proof_cancels(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(begun(clock), clock)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    assert key_states(rotation) == ("active", "compromised")
+
+
+def test_predecessor_revoked_by_hand_ends_the_rotation_early(clock: Clock, verifier: UsageLog) -> None:
+    """A manual revoke always wins, and the replacement stays."""
+    rotation = advance(begun(clock), clock)
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.COMPLETED
+    assert key_states(rotation) == ("compromised", "active")
+    assert rotation.evidence.filter(kind="silent").count() == 0
+
+
+def test_predecessor_expiring_meanwhile_completes_without_claiming_silence(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
+    rotation = scene.rotate(key.credential, clock(), predecessor_may_expire=True)
+    rotation = advance(rotation, clock)
+    clock.tick(86_401)
+    rotation = advance(rotation, clock)
+    assert rotation.state == S.COMPLETED
+    assert rotation.silent_at is None
+
+
+@pytest.mark.parametrize("which", ["predecessor", "replacement"])
+def test_key_suspended_by_an_operator_stalls_and_resumes(clock: Clock, verifier: UsageLog, which: str) -> None:
+    rotation = advance(begun(clock), clock)
+    key = get_key(getattr(rotation, which).key_id)
+    assert key is not None
+    place = key.credential.account
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, place, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.AWAITING_PROOF)
+    resume_key(authorize(scene.admin(), P.KEYS_RESUME, place, now=clock()), key)
+    resume_rotation(authorize(scene.admin(), P.ROTATIONS_WRITE, place, now=clock()), rotation)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    assert advance(rotation, clock, 3).state == S.OVERLAP
+
+
+def test_predecessor_resumed_in_quarantine_stalls_instead_of_revoking(clock: Clock, verifier: UsageLog) -> None:
+    rotation = quarantined(clock, verifier)
+    key = get_key(rotation.predecessor_id)
+    assert key is not None
+    resume_key(authorize(scene.admin(), P.KEYS_RESUME, key.credential.account, now=clock()), key)
+    clock.tick(60)
+    verifier.flush()
+    assert advance(rotation, clock).state == S.STALLED
+    assert key_states(rotation) == ("active", "active")
+
+
+def test_replacement_suspended_in_quarantine_brings_the_predecessor_back_and_stalls(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """A quarantine that cannot go on is undone: the merchant is not left with two refused keys."""
+    rotation = quarantined(clock, verifier)
+    key = get_key(rotation.replacement_id or "")
+    assert key is not None
+    place = key.credential.account
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, place, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
+    assert key_states(rotation) == ("active", "suspended")
+
+
+def test_replacement_compromised_while_stalled_cancels(clock: Clock, verifier: UsageLog) -> None:
+    """A stalled rotation still hears of a key's end."""
+    rotation = quarantined(clock, verifier)
+    key = get_key(rotation.replacement_id or "")
+    assert key is not None
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, key.credential.account, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    revoke(key, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    assert key_states(rotation) == ("active", "compromised")
+
+
+def test_cancelled_after_delivery_the_merchant_reads_the_predecessor_again(clock: Clock, verifier: UsageLog) -> None:
+    """The newest version in the backend is never a dead key's once a rotation is cancelled."""
+    rotation = advance(begun(clock), clock)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock, RevocationReason.KEY_COMPROMISE)
+    assert advance(rotation, clock, 3).state == S.CANCELLED
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.predecessor_id
+    kept = get_key(rotation.predecessor_id)
+    assert kept is not None
+    assert (kept.state, kept.backend_version) == (KeyState.ACTIVE, stored.version)
+    versions = secret_backend().versions(Mount.SANDBOX, rotation.credential.backend_path)
+    assert [version.state for version in versions] == ["destroyed", "live", "live"]
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+
+
+@pytest.mark.parametrize("how", ["abort", "revoke"])
+def test_ended_between_the_write_and_its_record_leaves_no_dead_key_to_read(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A worker died right after it had written to the backend: ending the rotation then must look there first."""
+    rotation = begun(clock)
+    put = LocalKeystore.put
+
+    def put_and_die(*args: object, **kwargs: object) -> int:
+        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as death:
+        death.setattr(LocalKeystore, "put", put_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    assert (rotation.state, rotation.delivered_at) == (S.PUBLISHING, None)
+    assert rotation.replacement is not None
+    clock.tick(60)
+    if how == "abort":
+        grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+        abort_rotation(grant, rotation, "changed our mind")
+        # The merchant may have read it meanwhile: it goes the long way back.
+        assert advance(rotation, clock, 3).state == S.ROLLING_BACK
+        stored = find_stored(rotation.credential)
+        assert stored is not None
+        assert stored.labels["key_id"] == rotation.predecessor_id
+        return
+    revoke(rotation.replacement, clock)
+    assert advance(rotation, clock, 60).state == S.CANCELLED
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.predecessor_id
+    assert get_rotation(rotation.rotation_id).replacement.material == Material.DESTROY_DUE  # type: ignore[union-attr]  # it is there
+
+
+def test_step_that_keeps_being_refused_stalls_by_name(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No endless silent loop: after a bounded number of tries a person is asked."""
+    rotation = begun(clock)
+
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise StateConflictError("always", internal="always the same")
+
+    monkeypatch.setattr(LocalKeystore, "put", refuse)
+    for _ in range(13):
+        rotation = advance(rotation, clock, 80)
+    assert rotation.state == S.STALLED
+    assert rotation.why == "a step kept failing: always"
+
+
+def test_outage_spends_no_attempts(clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After hours of a sealed backend, a first real failure is still only the first."""
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", unavailable)
+        for _ in range(30):
+            advance(rotation, clock, 80)
+
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise StateConflictError("once")
+
+    with monkeypatch.context() as failure:
+        failure.setattr(LocalKeystore, "put", refuse)
+        assert advance(rotation, clock, 80).state == S.PUBLISHING
+    assert advance(rotation, clock, 80).state == S.AWAITING_PROOF
+
+
+# --- the secret backend -----------------------------------------------------------------------------------
+
+
+def test_backendunavailable_pauses_and_goes_on(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage of the backend uses nothing up; the old key is untouched and the rotation goes on afterwards."""
+    rotation = begun(clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", unavailable)
+        for _ in range(20):
+            clock.tick(61 * 1.25)
+            verifier.flush()
+            advance(rotation, clock)
+    assert get_rotation(rotation.rotation_id).state == S.PUBLISHING
+    assert LedgerEntry.objects.filter(rotation=rotation, state="failed").count() >= 10
+    clock.tick(61 * 1.25)
+    assert advance(rotation, clock).state == S.AWAITING_PROOF
+    assert rotation.credential.keys.filter(state=KeyState.ACTIVE).count() == 2
+
+
+def test_write_with_a_lost_answer_is_read_back_and_adopted(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply lost after the write took effect is settled by reading: no second version, no burned key."""
+    rotation = begun(clock)
+    put = LocalKeystore.put
+
+    def put_and_lose_the_answer(*args: object, **kwargs: object) -> int:
+        put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+        raise BackendUnavailableError("lost")
+
+    monkeypatch.setattr(LocalKeystore, "put", put_and_lose_the_answer)
+    rotation = advance(rotation, clock)
+    assert rotation.state == S.AWAITING_PROOF
+    path = rotation.credential.backend_path
+    assert len(secret_backend().versions(Mount.SANDBOX, path)) == 2
+    assert AuditEntry.objects.filter(event="key.burned").count() == 0
+
+
+def test_foreign_writer_stalls_and_is_not_overwritten(clock: Clock, verifier: UsageLog) -> None:
+    """Something at the credential's place that is not ours is a person's to look at."""
+    rotation = begun(clock)
+    path = rotation.credential.backend_path
+    secret_backend().put(Mount.SANDBOX, path, Plaintext("theirs"), {"who": "somebody"}, expected_version=1)
+    rotation = advance(rotation, clock)
+    assert rotation.state == S.STALLED
+    assert secret_backend().read(Mount.SANDBOX, path).secret.reveal() == "theirs"
+    assert rotation.predecessor.state == KeyState.ACTIVE
+
+
+def test_worker_that_lost_its_lease_cannot_commit(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease's token fences: a worker that slept through its lease changes nothing when it wakes."""
+    rotation = begun(clock)
+    put = LocalKeystore.put
+
+    def put_while_another_takes_over(*args: object, **kwargs: object) -> int:
+        WorkLease.objects.filter(subject=f"rotation:{rotation.rotation_id}").update(token="another's")
+        return put(*args, **kwargs)  # type: ignore[arg-type]  # whatever came
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalKeystore, "put", put_while_another_takes_over)
+        advance_rotation(rotation.rotation_id, clock)
+    assert get_rotation(rotation.rotation_id).delivered_at is None
+    assert advance(rotation, clock, 60).state == S.AWAITING_PROOF
+    assert AuditEntry.objects.filter(event="rotation.delivered").count() == 1
+
+
+def test_transition_without_its_audit_entry_does_not_happen(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the audit entry cannot be written, nothing has changed."""
+    rotation = overlapping(clock, verifier)
+    clock.tick(6)
+    verifier.flush()
+
+    def refuse(**_: object) -> None:
+        raise StateConflictError("no audit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("keyvault.services.recording.transaction.append_entry", refuse)
+        advance_rotation(rotation.rotation_id, clock)
+    assert get_rotation(rotation.rotation_id).state == S.OVERLAP
+    assert key_states(rotation) == ("active", "active")

@@ -1,0 +1,168 @@
+"""The row `aborted` of the state by event table: a person ends a rotation, in each state that it may be in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import models
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.services.change_feed import receipts
+from keyvault.services.keys.lifecycle import get_key, suspend_key
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import OPEN
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import Proof
+from rotation.models import Rotation
+from rotation.services.rotations import engine
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import reissue_key, request_rotation
+from tests.rotation import scene
+from tests.rotation.scene import Clock, unavailable
+from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+Patch = pytest.MonkeyPatch
+Way = Callable[[Clock, UsageLog, Patch], Rotation]
+
+ABORTED = {
+    S.REQUESTED: S.CANCELLED,
+    S.AWAITING_APPROVAL: S.CANCELLED,
+    S.SCHEDULED: S.CANCELLED,
+    S.EMERGENCY: S.CANCELLED,
+    S.STAGED: S.CANCELLED,
+    S.PUBLISHING: S.CANCELLED,
+    S.AWAITING_PROOF: S.ROLLING_BACK,
+    S.OVERLAP: S.ROLLING_BACK,
+    S.QUARANTINE: S.ROLLING_BACK,
+    S.REVOKING: None,
+    S.ROLLING_BACK: None,
+}
+"""ROTATION.md; None: refused."""
+
+
+def abort(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, get_rotation(rotation.rotation_id), "changed our minds")
+    return get_rotation(rotation.rotation_id)
+
+
+def _awaiting_approval(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    return request_rotation(grant, key.credential, Wish(proof=Proof.ACK))
+
+
+def _requested(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    """A state that no service leaves a rotation in, today."""
+    rotation = _awaiting_approval(clock, verifier, patch)
+    models.QuerySet(Rotation).filter(pk=rotation.pk).update(state=S.REQUESTED)
+    return get_rotation(rotation.rotation_id)
+
+
+def _emergency(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    key, _ = scene.issue(scene.account(), clock())
+    revoke(key, clock)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    return reissue_key(grant, key.credential, "it has no key left")
+
+
+def _staged(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    patch.setattr(receipts, "list_unconfirmed", lambda sequence: ["verifier-1"])
+    patch.setattr(engine, "ACCEPTED_WITHIN_SECONDS", 0.0)
+    return advance(begun(clock), clock)
+
+
+def _publishing(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    rotation = begun(clock)
+    patch.setattr(LocalKeystore, "put", unavailable)
+    return advance(rotation, clock)
+
+
+def _revoking(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
+    rotation = quarantined(clock, verifier)
+    patch.setattr(LocalKeystore, "destroy", unavailable)
+    return wait(rotation, clock, verifier, 6)
+
+
+WAYS: dict[S, Way] = {
+    S.REQUESTED: _requested,
+    S.AWAITING_APPROVAL: _awaiting_approval,
+    S.SCHEDULED: lambda clock, verifier, patch: begun(clock),
+    S.EMERGENCY: _emergency,
+    S.STAGED: _staged,
+    S.PUBLISHING: _publishing,
+    S.AWAITING_PROOF: lambda clock, verifier, patch: advance(begun(clock), clock),
+    S.OVERLAP: lambda clock, verifier, patch: overlapping(clock, verifier),
+    S.QUARANTINE: lambda clock, verifier, patch: quarantined(clock, verifier),
+    S.REVOKING: _revoking,
+    S.ROLLING_BACK: lambda clock, verifier, patch: abort(overlapping(clock, verifier), clock),
+}
+
+
+def test_aborted_every_open_state_is_tried() -> None:
+    assert set(WAYS) == set(ABORTED) == set(OPEN)
+
+
+@pytest.mark.parametrize("state", OPEN)
+def test_aborted_in_each_state_does_what_was_reviewed(
+    state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch
+) -> None:
+    """Before delivery it is cancelled and the replacement burned; afterwards both keys verify, on the way back."""
+    rotation = WAYS[state](clock, verifier, monkeypatch)
+    assert rotation.state == state
+    expected = ABORTED[state]
+    if expected is None:
+        with pytest.raises(StateConflictError):
+            abort(rotation, clock)
+        assert get_rotation(rotation.rotation_id).state == state
+        return
+    after = abort(rotation, clock)
+    assert after.state == expected
+    assert (after.closed_at is not None) == (expected is S.CANCELLED)
+    old, new = key_states(after)
+    assert old == ("deactivated" if state is S.EMERGENCY else "active")
+    if rotation.replacement is not None:
+        assert new == ("active" if expected is S.ROLLING_BACK else "deactivated")
+
+
+@pytest.mark.parametrize("state", [S.SCHEDULED, S.STAGED, S.AWAITING_PROOF, S.OVERLAP])
+def test_aborted_while_stalled_is_judged_by_the_state_it_stalled_in(
+    state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch
+) -> None:
+    rotation = WAYS[state](clock, verifier, monkeypatch)
+    predecessor = get_key(rotation.predecessor_id)
+    assert predecessor is not None
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, rotation.credential.account, now=clock()), predecessor)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.stalled_from) == (S.STALLED, state)
+    assert abort(rotation, clock).state == ABORTED[state]
+
+
+def test_aborted_while_publishing_with_the_key_in_the_backend_is_rolled_back(
+    clock: Clock, verifier: UsageLog, monkeypatch: Patch
+) -> None:
+    """The answer was lost, so that nobody here knows of the delivery; the merchant may use the key all the same."""
+    put = LocalKeystore.put
+    rotation = begun(clock)
+    with monkeypatch.context() as patch:
+
+        def lost(*args: Any, **kwargs: Any) -> int:
+            put(*args, **kwargs)
+            patch.setattr(LocalKeystore, "read", unavailable)
+            return unavailable()
+
+        patch.setattr(LocalKeystore, "put", lost)
+        rotation = advance(rotation, clock)
+    assert (rotation.state, rotation.delivered_at) == (S.PUBLISHING, None)
+    after = abort(rotation, clock)
+    assert after.state == S.ROLLING_BACK
+    assert key_states(after) == (KeyState.ACTIVE, KeyState.ACTIVE)

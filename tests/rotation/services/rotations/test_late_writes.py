@@ -1,0 +1,93 @@
+"""A write whose answer was lost, and that arrives after it was given up: no burned key is left to be read."""
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.backends.local import LocalKeystore
+from keyvault.models import Key, Material
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.stored_copies import find_stored, read_string
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import get_rotation
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun, key_states, revoke
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def stored_key(rotation: Rotation) -> str | None:
+    stored = find_stored(rotation.credential)
+    return None if stored is None else stored.labels["key_id"]
+
+
+def after_a_late_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[Rotation, str]:
+    """The first replacement was given up and burned; its write then arrives just before that of the second one.
+
+    Returns the id of the first beside.
+    """
+    rotation, put, late = begun(clock), LocalKeystore.put, []
+
+    def lost(self: LocalKeystore, *args: object, **kwargs: object) -> int:
+        late.append(lambda: put(self, *args, **kwargs))  # type: ignore[arg-type]  # whatever came
+        raise BackendUnavailableError("no answer in time")
+
+    def beaten(self: LocalKeystore, *args: object, **kwargs: object) -> int:
+        late[0]()
+        return put(self, *args, **kwargs)  # type: ignore[arg-type]  # whatever came
+
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", lost)
+        rotation = advance(rotation, clock, 1)
+    burned = rotation.replacement_id
+    assert burned is not None
+    with monkeypatch.context() as race:
+        race.setattr(LocalKeystore, "put", beaten)
+        rotation = advance(rotation, clock, 20)
+    assert stored_key(rotation) == burned != rotation.replacement_id
+    return rotation, burned
+
+
+def settled(rotation: Rotation, clock: Clock, burned: str) -> Rotation:
+    """Some turns later: whatever was found there is noted, so that its copy is destroyed."""
+    for _ in range(3):
+        rotation = advance(get_rotation(rotation.rotation_id), clock, 30)
+    assert Key.objects.get(pk=burned).material in {Material.DESTROY_DUE, Material.DESTROYED}
+    return rotation
+
+
+def test_rotation_aborted_after_a_late_write_leaves_the_predecessor_to_be_read(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation, burned = after_a_late_write(clock, monkeypatch)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, rotation, "not today")
+    rotation = settled(rotation, clock, burned)
+    assert stored_key(rotation) == rotation.predecessor_id
+    assert read_string(rotation.predecessor) is not None
+
+
+def test_replacement_revoked_after_a_late_write_leaves_the_predecessor_whole(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The active key's only copy is not given away for a burned one's."""
+    rotation, burned = after_a_late_write(clock, monkeypatch)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock)
+    rotation = settled(rotation, clock, burned)
+    assert (rotation.state, key_states(rotation)) == (S.CANCELLED, ("active", "deactivated"))
+    assert stored_key(rotation) == rotation.predecessor_id
+    assert read_string(rotation.predecessor) is not None
+
+
+def test_rotation_goes_on_after_a_late_write_with_a_key_of_its_own(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation, burned = after_a_late_write(clock, monkeypatch)
+    rotation = settled(rotation, clock, burned)
+    assert rotation.state == S.AWAITING_PROOF
+    assert stored_key(rotation) == rotation.replacement_id

@@ -1,0 +1,27 @@
+"""What a sweep of the engine reads to list its turns: open rotations by an index, and single rows by their keys."""
+
+import pytest
+
+from keyvault.services.usage.recorder import UsageLog
+from rotation.models import Rotation
+from rotation.services.rotations.engine import list_due
+from tests.plans import copy_row, explain
+from tests.rotation.scene import Clock
+from tests.rotation.steps import begun
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
+
+
+def test_list_due_reads_open_rotations_in_order_and_no_whole_table(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: closed rotations, keys and leases make no sweep slower, however many there are."""
+    begun(clock)
+    lift_triggers()
+    copy_row(Rotation, rotation_id="'rot_' || n", state="'completed'")
+    plans = explain(lambda: list_due(clock()))
+    assert len(plans) == 4
+    for plan in plans:
+        assert "rotation_open" in plan
+        assert "Index Cond: ((rotation_id)::text" in plan
+        assert "Seq Scan" not in plan
+        assert "Sort" not in plan

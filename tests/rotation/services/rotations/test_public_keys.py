@@ -1,0 +1,134 @@
+"""Public keys sit in shipped apps: confirmed by a person, retired on an approved date, reinstated by no traffic."""
+
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.keys import KeyKind
+from keyvault.models import BreakGlass, Material, Notice
+from keyvault.models.usage import Outcome
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Retirement, Rotation
+from rotation.services.rotations.interventions import (
+    approve_retirement,
+    ask_retirement,
+    collect_replacement,
+    confirm_rotation,
+)
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.requests import approve_rotation, request_rotation
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, key_states, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+PRODUCTION = Environment.PRODUCTION
+
+
+def public_rotation(clock: Clock, environment: Environment = Environment.SANDBOX, **wish: Any) -> Rotation:
+    key, _ = scene.issue(scene.account(environment=environment), clock(), kind=KeyKind.PUBLIC)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    rotation = request_rotation(grant, key.credential, Wish(**{"quarantine_seconds": 600, **wish}))
+    if environment is PRODUCTION:
+        account = key.credential.account
+        approval = authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock())
+        approve_rotation(approval, rotation, rotation.plan_digest)
+    return advance(rotation, clock)
+
+
+def confirm(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return confirm_rotation(grant, rotation, "Ada of Acme, by telephone: app 4.2 is out with it")
+
+
+def retire(rotation: Rotation, clock: Clock, seconds: float, who: Operator | None = None) -> Retirement:
+    grant = authorize(who or scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return ask_retirement(grant, rotation, scene.later(clock(), seconds))
+
+
+def test_public_key_is_confirmed_by_a_person_and_overlaps_without_a_deadline(clock: Clock, verifier: UsageLog) -> None:
+    rotation = public_rotation(clock)
+    assert rotation.state == S.AWAITING_PROOF
+    scene.use(verifier, rotation.replacement_id or "", 500)
+    assert wait(rotation, clock, verifier, 60).state == S.AWAITING_PROOF
+    rotation = advance(confirm(rotation, clock), clock, 3)
+    assert rotation.state == S.OVERLAP
+    rotation = wait(rotation, clock, verifier, 500 * 86_400)
+    assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
+    assert not Notice.objects.filter(is_alarm=True).exists()
+
+
+def test_public_key_is_retired_on_its_date_while_apps_still_use_it_and_traffic_never_reinstates(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = confirm(public_rotation(clock), clock)
+    rotation = advance(rotation, clock, 3)
+    scene.use(verifier, rotation.predecessor_id, 100)
+    retire(rotation, clock, 86_400)
+    rotation = wait(rotation, clock, verifier, 3_600)
+    assert rotation.state == S.OVERLAP
+    rotation = wait(rotation, clock, verifier, 86_400)
+    assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
+    scene.use(verifier, rotation.predecessor_id, 50, outcome=Outcome.REFUSED)
+    rotation = wait(rotation, clock, verifier, 60)
+    assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
+    assert not Notice.objects.filter(is_alarm=True).exists()
+    scene.use(verifier, rotation.predecessor_id, 50, outcome=Outcome.REFUSED)
+    rotation = wait(rotation, clock, verifier, 600)
+    assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("deactivated", "active"))
+    assert rotation.silent_at is None
+
+
+def test_retirement_in_production_takes_a_second_person(clock: Clock, verifier: UsageLog) -> None:
+    """Four eyes on the date too: whoever asked cannot approve, and until then nothing is retired."""
+    rotation = advance(confirm(public_rotation(clock, PRODUCTION), clock), clock, 3)
+    retirement = retire(rotation, clock, 60)
+    rotation = wait(rotation, clock, verifier, 3)
+    account = rotation.credential.account
+    own = retire(rotation, clock, 60, scene.admin())
+    with pytest.raises(StateConflictError, match="second person"):
+        approve_retirement(authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock()), own)
+    with pytest.raises(StateConflictError, match="later date"):
+        approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), retirement)
+    retirement = own
+    assert rotation.retire_at is None
+    approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), retirement)
+    rotation = wait(rotation, clock, verifier, 60)
+    assert rotation.state == S.QUARANTINE
+
+
+@pytest.mark.parametrize(
+    ("wish", "pointer"),
+    [({"deadline": 86_400}, "/deadline"), ({"proof": "traffic"}, "/proof"), ({"retire_at": -5}, "/retire_at")],
+)
+def test_public_plan_with_what_fits_private_keys_only_is_refused(
+    clock: Clock, wish: dict[str, Any], pointer: str
+) -> None:
+    chosen: dict[str, Any] = {
+        name: scene.later(clock(), value) if isinstance(value, int) else value for name, value in wish.items()
+    }
+    with pytest.raises(RequestInvalidError) as refused:
+        public_rotation(clock, **chosen)
+    assert pointer in [fault.pointer for fault in refused.value.faults]
+
+
+def test_public_replacement_that_is_collected_stays_in_the_backend_and_breaks_no_glass(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """It is no secret: the console shows it again whenever somebody wants it."""
+    rotation = public_rotation(clock, PRODUCTION)
+    before = BreakGlass.objects.count()
+    grant = authorize(scene.tam(), P.ISSUANCE_COLLECT, rotation.credential.account, now=clock())
+    collect_replacement(grant, rotation)
+    fresh = get_rotation(rotation.rotation_id).replacement
+    assert fresh is not None
+    assert fresh.material == Material.HELD
+    assert BreakGlass.objects.count() == before

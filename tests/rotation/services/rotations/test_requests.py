@@ -1,0 +1,252 @@
+"""Rotations as people ask for them, decide about them and read them."""
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator, Service
+from keyvault.access.roles import Role
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyState
+from keyvault.domain.keystring import StringScope
+from keyvault.models import BreakGlass, Material
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.tokens.service_tokens import create_service_token
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.reports import describe, get_rotation
+from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
+from tests.factories import make_operator
+from tests.rotation import scene
+from tests.rotation.scene import Clock, unavailable
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+PRODUCTION = Environment.PRODUCTION
+
+
+def in_production(clock: Clock) -> Rotation:
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    return scene.rotate(key.credential, clock(), quiet_seconds=3_600, quarantine_seconds=600)
+
+
+def approve(rotation: Rotation, who: Operator, clock: Clock, digest: str | None = None) -> None:
+    grant = authorize(
+        who,
+        P.ROTATIONS_APPROVE,
+        rotation.credential.account,
+        now=clock(),
+        requester_person=rotation.requester_person,
+    )
+    approve_rotation(grant, rotation, digest or rotation.plan_digest)
+
+
+def test_rotation_in_production_waits_for_a_second_person(clock: Clock) -> None:
+    rotation = in_production(clock)
+    assert rotation.state == S.AWAITING_APPROVAL
+    advance_rotation(rotation.rotation_id, clock)
+    assert get_rotation(rotation.rotation_id).replacement is None
+    approve(get_rotation(rotation.rotation_id), scene.approver(), clock)
+    assert get_rotation(rotation.rotation_id).state == S.SCHEDULED
+
+
+def test_rotation_approved_by_whoever_asked_is_refused(clock: Clock) -> None:
+    """Four eyes compare persons: a second log-in of the same human being is no second person."""
+    rotation = in_production(clock)
+    twin = make_operator("tams-other-login", Role.APPROVER, person=rotation.requester_person)
+    with pytest.raises(StateConflictError):
+        approve(rotation, twin, clock)
+
+
+def test_rotation_approval_is_bound_to_the_plan_that_was_shown(clock: Clock) -> None:
+    rotation = in_production(clock)
+    with pytest.raises(StateConflictError, match="not what you were shown"):
+        approve(rotation, scene.approver(), clock, digest="0" * 64)
+
+
+def test_rotation_moved_on_without_approval_is_refused_by_the_database(clock: Clock) -> None:
+    """Even raw SQL cannot schedule what nobody approved."""
+    rotation = in_production(clock)
+    with pytest.raises(IntegrityError), transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE rotation_rotation SET state = 'scheduled' WHERE rotation_id = %s", [rotation.rotation_id]
+        )
+
+
+def test_rotation_approval_that_nobody_gives_expires(clock: Clock) -> None:
+    rotation = in_production(clock)
+    clock.tick(8 * 86_400)
+    advance_rotation(rotation.rotation_id, clock)
+    assert get_rotation(rotation.rotation_id).state == S.EXPIRED
+
+
+def test_rotation_rejected_makes_nothing(clock: Clock) -> None:
+    rotation = in_production(clock)
+    grant = authorize(
+        scene.approver(),
+        P.ROTATIONS_APPROVE,
+        rotation.credential.account,
+        now=clock(),
+        requester_person=rotation.requester_person,
+    )
+    reject_rotation(grant, rotation, "not now")
+    advance_rotation(rotation.rotation_id, clock)
+    fresh = get_rotation(rotation.rotation_id)
+    assert (fresh.state, fresh.replacement, fresh.why) == (S.REJECTED, None, "not now")
+
+
+def test_rotation_asked_for_by_a_service_takes_an_operator_even_in_the_sandbox(clock: Clock) -> None:
+    """A service's wish is never enough, and the creator of its token cannot approve it."""
+    key, _ = scene.issue(scene.account(), clock())
+    grant = authorize(scene.admin(), P.TOKENS_WRITE, now=clock())
+    token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
+    service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.environments)
+    place = key.credential.account
+    rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, place, now=clock()), key.credential, Wish())
+    assert rotation.state == S.AWAITING_APPROVAL
+    with pytest.raises(StateConflictError):
+        approve(rotation, scene.admin(), clock)
+    approve(rotation, scene.approver(), clock)
+    assert rotation.state == S.SCHEDULED
+
+
+def test_rotation_beside_an_open_one_is_refused(clock: Clock) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    scene.rotate(key.credential, clock())
+    with pytest.raises(StateConflictError, match="open rotation"):
+        scene.rotate(key.credential, clock())
+
+
+def test_rotation_of_a_credential_with_two_good_keys_is_refused(clock: Clock) -> None:
+    rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    assert rotation.credential.keys.filter(state=KeyState.ACTIVE).count() == 2
+    with pytest.raises(StateConflictError, match="Two keys"):
+        scene.rotate(rotation.credential, clock())
+
+
+@pytest.mark.parametrize(
+    ("wish", "pointer"),
+    [
+        ({"quiet_seconds": 60}, "/quiet_seconds"),
+        ({"quarantine_seconds": 5}, "/quarantine_seconds"),
+        ({"proof_count": 0}, "/proof_count"),
+    ],
+)
+def test_rotation_plan_below_productions_floor_is_refused(clock: Clock, wish: dict[str, int], pointer: str) -> None:
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    chosen = {"quiet_seconds": 3_600, "quarantine_seconds": 600, **wish}
+    with pytest.raises(RequestInvalidError) as refused:
+        scene.rotate(key.credential, clock(), **chosen)
+    assert [fault.pointer for fault in refused.value.faults] == [pointer]
+
+
+def test_rotation_aborted_before_delivery_burns_the_replacement(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", unavailable)
+        advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    assert rotation.state == S.PUBLISHING
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, rotation, "changed our mind")
+    fresh = get_rotation(rotation.rotation_id)
+    assert fresh.replacement is not None
+    assert (fresh.state, fresh.replacement.state, fresh.predecessor.state) == (
+        S.CANCELLED,
+        KeyState.DEACTIVATED,
+        KeyState.ACTIVE,
+    )
+
+
+def test_acknowledgement_by_any_other_key_is_not_found(clock: Clock) -> None:
+    """Only possession of the replacement proves that the merchant has it."""
+    key, _ = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    place = key.credential.account
+    with pytest.raises(NotFoundError):
+        acknowledge(authorize(scene.holder_of(key), P.ROTATIONS_ACKNOWLEDGE, place, now=clock()), rotation)
+    assert get_rotation(rotation.rotation_id).acknowledged_at is None
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    scene.acknowledge_replacement(rotation.rotation_id, clock.tick(1))
+    assert get_rotation(rotation.rotation_id).acknowledged_at is not None
+
+
+def test_replacement_is_collected_once_and_by_whoever_asked(clock: Clock) -> None:
+    """Material is shown to one person, once."""
+    rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
+    place = rotation.credential.account
+    with pytest.raises(StateConflictError, match="not there yet"):
+        collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    with pytest.raises(StateConflictError, match="whoever asked"):
+        collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    text = collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    assert rotation.replacement_id is not None
+    assert rotation.replacement_id in text.reveal()
+    with pytest.raises(StateConflictError, match="already"):
+        collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+
+
+def test_replacement_of_a_shown_key_leaves_the_backend_once_collected(clock: Clock) -> None:
+    key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
+    rotation = scene.rotate(key.credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    place = rotation.credential.account
+    collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    fresh = get_rotation(rotation.rotation_id).replacement
+    assert fresh is not None
+    assert fresh.material == Material.DESTROY_DUE
+
+
+def test_replacement_of_a_sealed_key_is_shown_to_nobody(clock: Clock) -> None:
+    """No person ever sees a sealed credential's key, and its replacement stays where the merchant reads it."""
+    key, _ = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    rotation.credential.delivery = Delivery.SEALED
+    place = rotation.credential.account
+    with pytest.raises(StateConflictError, match="never shown to a person"):
+        collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    fresh = get_rotation(rotation.rotation_id)
+    assert fresh.replacement is not None
+    assert (fresh.collected_at, fresh.replacement.material) == (None, Material.HELD)
+
+
+def test_replacement_shown_in_production_stays_in_sight_until_reviewed(clock: Clock) -> None:
+    rotation = in_production(clock)
+    approve(rotation, scene.approver(), clock)
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    before = BreakGlass.objects.filter(event="rotation.collected").count()
+    place = rotation.credential.account
+    collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    shown = BreakGlass.objects.filter(event="rotation.collected", reviewed_at=None)
+    assert shown.count() == before + 1
+    assert {act.requester_person for act in shown.filter(subject=rotation.pk)} == {rotation.requester_person}
+
+
+def test_rotation_described_says_what_it_waits_for_and_who_uses_the_old_key(clock: Clock, verifier: UsageLog) -> None:
+    key, text = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+    scene.use(verifier, key.key_id, 3, source="192.0.2.7")
+    advance_rotation(rotation.rotation_id, clock)
+    told = describe(get_rotation(rotation.rotation_id), clock())
+    assert told["state"] == S.AWAITING_PROOF
+    assert str(told["waiting_for"]).startswith("the merchant to acknowledge with the replacement")
+    assert [(user["source"], user["count"]) for user in told["predecessor_users"]] == [("192.0.2.7", 3)]  # type: ignore[index,union-attr,call-overload]  # parsed JSON
+    assert text.reveal() not in str(told)

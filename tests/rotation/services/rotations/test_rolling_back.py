@@ -1,0 +1,196 @@
+"""The way back: once a merchant may use the replacement, both keys verify until the replacement is silent."""
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.access.roles import Role
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.keys import KeyState
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Material
+from keyvault.models.usage import Outcome
+from keyvault.services.keys.lifecycle import report_compromise
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.stored_copies import destroy_string, find_stored, list_to_destroy, newest_version
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation, confirm_rotation, extend_rotation
+from rotation.services.rotations.reports import get_rotation
+from tests.factories import the_operator
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def abort(rotation: Rotation, clock: Clock) -> Rotation:
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    return abort_rotation(grant, rotation, "the merchant cannot deploy it")
+
+
+def stored_key(rotation: Rotation) -> str | None:
+    stored = find_stored(rotation.credential)
+    return None if stored is None else stored.labels["key_id"]
+
+
+def test_rotation_rolled_back_in_overlap_writes_the_predecessor_back_and_retires_the_replacement(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """Invariant 1 on the way back too: at no step is there a time without a key that verifies."""
+    rotation = abort(overlapping(clock, verifier), clock)
+    assert rotation.state == S.ROLLING_BACK
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
+    assert stored_key(rotation) == rotation.predecessor_id
+
+    # The merchant acknowledged with the replacement, so that it must be seen to use the predecessor again.
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.quarantined_at is None
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 6)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "suspended"))
+
+    rotation = wait(rotation, clock, verifier, 6)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("active", "deactivated"))
+    assert rotation.replacement is not None
+    assert rotation.replacement.material == Material.DESTROY_DUE
+    kinds = [evidence.kind for evidence in rotation.evidence.order_by("created_at", "pk")]
+    assert kinds[-3:] == ["written_back", "silent", "untried"]
+
+
+def test_rotation_rolled_back_in_quarantine_resumes_the_predecessor_at_once(clock: Clock, verifier: UsageLog) -> None:
+    rotation = abort(quarantined(clock, verifier), clock)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
+
+
+def test_replacement_used_while_rolling_back_restarts_its_silence(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
+    scene.use(verifier, rotation.predecessor_id)
+    clock.tick(4)
+    assert rotation.replacement_id is not None
+    scene.use(verifier, rotation.replacement_id)
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 3)
+    assert rotation.quarantined_at is None
+    assert wait(rotation, clock, verifier, 3).quarantined_at is not None
+
+
+def test_predecessor_compromised_while_rolling_back_delivers_the_replacement_again(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """The backend held the key that is dead now: what the merchant reads has to be the one that is good."""
+    rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 6)
+    assert key_states(rotation) == ("active", "suspended")
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
+    assert stored_key(rotation) == rotation.replacement_id
+
+
+def test_replacement_revoked_while_rolling_back_ends_it(clock: Clock, verifier: UsageLog) -> None:
+    rotation = abort(overlapping(clock, verifier), clock)
+    assert rotation.replacement is not None
+    revoke(rotation.replacement, clock)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("active", "deactivated"))
+    assert stored_key(rotation) == rotation.predecessor_id
+
+
+def test_replacement_tried_in_its_quarantine_holds_the_end_up(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
+    scene.use(verifier, rotation.predecessor_id)
+    rotation = wait(rotation, clock, verifier, 6)
+    clock.tick(3)
+    assert rotation.replacement_id is not None
+    scene.use(verifier, rotation.replacement_id, outcome=Outcome.REFUSED)
+    assert wait(rotation, clock, verifier, 3).state == S.ROLLING_BACK
+    assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
+
+
+def test_rotation_that_is_rolling_back_or_revoking_is_not_aborted(clock: Clock, verifier: UsageLog) -> None:
+    rotation = abort(overlapping(clock, verifier), clock)
+    with pytest.raises(StateConflictError, match="cannot be ended any more"):
+        abort(rotation, clock)
+
+
+def test_rotation_whose_predecessor_is_dead_has_no_way_back(clock: Clock, verifier: UsageLog) -> None:
+    rotation = advance(begun(clock), clock)
+    revoke(rotation.predecessor, clock)
+    rotation.predecessor.refresh_from_db()
+    with pytest.raises(StateConflictError, match="no way back"):
+        abort(rotation, clock)
+    assert rotation.predecessor.state == KeyState.DEACTIVATED
+
+
+def test_replacement_ended_in_quarantine_with_the_backend_down_brings_the_predecessor_back_at_once(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merchant has no other key: what our own database is enough for waits for no secret backend."""
+    rotation = quarantined(clock, verifier)
+    assert rotation.replacement is not None
+    with monkeypatch.context() as outage:
+        for name in ("put", "read", "versions"):
+            outage.setattr(LocalKeystore, name, scene.unavailable)
+        revoke(rotation.replacement, clock)
+        rotation = advance(rotation, clock, 3)
+        assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("active", "deactivated"))
+    rotation = advance(rotation, clock, 60)
+    assert (rotation.state, stored_key(rotation)) == (S.CANCELLED, rotation.predecessor_id)
+
+
+def test_rotation_aborted_while_a_stopped_worker_may_still_write_is_fenced(clock: Clock, verifier: UsageLog) -> None:
+    """A worker that slept through its lease finds a newer version than the one it was to write after."""
+    rotation = begun(clock)
+    with pytest.MonkeyPatch.context() as death:
+        death.setattr(LocalKeystore, "put", _die)
+        with pytest.raises(KeyboardInterrupt):
+            advance_rotation(rotation.rotation_id, clock)
+    clock.tick(60)
+    rotation = get_rotation(rotation.rotation_id)
+    before = newest_version(rotation.credential)
+    assert abort(rotation, clock).state == S.ROLLING_BACK
+    rotation = advance(rotation, clock, 3)
+    assert stored_key(rotation) == rotation.predecessor_id
+    assert newest_version(rotation.credential) == before + 1
+
+
+def _die(*args: object, **kwargs: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_way_back_on_which_nobody_calls_is_confirmed_by_a_person_or_stalls(clock: Clock, verifier: UsageLog) -> None:
+    """It neither waits for ever unseen, nor ends while nobody knows whether the merchant has come back."""
+    rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
+    assert rotation.deadline_at is not None
+    rotation = wait(rotation, clock, verifier, (rotation.deadline_at - clock()).total_seconds() + 1)
+    assert (rotation.state, key_states(rotation)) == (S.STALLED, ("active", "active"))
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    rotation = extend_rotation(grant, rotation, scene.later(clock(), 86_400))
+    assert rotation.state == S.ROLLING_BACK
+    confirm_rotation(grant, rotation, "Ada of Acme: they are on the old key")
+    rotation = wait(rotation, clock, verifier, 6)
+    rotation = wait(rotation, clock, verifier, 6)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("active", "deactivated"))
+
+
+def test_replacement_compromised_and_destroyed_before_the_turn_leaves_the_predecessor_to_be_read(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """The upkeep destroys a dead key's copy at once; the newest version is then nothing that a merchant can read."""
+    rotation = overlapping(clock, verifier)
+    place, responder = rotation.credential.account, the_operator("responder", Role.INCIDENT_RESPONDER)
+    assert rotation.replacement is not None
+    report_compromise(authorize(responder, P.KEYS_REPORT_COMPROMISE, place, now=clock()), rotation.replacement, why="x")
+    for key in list_to_destroy():
+        destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, place, now=clock()), key)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.CANCELLED, ("active", "compromised"))
+    assert stored_key(rotation) == rotation.predecessor_id

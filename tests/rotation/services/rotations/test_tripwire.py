@@ -1,0 +1,130 @@
+"""Quarantine: a source that is known brings the predecessor back, once; a stranger raises the alarm only."""
+
+import pytest
+
+from keyvault.domain.keys import KeyState
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Notice
+from keyvault.models.usage import Outcome
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import AtDeadline, Reinstatement
+from rotation.models import Rotation
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import advance, begun, key_states, revoke, wait
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+KNOWN, STRANGER = "192.0.2.1", "198.51.100.66"
+
+
+def in_quarantine(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
+    """With a predecessor that was used from KNOWN before."""
+    rotation = advance(begun(clock, **wish), clock)
+    scene.use(verifier, rotation.predecessor_id, source=KNOWN)
+    clock.tick(1)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    rotation = wait(rotation, clock, verifier, 6)
+    assert wait(rotation, clock, verifier, 6).state == S.QUARANTINE
+    return rotation
+
+
+def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog, source: str) -> Rotation:
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=source, outcome=Outcome.REFUSED)
+    return advance(rotation, clock, 3)
+
+
+def alarms() -> list[bool]:
+    """Of each alarm, whether the key was reinstated."""
+    found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
+    return [notice.payload["is_reinstated"] for notice in found]
+
+
+def test_attempt_from_a_known_source_brings_the_predecessor_back_and_says_so(clock: Clock, verifier: UsageLog) -> None:
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
+    assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
+    assert rotation.reinstated_at is not None
+    assert rotation.silent_at is None
+    assert alarms() == [True]
+
+
+def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> None:
+    """The second time it stays refused, and the revocation waits for it to end."""
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
+    scene.use(verifier, rotation.replacement_id or "")
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.QUARANTINE
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
+    rotation = wait(rotation, clock, verifier, 1)
+    assert rotation.state == S.QUARANTINE
+    assert wait(rotation, clock, verifier, 6).state == S.COMPLETED
+
+
+def test_attempt_from_a_stranger_is_an_alarm_and_holds_nothing_up(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: whoever found a retired key can neither bring it back nor keep it from being revoked."""
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, STRANGER)
+    assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
+    assert alarms() == [False]
+    notice = Notice.objects.get(kind=NoticeKind.USED_IN_QUARANTINE)
+    assert notice.payload["is_exposure"] is True
+    assert [each["source"] for each in notice.payload["attempts"]] == [STRANGER]
+    rotation = attempt(rotation, clock, verifier, STRANGER)
+    assert alarms() == [False]
+    assert wait(rotation, clock, verifier, 2).state == S.COMPLETED
+
+
+def test_plan_that_never_reinstates_keeps_the_quarantine(clock: Clock, verifier: UsageLog) -> None:
+    rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
+    assert alarms() == [False]
+
+
+def test_compromised_predecessor_is_never_reinstated(clock: Clock, verifier: UsageLog) -> None:
+    rotation = in_quarantine(clock, verifier)
+    scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=Outcome.REFUSED)
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, rotation.predecessor.state) == (S.COMPLETED, KeyState.COMPROMISED)
+    assert Notice.objects.filter(kind=NoticeKind.KEY_COMPROMISED).count() == 1
+
+
+def test_deadline_with_a_plan_that_revokes_goes_through_quarantine_and_claims_no_silence(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """Only a proved rotation, only by an approved plan, and reversibly first."""
+    start = clock()
+    rotation = advance(begun(clock, at_deadline=AtDeadline.REVOKE, deadline=scene.later(start, 60)), clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock.tick(1))
+    while rotation.state in {S.AWAITING_PROOF, S.OVERLAP}:
+        scene.use(verifier, rotation.predecessor_id, source=KNOWN)
+        rotation = wait(rotation, clock, verifier, 0)
+    assert rotation.state == S.QUARANTINE
+    assert (rotation.silent_at, rotation.waived_at is None) == (None, False)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert rotation.state == S.QUARANTINE
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.COMPLETED
+    assert [evidence.kind for evidence in rotation.evidence.order_by("created_at", "pk")].count("silent") == 0
+
+
+def test_deadline_of_an_unproved_rotation_stalls_whatever_the_plan_says(clock: Clock, verifier: UsageLog) -> None:
+    """Time alone never revokes."""
+    rotation = advance(begun(clock, at_deadline=AtDeadline.REVOKE, deadline=scene.later(clock(), 60)), clock)
+    rotation = wait(rotation, clock, verifier, 120)
+    assert (rotation.state, key_states(rotation)) == (S.STALLED, ("active", "active"))
+
+
+def test_stranger_after_a_known_source_is_an_alarm_of_its_own(clock: Clock, verifier: UsageLog) -> None:
+    """Nobody hides behind the noise of a forgotten client."""
+    rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    rotation = attempt(rotation, clock, verifier, STRANGER)
+    exposures = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE).order_by("created_at")
+    assert [notice.payload["is_exposure"] for notice in exposures] == [False, True]
+    attempt(rotation, clock, verifier, STRANGER)
+    assert exposures.count() == 2

@@ -1,0 +1,106 @@
+"""A plan that this release cannot read (a field of a newer one, a zone that the host does not know) stops its own
+rotation by name, is told of once, and holds up no other."""
+
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.models import Notice
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.policy import UnreadablePlanError
+from rotation.models import Rotation
+from rotation.services.rotations import engine
+from rotation.services.rotations.engine import advance_all_due
+from rotation.services.rotations.interventions import abort_rotation, may_be_confirmed
+from rotation.services.rotations.reports import describe, get_rotation
+from tests.admin.desk import address, browser, text_of
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import begun, damage
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+DAMAGES: dict[str, dict[str, Any]] = {
+    "a field of a newer release": {"skip_weekends": True},
+    "a time zone that is not known here": {"window": {"time_zone": "Mars/Olympus"}},
+    "a value of a newer release": {"proof": "telepathy"},
+    "no time": {"deadline": "soon"},
+    "a number for a list": {"channels": 7},
+}
+
+
+def alarms(rotation: Rotation) -> list[str]:
+    return [str(notice.kind) for notice in Notice.objects.filter(subject=rotation.rotation_id, is_alarm=True)]
+
+
+@pytest.mark.parametrize("changes", DAMAGES.values(), ids=DAMAGES)
+def test_rotation_with_an_unreadable_plan_stalls_by_name_and_the_others_go_on(
+    clock: Clock, verifier: UsageLog, changes: dict[str, Any]
+) -> None:
+    broken, sound = damage(begun(clock), changes), begun(clock)
+    for _ in range(3):
+        advance_all_due(clock)
+        clock.tick(80)
+    assert get_rotation(sound.rotation_id).state == "awaiting_proof"
+    stalled = get_rotation(broken.rotation_id)
+    assert (stalled.state, stalled.stalled_from) == ("stalled", "scheduled")
+    assert stalled.why.startswith("The plan cannot be read by this release")
+    assert alarms(broken) == ["rotation.stalled"]
+
+
+def test_rotation_before_approval_with_an_unreadable_plan_raises_one_alarm(clock: Clock, verifier: UsageLog) -> None:
+    """There is no way from there to a stall: it stays as it is, in sight."""
+    key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
+    wish = {"quiet_seconds": 3_600, "quarantine_seconds": 600}
+    broken = damage(scene.rotate(key.credential, clock(), **wish), {"skip_weekends": True})
+    for _ in range(4):
+        advance_all_due(clock)
+        clock.tick(80)
+    assert get_rotation(broken.rotation_id).state == "awaiting_approval"
+    assert alarms(broken) == ["rotation.blocked"]
+    client = browser(scene.approver())
+    page = text_of(client.get(address("rotation_rotation_change", broken.pk)))
+    assert "It waits for a release that can read its plan." in page
+    approve = address("rotation_rotation_approve", broken.pk)
+    assert approve not in page
+    assert client.get(approve).status_code == 409
+
+
+def test_fault_while_stalling_ends_neither_the_sweep_nor_the_lease(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: whatever goes wrong with one rotation, each of the others has its turn."""
+    broken, sound = damage(begun(clock), {"skip_weekends": True}), begun(clock)
+    monkeypatch.setattr(engine, "list_due", lambda now: [broken.rotation_id, sound.rotation_id])
+
+    def fail(*args: object) -> None:
+        raise TypeError("nobody foresaw this")
+
+    monkeypatch.setattr(engine, "_stall", fail)
+    assert advance_all_due(clock) == 2
+    assert get_rotation(sound.rotation_id).state == "awaiting_proof"
+    monkeypatch.undo()
+    clock.tick(80)
+    advance_all_due(clock)
+    assert get_rotation(broken.rotation_id).state == "stalled"
+
+
+def test_rotation_with_an_unreadable_plan_is_shown_and_can_be_ended(clock: Clock, verifier: UsageLog) -> None:
+    """Neither the API nor the console breaks on it, and an operator may abort it before delivery."""
+    broken = damage(begun(clock), {"skip_weekends": True})
+    told = describe(broken, clock())
+    assert told["plan"] == broken.plan
+    assert told["waiting_for"] == "a release that can read its plan"
+    assert not may_be_confirmed(broken)
+    with pytest.raises(UnreadablePlanError, match="skip_weekends"):
+        _ = broken.approved_plan
+    advance_all_due(clock)
+    client = browser(scene.tam())
+    for url in (address("rotation_rotation_change", broken.pk), address("rotation_rotation_changelist")):
+        assert client.get(url).status_code == 200
+    assert "skip_weekends" in text_of(client.get(address("rotation_rotation_change", broken.pk)))
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, broken.credential.account, now=clock())
+    assert abort_rotation(grant, get_rotation(broken.rotation_id), "made by a newer release").state == "cancelled"

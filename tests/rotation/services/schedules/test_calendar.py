@@ -1,0 +1,195 @@
+"""The calendar of rotations: every credential on a schedule with its next date, and why, and nothing written."""
+
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.environments import Environment
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Key
+from keyvault.services.merchants.merchants import suspend_account
+from keyvault.services.recording.authorization import authorize
+from rotation.domain.policy import Proof
+from rotation.domain.windows import Window
+from rotation.models import Rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import reject_rotation
+from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
+from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+DAY = timedelta(days=1)
+YEAR = timedelta(days=366)
+
+
+def dates(now: datetime, ahead: timedelta = YEAR, **where: Any) -> dict[str, ScheduledDate]:
+    """By label."""
+    return {date.label: date for date in list_next(now, now + ahead, **where)}
+
+
+def test_calendar_has_the_next_date_of_each_credential_in_their_order(clock: Clock) -> None:
+    scene.issue(scene.account(), clock(), label="second")
+    scene.issue(scene.account("globex"), clock() - 10 * DAY, label="first")
+    scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC, label="public")
+    scene.issue(scene.account(environment=PRODUCTION), clock(), label="elsewhere")
+    save(SANDBOX, clock(), lead_days=5)
+    first, second = list_next(clock(), clock() + YEAR)
+    assert (first.label, first.merchant_id, first.state) == ("first", "globex", DateState.PLANNED)
+    assert (second.due_at, second.begins_at) == (clock() + 90 * DAY, clock() + 90 * DAY)
+    assert (second.ask_at, second.why) == (clock() + 85 * DAY, "")
+    assert list(dates(clock(), 85 * DAY)) == ["first"]
+    assert list(dates(clock(), merchant="acme")) == ["second"]
+    assert dates(clock(), environment="production") == {}
+
+
+def test_calendar_writes_nothing(clock: Clock) -> None:
+    """Looking begins nothing: not a row, and not even a transaction that could."""
+    for label in "abc":
+        scene.issue(scene.account(), clock() - 100 * DAY, label=label)
+    save(SANDBOX, clock())
+    with CaptureQueriesContext(connection) as queries:
+        assert len(list_next(clock(), clock() + YEAR)) == 3
+    wrote = [query["sql"] for query in queries.captured_queries if not query["sql"].startswith(("SELECT", "DECLARE"))]
+    assert wrote == []
+    assert not Rotation.objects.exists()
+
+
+def test_calendar_shows_the_opening_that_is_meant(clock: Clock) -> None:
+    scene.issue(scene.account(), clock(), label="a")
+    due_at = clock() + 90 * DAY
+    frozen = calendar("freeze", clock(), (due_at - DAY, due_at + 3 * DAY))
+    save(SANDBOX, clock(), window=NIGHTS, calendar=frozen)
+    date = dates(clock())["a"]
+    assert date.due_at == due_at
+    assert date.begins_at is not None
+    assert due_at - 4 * DAY < date.begins_at < due_at - DAY
+    assert NIGHTS.next_opening(date.begins_at) == date.begins_at
+
+
+def test_calendar_is_what_begin_due_then_does(clock: Clock) -> None:
+    for number in range(5):
+        scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
+    save(SANDBOX, clock(), cryptoperiod_days=40, jitter_days=20, lead_days=2, window=NIGHTS)
+    promised = {date.credential_id: date for date in list_next(clock(), clock() + YEAR)}
+    for hours in range(0, 45 * 24, 3):
+        begin_due(clock() + timedelta(hours=hours))
+    begun = {row.credential_id: row for row in Rotation.objects.all()}
+    assert begun.keys() == promised.keys()
+    for credential_id, date in promised.items():
+        assert date.ask_at is not None
+        assert begun[credential_id].approved_plan.not_before == date.begins_at
+        assert timedelta(0) <= begun[credential_id].created_at - date.ask_at < timedelta(hours=3)
+
+
+def test_calendar_says_what_is_in_the_way(clock: Clock) -> None:
+    """What cannot be begun is not lost: it stands there with the reason, whatever the dates asked for."""
+    scene.issue(scene.account(), clock() - 91 * DAY, label="expires", expires_in_days=92)
+    stopped = scene.account("stopped")
+    scene.issue(stopped, clock(), label="suspended")
+    suspend_account(authorize(scene.admin(), P.MERCHANTS_WRITE, stopped, now=clock()), stopped)
+    scene.issue(scene.account(), clock() - 91 * DAY, label="missed")
+    save(SANDBOX, clock(), wish=Wish(quiet_seconds=3 * 86_400))
+    found = dates(clock(), DAY)
+    assert found["suspended"].state is found["expires"].state is DateState.NOT_SCHEDULABLE
+    assert found["suspended"].why == "the account is suspended"
+    assert found["expires"].why.startswith("deadline: ")
+    assert found["missed"].state is DateState.OVERDUE
+    assert found["missed"].begins_at == clock()
+    assert list(found)[-1] == "missed"
+    assert found["expires"].begins_at is None
+
+
+def test_calendar_of_an_unreadable_schedule_says_so_beside_the_others(clock: Clock) -> None:
+    scene.issue(scene.account(), clock(), label="ours")
+    scene.issue(scene.account("globex"), clock(), label="theirs")
+    save(SANDBOX, clock())
+    damage(save(scene.account(), clock()), window={"time_zone": "Mars/Olympus"})
+    found = dates(clock())
+    assert found["theirs"].state is DateState.PLANNED
+    assert found["ours"].state is DateState.NOT_SCHEDULABLE
+    assert found["ours"].why.startswith("The schedule cannot be read by this release: /time_zone")
+
+
+def test_calendar_of_open_and_awaited_rotations_leads_to_them(clock: Clock) -> None:
+    scene.issue(scene.account(), clock() - 91 * DAY, label="open")
+    scene.issue(scene.account(environment=PRODUCTION), clock() - 91 * DAY, label="awaited")
+    save(SANDBOX, clock())
+    save(PRODUCTION, clock())
+    begin_due(clock())
+    found = dates(clock())
+    assert {label: date.state for label, date in found.items()} == {
+        "open": DateState.OPEN,
+        "awaited": DateState.AWAITING_APPROVAL,
+    }
+    assert {date.rotation_id for date in found.values()} == set(Rotation.objects.values_list("pk", flat=True))
+    assert found["open"].why == "its rotation is scheduled"
+
+
+def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock: Clock) -> None:
+    place = scene.account(environment=PRODUCTION)
+    scene.issue(place, clock() - 91 * DAY, label="a")
+    save(PRODUCTION, clock())
+    begin_due(clock())
+    row = Rotation.objects.select_related("credential__account").get()
+    grant = authorize(scene.approver(), P.ROTATIONS_APPROVE, place, now=clock(), requester_person=row.requester_person)
+    reject_rotation(grant, row, "not now")
+    date = dates(clock())["a"]
+    assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + ASK_AGAIN)
+    assert "turned down" in date.why
+
+
+def test_calendar_of_many_keys_takes_no_query_for_each(clock: Clock) -> None:
+    for number in range(8):
+        scene.issue(scene.account(), clock(), label=f"n{number}")
+    save(SANDBOX, clock(), window=Window("UTC", (0,), 0, 60))
+    with CaptureQueriesContext(connection) as queries:
+        assert len(list_next(clock(), clock() + YEAR)) == 8
+    assert len(queries) <= 5
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def told(*words: str) -> str:
+    out = io.StringIO()
+    call_command("rotation_calendar", *words, stdout=out)
+    return out.getvalue()
+
+
+def test_command_prints_the_calendar_or_one_json_object() -> None:
+    now = datetime.now(UTC)
+    key, _ = scene.issue(scene.account(), now - 80 * DAY, label="till")
+    scene.issue(scene.account("globex"), now - 100 * DAY, label="late")
+    save(SANDBOX, now, wish=Wish(proof=Proof.ACK))
+    text = told("--days", "30")
+    (line,) = (line for line in text.splitlines() if key.credential_id in line)
+    assert line.split()[2:] == ["acme/sandbox", key.credential_id, "till", "planned"]
+    assert "overdue" in text
+    answer = json.loads(told("--json", "--merchant", "acme"))
+    (date,) = answer["dates"]
+    assert (date["credential_id"], date["state"], date["environment"]) == (key.credential_id, "planned", "sandbox")
+    assert datetime.fromisoformat(date["begins_at"]) == Key.objects.get(pk=key.pk).activated_at + 90 * DAY
+    assert "No key on a schedule" in told("--environment", "production")
+
+
+@pytest.mark.parametrize("days", ["0", "733", "soon", "-1"])
+def test_command_with_days_that_cannot_be_meant_is_refused(days: str) -> None:
+    with pytest.raises(CommandError):
+        told("--days", days)
+
+
+def test_command_of_an_unknown_environment_is_refused() -> None:
+    with pytest.raises(CommandError):
+        told("--environment", "staging")

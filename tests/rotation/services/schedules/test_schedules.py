@@ -1,0 +1,624 @@
+"""Schedules: saved only where they can be kept, the narrowest counts, and what falls due is begun once and not lost."""
+
+import logging
+from datetime import datetime, timedelta
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+from django.db.models import QuerySet
+from django.test.utils import CaptureQueriesContext
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import Operator
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, AuditEntry, Credential, Key, Notice, WorkLease
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.merchants.merchants import resume_account, suspend_account, suspend_merchant
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState as S
+from rotation.domain.policy import DeliveryChannel, Proof
+from rotation.domain.states import CLOSED
+from rotation.domain.windows import Window
+from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.requests import approve_rotation, begin_rotation, reject_rotation
+from rotation.services.schedules import starting
+from rotation.services.schedules.schedules import (
+    ScheduleWish,
+    Scope,
+    disable_schedule,
+    enable_schedule,
+    find_schedule,
+    save_calendar,
+    save_schedule,
+)
+from rotation.services.schedules.starting import ASK_AGAIN, begin_due
+from tests.factories import make_operator
+from tests.rotation import scene
+from tests.rotation.scene import Clock
+from tests.rotation.steps import damage as damage_plan
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
+DAY = timedelta(days=1)
+NIGHTS = Window("Europe/Berlin", (0, 1, 2, 3, 4), 1_320, 240)
+
+
+def save(
+    scope: Scope | Account | Credential | Environment, now: datetime, by: Operator | None = None, **wished: Any
+) -> RotationSchedule:
+    """By the technical account manager, every 90 days unless told otherwise."""
+    if isinstance(scope, Account):
+        scope = Scope(Environment(scope.environment), account=scope)
+    elif isinstance(scope, Credential):
+        scope = Scope(scope.environment, credential=scope)
+    elif isinstance(scope, Environment):
+        scope = Scope(scope)
+    grant = authorize(by or scene.tam(), P.SCHEDULES_WRITE, scope.place, now=now)
+    return save_schedule(grant, scope, ScheduleWish(**{"cryptoperiod_days": 90, **wished}), known=find_schedule(scope))
+
+
+def calendar(name: str, now: datetime, *periods: tuple[datetime, datetime]) -> BlackoutCalendar:
+    told = [{"begins_at": begins.isoformat(), "ends_at": ends.isoformat()} for begins, ends in periods]
+    known = BlackoutCalendar.objects.filter(name=name).first()
+    return save_calendar(authorize(scene.tam(), P.SCHEDULES_WRITE, now=now), name, told, known=known)
+
+
+def begun(now: datetime) -> list[Rotation]:
+    return list(Rotation.objects.filter(pk__in=begin_due(now)).order_by("credential__label"))
+
+
+def pointers(error: RequestInvalidError) -> set[str]:
+    return {fault.pointer for fault in error.faults}
+
+
+def events(prefix: str) -> list[str]:
+    return list(AuditEntry.objects.filter(event__startswith=prefix).order_by("pk").values_list("event", flat=True))
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(clock: Clock) -> None:
+    place = scene.account()
+    first = save(place, clock(), window=NIGHTS, wish=Wish(proof=Proof.ACK))
+    again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
+    assert (again.pk, again.cryptoperiod_days, again.window, again.wish) == (first.pk, 30, None, {})
+    assert again.author_person == scene.admin().person != scene.tam().person
+    assert find_schedule(Scope(SANDBOX, account=place)) == again
+    assert find_schedule(Scope(SANDBOX)) is None
+    assert events("schedule.") == ["schedule.saved", "schedule.saved"]
+
+
+@pytest.mark.parametrize(
+    ("wished", "pointer"),
+    [
+        ({"cryptoperiod_days": 0}, "/cryptoperiod_days"),
+        ({"cryptoperiod_days": 3_651}, "/cryptoperiod_days"),
+        ({"jitter_days": 90}, "/jitter_days"),
+        ({"lead_days": 90}, "/lead_days"),
+        ({"cryptoperiod_days": 2, "window": Window("UTC", (0,), 0, 60)}, "/window"),
+        ({"wish": Wish(quiet_seconds=0)}, "/wish/quiet_seconds"),
+        ({"wish": Wish(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
+        ({"wish": Wish(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
+        ({"wish": Wish(proof=Proof.CONFIRMATION)}, "/wish/proof"),
+        ({"wish": Wish(expires_in_days=90)}, "/wish/expires_in_days"),
+        ({"wish": Wish(reason="\0")}, "/wish/reason"),
+        ({"wish": Wish(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
+        ({"wish": Wish(window=NIGHTS)}, "/wish/window"),
+    ],
+)
+def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
+    clock: Clock, wished: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(RequestInvalidError) as refused:
+        save(SANDBOX, clock(), **wished)
+    assert pointer in pointers(refused.value)
+    assert not RotationSchedule.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
+def test_schedule_with_a_date_of_its_own_in_its_wish_is_refused(clock: Clock, name: str) -> None:
+    with pytest.raises(RequestInvalidError) as refused:
+        save(SANDBOX, clock(), wish=Wish(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
+    assert f"/wish/{name}" in pointers(refused.value)
+
+
+def test_schedule_whose_window_a_calendar_shuts_is_refused(clock: Clock) -> None:
+    """An opening that comes later than the cryptoperiod allows is found when the schedule is saved."""
+    frozen = calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 140 * DAY))
+    with pytest.raises(RequestInvalidError) as refused:
+        save(SANDBOX, clock(), cryptoperiod_days=30, calendar=frozen)
+    assert pointers(refused.value) == {"/window"}
+    assert save(SANDBOX, clock(), cryptoperiod_days=60, calendar=frozen).calendar == frozen
+
+
+def test_schedule_of_another_environment_or_of_a_public_key_is_refused(clock: Clock) -> None:
+    place = scene.account()
+    private, _ = scene.issue(place, clock())
+    public, _ = scene.issue(place, clock(), kind=KeyKind.PUBLIC, label="web")
+    for scope, pointer in (
+        (Scope(PRODUCTION, account=place), "/account"),
+        (Scope(PRODUCTION, credential=private.credential), "/credential"),
+        (Scope(SANDBOX, account=place, credential=private.credential), "/credential"),
+        (Scope(SANDBOX, credential=public.credential), "/credential"),
+    ):
+        with pytest.raises(RequestInvalidError) as refused:
+            save(scope, clock())
+        assert pointer in pointers(refused.value)
+
+
+def test_schedule_saved_without_the_permission_or_with_another_accounts_is_refused(clock: Clock) -> None:
+    """A grant for one account opens no schedule of another one, nor the environment's."""
+    place, other = scene.account(), scene.account("globex")
+    with pytest.raises(PermissionMissingError):
+        save(place, clock(), by=scene.approver())
+    grant = authorize(scene.tam(), P.SCHEDULES_WRITE, place, now=clock())
+    for scope in (Scope(SANDBOX, account=other), Scope(SANDBOX)):
+        with pytest.raises(PermissionMissingError):
+            save_schedule(grant, scope, ScheduleWish(90))
+    assert not RotationSchedule.objects.exists()
+
+
+def test_schedule_disabled_and_enabled_is_recorded_and_checked_anew(clock: Clock) -> None:
+    frozen = calendar("freeze", clock())
+    row = save(SANDBOX, clock(), cryptoperiod_days=30, calendar=frozen)
+    grant = authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock())
+    disable_schedule(grant, row)
+    with pytest.raises(StateConflictError):
+        disable_schedule(grant, row)
+    calendar("freeze", clock(), (clock() + DAY, clock() + 60 * DAY))  # nothing enabled is in its way
+    row = RotationSchedule.objects.get()
+    with pytest.raises(RequestInvalidError):
+        enable_schedule(grant, row)
+    calendar("freeze", clock())
+    row = RotationSchedule.objects.get()
+    enable_schedule(grant, row)
+    assert (row.is_enabled, row.author_person) == (True, scene.admin().person)
+    with pytest.raises(StateConflictError):
+        enable_schedule(grant, row)
+    assert events("schedule.") == ["schedule.saved", "schedule.disabled", "schedule.enabled"]
+
+
+# --- calendars ----------------------------------------------------------------------------------------------
+
+
+def test_calendar_that_shuts_a_schedule_is_refused_with_its_name(clock: Clock) -> None:
+    frozen = calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 110 * DAY))
+    key, _ = scene.issue(scene.account(), clock())
+    save(key.credential, clock(), cryptoperiod_days=30, calendar=frozen)
+    save(SANDBOX, clock(), cryptoperiod_days=300, calendar=BlackoutCalendar.objects.get())
+    with pytest.raises(RequestInvalidError) as refused:
+        calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 160 * DAY))
+    assert key.credential_id in refused.value.faults[0].detail
+    assert "sandbox" not in refused.value.faults[0].detail.split("(")[0]
+    assert BlackoutCalendar.objects.get().periods == frozen.periods
+    assert events("calendar.") == ["calendar.saved"]
+
+
+def test_calendar_changed_while_a_schedule_is_saved_with_it_makes_one_of_them_look_again(clock: Clock) -> None:
+    """Neither can pass the other by: a schedule was checked against the calendar as it is, or is not saved."""
+    stale = calendar("freeze", clock())
+    calendar("freeze", clock(), (clock() + DAY, clock() + 60 * DAY))
+    with pytest.raises(StateConflictError):
+        save(SANDBOX, clock(), cryptoperiod_days=30, calendar=stale)
+    fresh = BlackoutCalendar.objects.get()
+    version = fresh.version
+    save(SANDBOX, clock(), cryptoperiod_days=90, calendar=fresh)
+    assert BlackoutCalendar.objects.get().version == version + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "periods", "pointer"),
+    [
+        ("", [], "/name"),
+        ("Christmas", [], "/name"),
+        ("a" * 65, [], "/name"),
+        ("x", "soon", "/periods"),
+        ("x", [{"begins_at": "2026-12-24"}], "/periods/0"),
+        ("x", [{"begins_at": "2026-12-24T00:00:00", "ends_at": "2026-12-24T00:00:00Z"}], "/periods/0/begins_at"),
+    ],
+)
+def test_calendar_that_cannot_be_meant_is_refused_with_the_field(
+    clock: Clock, name: str, periods: object, pointer: str
+) -> None:
+    with pytest.raises(RequestInvalidError) as refused:
+        save_calendar(authorize(scene.tam(), P.SCHEDULES_WRITE, now=clock()), name, periods)
+    assert pointer in pointers(refused.value)
+
+
+# --- beginning ----------------------------------------------------------------------------------------------
+
+
+def test_begin_due_asks_when_the_cryptoperiod_is_over_and_once(clock: Clock) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    row = save(SANDBOX, clock(), wish=Wish(proof=Proof.ACK, quiet_seconds=7))
+    assert begin_due(clock() + 90 * DAY - timedelta(seconds=1)) == []
+    (rotation,) = begun(clock() + 90 * DAY)
+    assert (rotation.credential_id, rotation.predecessor_id) == (key.credential_id, key.key_id)
+    assert (rotation.state, rotation.schedule, rotation.requester) == (S.SCHEDULED, row, row.author)
+    plan = rotation.approved_plan
+    assert (plan.proof, plan.quiet_seconds, plan.reason) == (Proof.ACK, 7, "cryptoperiod of 90 days")
+    assert plan.not_before == clock() + 90 * DAY
+    assert begin_due(clock() + 90 * DAY) == []
+    assert begin_due(clock() + 200 * DAY) == []
+
+
+def test_begin_due_in_production_asks_ahead_and_waits_for_a_second_person(clock: Clock) -> None:
+    """Whoever made the schedule asks for each of its rotations, and cannot approve it."""
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    save(PRODUCTION, clock(), by=scene.admin(), lead_days=7)
+    assert begin_due(clock() + 82 * DAY) == []
+    (rotation,) = begun(clock() + 83 * DAY)
+    assert (rotation.state, rotation.approved_plan.not_before) == (S.AWAITING_APPROVAL, clock() + 90 * DAY)
+    twin = make_operator("admins-other-login", Role.APPROVER, person=scene.admin().person)
+    for who, raises in ((twin, True), (scene.approver(), False)):
+        place, person = key.credential.account, rotation.requester_person
+        try:
+            grant = authorize(who, P.ROTATIONS_APPROVE, place, now=clock() + 83 * DAY, requester_person=person)
+            approve_rotation(grant, rotation, rotation.plan_digest)
+        except StateConflictError:
+            assert raises
+        else:
+            assert not raises
+    assert rotation.state == S.SCHEDULED
+
+
+def test_begin_due_waits_for_the_window_and_its_blackouts(clock: Clock) -> None:
+    """The plan that is approved carries the window and the blackouts as they are on that day."""
+    scene.issue(scene.account(), clock())
+    due_at = clock() + 90 * DAY
+    frozen = calendar("freeze", clock(), (due_at - DAY, due_at + 3 * DAY), (clock() - 2 * DAY, clock() - DAY))
+    save(SANDBOX, clock(), window=NIGHTS, calendar=frozen, jitter_days=10)
+    found = [rotation for hours in range(24 * 12) for rotation in begun(due_at - 12 * DAY + timedelta(hours=hours))]
+    (rotation,) = found
+    plan = rotation.approved_plan
+    assert plan.window is not None
+    assert plan.window.weekdays == NIGHTS.weekdays
+    assert [each.ends_at for each in plan.window.blackouts] == [due_at + 3 * DAY]
+    assert plan.window.next_opening(plan.not_before) == plan.not_before
+    assert plan.not_before < due_at - DAY
+
+
+def test_begin_due_counts_the_narrowest_enabled_schedule(clock: Clock) -> None:
+    ours, other = scene.account(), scene.account("globex")
+    narrow, _ = scene.issue(ours, clock(), label="a-narrow")
+    scene.issue(ours, clock(), label="b-account")
+    scene.issue(other, clock(), label="c-environment")
+    scene.issue(scene.account(environment=PRODUCTION), clock(), label="d-nowhere")
+    save(SANDBOX, clock(), cryptoperiod_days=30)
+    account_schedule = save(ours, clock(), cryptoperiod_days=60)
+    save(narrow.credential, clock(), cryptoperiod_days=90)
+    assert [r.credential.label for r in begun(clock() + 31 * DAY)] == ["c-environment"]
+    assert [r.credential.label for r in begun(clock() + 61 * DAY)] == ["b-account"]
+    disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, ours, now=clock()), account_schedule)
+    assert begin_due(clock() + 62 * DAY) == []
+    assert [r.credential.label for r in begun(clock() + 91 * DAY)] == ["a-narrow"]
+
+
+def test_begin_due_leaves_out_what_cannot_be_rotated(clock: Clock) -> None:
+    stopped, left = scene.account("stopped"), scene.account("left")
+    revoked, _ = scene.issue(scene.account(), clock(), label="revoked")
+    scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC, label="public")
+    scene.issue(stopped, clock())
+    scene.issue(left, clock())
+    suspend_account(authorize(scene.admin(), P.MERCHANTS_WRITE, stopped, now=clock()), stopped)
+    suspend_merchant(authorize(scene.admin(), P.MERCHANTS_WRITE, now=clock()), left.merchant)
+    grant = authorize(scene.admin(), P.KEYS_REVOKE, revoked.credential.account, now=clock())
+    revoke_key(grant, revoked, RevocationReason.SUPERSEDED)
+    save(SANDBOX, clock())
+    assert begin_due(clock() + 91 * DAY) == []
+    resume_account(authorize(scene.admin(), P.MERCHANTS_WRITE, stopped, now=clock()), stopped)
+    assert [r.credential.account for r in begun(clock() + 91 * DAY)] == [stopped]
+
+
+def test_begin_due_after_the_worker_was_down_catches_up_in_the_next_opening(clock: Clock) -> None:
+    """A missed date is not lost, is not made up for outside the window, and is one rotation."""
+    scene.issue(scene.account(), clock())
+    save(SANDBOX, clock(), cryptoperiod_days=30, window=NIGHTS)
+    later = clock() + 200 * DAY
+    (rotation,) = begun(later)
+    assert rotation.approved_plan.not_before == NIGHTS.next_opening(later)
+    assert begin_due(later + DAY) == []
+
+
+def test_begin_due_after_a_rotation_is_done_counts_from_the_new_key(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock())
+    save(SANDBOX, clock(), cryptoperiod_days=30, wish=Wish(proof=Proof.ACK, quiet_seconds=5, quarantine_seconds=5))
+    clock.tick(30 * 86_400)
+    (rotation,) = begun(clock())
+    advance_rotation(rotation.rotation_id, clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock())
+    for _ in range(8):
+        clock.tick(10)
+        verifier.flush()
+        advance_rotation(rotation.rotation_id, clock)
+    rotation.refresh_from_db()
+    assert rotation.state == S.COMPLETED
+    assert begin_due(clock()) == []
+    assert begin_due(clock() + 29 * DAY) == []
+    (second,) = begun(clock() + 30 * DAY)
+    assert second.predecessor_id == rotation.replacement_id != key.key_id
+
+
+def test_begin_due_after_somebody_said_no_asks_again_in_a_week(clock: Clock) -> None:
+    """Neither is the key forgotten, nor is a person asked again with every tick."""
+    place = scene.account(environment=PRODUCTION)
+    key, _ = scene.issue(place, clock())
+    save(PRODUCTION, clock())
+    clock.tick(90 * 86_400)
+    (rotation,) = begun(clock())
+    reject_rotation(
+        authorize(
+            scene.approver(),
+            P.ROTATIONS_APPROVE,
+            place,
+            now=clock(),
+            requester_person=rotation.requester_person,
+        ),
+        rotation,
+        "not now",
+    )
+    assert begin_due(clock() + ASK_AGAIN - timedelta(seconds=1)) == []
+    (again,) = begun(clock() + ASK_AGAIN)
+    assert again.predecessor_id == key.key_id
+    # What nobody decided about expires, and is asked for again at once.
+    clock.tick(15 * 86_400)
+    advance_rotation(again.rotation_id, clock)
+    again.refresh_from_db()
+    assert again.state == S.EXPIRED
+    assert len(begin_due(clock())) == 1
+
+
+def test_begin_due_after_an_abort_asks_again_in_a_week(clock: Clock) -> None:
+    scene.issue(scene.account(), clock())
+    save(SANDBOX, clock())
+    clock.tick(90 * 86_400)
+    (rotation,) = begun(clock())
+    abort_rotation(
+        authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock()), rotation, "later"
+    )
+    assert begin_due(clock() + DAY) == []
+    assert len(begin_due(clock() + ASK_AGAIN)) == 1
+
+
+def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key expires before a rotation could be done: said in the log, and the others have their turn."""
+    expiring, _ = scene.issue(scene.account(), clock(), label="a", expires_in_days=91)
+    scene.issue(scene.account(), clock() + timedelta(seconds=1), label="b")
+    save(PRODUCTION, clock())
+    save(SANDBOX, clock(), wish=Wish(quiet_seconds=2 * 86_400))
+    with caplog.at_level(logging.WARNING, logger="rotation.services.schedules.starting"):
+        assert [r.credential.label for r in begun(clock() + 90 * DAY + timedelta(minutes=1))] == ["b"]
+        assert begin_due(clock() + 90 * DAY + timedelta(minutes=2)) == []
+    told = [record for record in caplog.records if record.name == "rotation.services.schedules.starting"]
+    assert len(told) == 1
+    assert told[0].credential_id == expiring.credential_id  # type: ignore[attr-defined]  # put there by `extra`
+    assert "deadline" in told[0].why  # type: ignore[attr-defined]  # the same
+
+
+def test_begin_due_with_a_fault_of_ours_in_one_begins_the_others(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, _ = scene.issue(scene.account(), clock(), label="a")
+    scene.issue(scene.account(), clock(), label="b")
+    save(SANDBOX, clock())
+
+    def failing(grant: Any, credential: Credential, *args: Any, **options: Any) -> Rotation:
+        if credential.pk == broken.credential_id:
+            raise RuntimeError("a bug")
+        return begin_rotation(grant, credential, *args, **options)
+
+    monkeypatch.setattr(starting, "begin_rotation", failing)
+    assert [r.credential.label for r in begun(clock() + 90 * DAY)] == ["b"]
+    monkeypatch.undo()
+    assert [r.credential.label for r in begun(clock() + 91 * DAY)] == ["a"]
+
+
+def test_begin_due_of_more_refused_than_a_tick_tries_reaches_those_behind_them(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: credentials that cannot be rotated keep no other from its turn, and each of them is tried again."""
+    for label in ("bad1", "bad2", "bad3", "bad4", "bad5", "good"):
+        scene.issue(scene.account(), clock.tick(1), label=label)
+    save(SANDBOX, clock())
+    tried: list[str] = []
+
+    def failing(grant: Any, credential: Credential, *args: Any, **options: Any) -> Rotation:
+        tried.append(credential.label)
+        if credential.label.startswith("bad"):
+            raise StateConflictError("It cannot be rotated.")
+        return begin_rotation(grant, credential, *args, **options)
+
+    monkeypatch.setattr(starting, "begin_rotation", failing)
+    monkeypatch.setattr(starting, "MOST_TRIED", 2)
+    due_at = clock() + 91 * DAY
+    labels = [[each.credential.label for each in begun(due_at + tick * DAY)] for tick in range(6)]
+    assert labels == [[], [], ["good"], [], [], []]
+    assert tried[:6] == ["bad1", "bad2", "bad3", "bad4", "bad5", "good"]
+    assert set(tried[6:]) == {"bad1", "bad2", "bad3", "bad4", "bad5"}
+
+
+def test_begin_due_of_a_refused_one_waits_before_it_is_tried_again_also_in_another_process(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: what a tick learns is in the database: a restarted worker neither forgets it nor tells it anew."""
+    key, _ = scene.issue(scene.account(), clock())
+    save(SANDBOX, clock())
+    tried: list[str] = []
+
+    def failing(grant: Any, credential: Credential, *args: Any, **options: Any) -> Rotation:
+        tried.append(credential.pk)
+        raise StateConflictError("It cannot be rotated.")
+
+    monkeypatch.setattr(starting, "begin_rotation", failing)
+    due_at = clock() + 91 * DAY
+    for _ in range(2):
+        begin_due(due_at)
+    assert tried == [key.credential_id]
+    row = WorkLease.objects.get(subject=f"schedule:{key.credential_id}")
+    assert row.last_error == "It cannot be rotated."
+    assert row.due_at is not None
+    begin_due(row.due_at)
+    assert len(tried) == 2
+    assert caplog.text.count("scheduled rotation cannot be begun") == 1
+    monkeypatch.undo()
+    assert len(begin_due(due_at + DAY)) == 1
+    assert not WorkLease.objects.filter(subject=row.subject).exists()
+
+
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "a time zone that is not known here": {"window": {"time_zone": "Mars/Olympus"}},
+    "a field of a newer release": {"wish": {"skip_weekends": True}},
+    "a value of a newer release": {"wish": {"proof": "telepathy"}},
+}
+
+
+def damage(row: RotationSchedule, **changes: Any) -> None:
+    """Write the schedule as another release would, which no service of this one does."""
+    rows: QuerySet[RotationSchedule] = QuerySet(RotationSchedule)
+    rows.filter(pk=row.pk).update(**changes)
+
+
+@pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
+def test_begin_due_with_an_unreadable_schedule_stalls_that_one_and_begins_the_others(
+    clock: Clock, changes: dict[str, Any]
+) -> None:
+    """Guarantee: one row that cannot be read stops its own keys, in sight, and those of nobody else.
+
+    Its keys are not begun by the wider schedule either, which does not count for them.
+    """
+    ours, other = scene.account(), scene.account("globex")
+    scene.issue(ours, clock(), label="ours")
+    scene.issue(other, clock(), label="theirs")
+    save(SANDBOX, clock())
+    row = save(ours, clock())
+    stored = {"window": row.window, "wish": row.wish}
+    damage(row, **changes)
+    at = clock() + 91 * DAY
+    assert [[each.credential.label for each in begun(at + tick * DAY)] for tick in range(3)] == [["theirs"], [], []]
+    alarm = Notice.objects.get(kind=NoticeKind.SCHEDULE_STALLED)
+    assert (alarm.is_alarm, alarm.subject, alarm.account, alarm.payload["scope"]) == (
+        True,
+        str(row.pk),
+        ours,
+        "acme/sandbox",
+    )
+    assert alarm.payload["why"].startswith("The schedule cannot be read by this release")
+    damage(row, **stored)
+    assert [each.credential.label for each in begun(at + 4 * DAY)] == ["ours"]
+    damage(row, **changes)
+    begin_due(at + 5 * DAY)
+    assert Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED).count() == 2
+
+
+def test_begin_due_with_an_unreadable_calendar_stalls_what_uses_it(clock: Clock) -> None:
+    scene.issue(scene.account(), clock(), label="ours")
+    scene.issue(scene.account("globex"), clock(), label="theirs")
+    frozen = calendar("freeze", clock())
+    row = save(scene.account(), clock(), calendar=frozen)
+    save(SANDBOX, clock())
+    calendars: QuerySet[BlackoutCalendar] = QuerySet(BlackoutCalendar)
+    calendars.filter(pk="freeze").update(periods=[{"from": "2026-12-24"}])
+    assert [each.credential.label for each in begun(clock() + 91 * DAY)] == ["theirs"]
+    assert Notice.objects.get(kind=NoticeKind.SCHEDULE_STALLED).subject == str(row.pk)
+
+
+def test_begin_due_beside_an_open_rotation_whose_plan_has_no_date_begins_the_others(clock: Clock) -> None:
+    key, _ = scene.issue(scene.account(), clock(), label="a")
+    damage_plan(scene.rotate(key.credential, clock()), {"not_before": "soon"})
+    scene.issue(scene.account(), clock(), label="b")
+    save(SANDBOX, clock())
+    assert [each.credential.label for each in begun(clock() + 91 * DAY)] == ["b"]
+
+
+def test_begin_due_of_many_begins_a_share_with_each_tick(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "MOST_BEGUN", 2)
+    for label in "abc":
+        scene.issue(scene.account(), clock(), label=label)
+    save(SANDBOX, clock())
+    assert [len(begin_due(clock() + 91 * DAY)) for _ in range(3)] == [2, 1, 0]
+
+
+def test_begin_due_in_an_environment_that_is_not_served_here_begins_nothing(clock: Clock, settings: Any) -> None:
+    scene.issue(scene.account(), clock())
+    save(SANDBOX, clock())
+    settings.ENVIRONMENTS = ("production",)
+    assert begin_due(clock() + 91 * DAY) == []
+
+
+def test_begin_due_with_nothing_due_takes_a_few_queries_however_many_keys(clock: Clock) -> None:
+    for number in range(6):
+        scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
+    save(SANDBOX, clock(), cryptoperiod_days=10, jitter_days=9)
+    with CaptureQueriesContext(
+        connection,
+    ) as few:
+        begin_due(clock() - 5 * DAY)
+    assert len(few) <= 3
+    with CaptureQueriesContext(connection) as more:
+        list(starting.list_candidates(clock(), ["sandbox"]))
+    assert len(more) <= 5
+
+
+@pytest.mark.django_db(transaction=True)
+def test_begin_due_twice_at_once_begins_each_once(clock: Clock) -> None:
+    """Two ticks in two workers at the same moment: one rotation for each credential, and neither of them fails."""
+    for number in range(4):
+        scene.issue(scene.account(), clock(), label=f"n{number}")
+    save(SANDBOX, clock())
+    barrier, found = Barrier(2), []
+
+    def tick() -> None:
+        try:
+            barrier.wait(timeout=30)
+            found.append(begin_due(clock() + 91 * DAY))
+        finally:
+            connections.close_all()
+
+    threads = [Thread(target=tick) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(found) == 2
+    assert sorted(found[0] + found[1]) == sorted(Rotation.objects.values_list("pk", flat=True))
+    assert Rotation.objects.exclude(state__in=CLOSED).count() == 4
+    assert not WorkLease.objects.filter(subject__startswith="schedule:").exists()
+
+
+def test_begin_of_a_key_that_was_replaced_meanwhile_begins_nothing(clock: Clock) -> None:
+    """A tick that read its list before another one's rotation was done does not rotate the new key."""
+    key, _ = scene.issue(scene.account(), clock())
+    save(SANDBOX, clock())
+    (candidate,) = starting.list_candidates(clock() + 91 * DAY, ["sandbox"])
+    grant = authorize(scene.admin(), P.KEYS_REVOKE, key.credential.account, now=clock())
+    revoke_key(grant, Key.objects.get(pk=key.pk), RevocationReason.SUPERSEDED)
+    assert starting.begin(candidate, clock() + 91 * DAY) is None
+    assert not Rotation.objects.exists()
+
+
+def test_schedule_or_calendar_made_anew_where_there_is_one_is_refused(clock: Clock) -> None:
+    """Nobody's window or freeze is lost by a form for a new one: what exists is edited on its own page."""
+    place = scene.account()
+    save(place, clock(), cryptoperiod_days=30)
+    grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())
+    with pytest.raises(StateConflictError, match="change that one"):
+        save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleWish(365))
+    calendar("xmas", clock())
+    with pytest.raises(StateConflictError, match="change that one"):
+        save_calendar(authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock()), "xmas", [])
+    assert RotationSchedule.objects.get().cryptoperiod_days == 30

@@ -1,0 +1,115 @@
+"""The inbox: an alarm waits until a person has seen it, and it is kept who that was."""
+
+import json
+from datetime import datetime, timedelta
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.notifications import NoticeKind
+from keyvault.models import Account, AuditEntry, Notice, Operator
+from keyvault.services.approvals import inbox
+from keyvault.services.approvals.inbox import count_unseen, list_notices, list_unseen, mark_all_seen, mark_seen
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from tests.factories import grant, now
+from tests.services.conftest import Scene, make_scene
+from tests.services.racing import race
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+ALARM, NEWS = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
+
+
+def tell(scene: Scene, kind: NoticeKind = ALARM, account: Account | None = None, at: datetime | None = None) -> Notice:
+    place = account or scene.sandbox
+    allowed = grant(scene.admin, P.KEYS_REVOKE, place, at=at)
+    with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=place):
+        return announce(allowed, kind, place, "k" * 16)
+
+
+def last_entry() -> tuple[str, str, dict[str, object]]:
+    entry = AuditEntry.objects.latest("id")
+    return entry.event, entry.chain_id, json.loads(bytes(entry.body))["details"]
+
+
+def test_inbox_shows_unseen_alarms_first_then_the_newest(scene: Scene) -> None:
+    at = now()
+    old, news, seen, new = (
+        tell(scene, kind, at=at + timedelta(seconds=number)) for number, kind in enumerate((ALARM, NEWS, ALARM, ALARM))
+    )
+    mark_seen(grant(scene.approver, P.NOTICES_MARK, scene.sandbox), seen)
+    assert [notice.pk for notice in list_notices()] == [new.pk, old.pk, seen.pk, news.pk]
+    assert [notice.pk for notice in list_unseen()] == [old.pk, new.pk]
+    assert count_unseen() == 2
+
+
+def test_alarm_marked_is_seen_by_whoever_marked_it(scene: Scene) -> None:
+    notice = tell(scene)
+    mark_seen(grant(scene.approver, P.NOTICES_MARK, scene.sandbox), notice)
+    notice.refresh_from_db()
+    assert notice.seen_at is not None
+    assert notice.seen_by == Operator.objects.get(username="approver")
+    event, chain, details = last_entry()
+    assert (event, chain, details["notice_id"]) == ("notice.seen", "account:acme/sandbox", notice.pk)
+    assert count_unseen() == 0
+
+
+def test_alarm_is_marked_once_and_news_never(scene: Scene) -> None:
+    notice = tell(scene)
+    allowed = grant(scene.approver, P.NOTICES_MARK, scene.sandbox)
+    mark_seen(allowed, notice)
+    for again in (notice, tell(scene, NEWS)):
+        with pytest.raises(StateConflictError):
+            mark_seen(allowed, again)
+
+
+def test_alarm_is_marked_with_the_permission_for_its_account(scene: Scene) -> None:
+    notice = tell(scene)
+    for wrong in (
+        grant(scene.approver, P.NOTICES_MARK, scene.production),
+        grant(scene.admin, P.KEYS_READ, scene.sandbox),
+    ):
+        with pytest.raises(PermissionMissingError):
+            mark_seen(wrong, notice)
+    with pytest.raises(PermissionMissingError):
+        mark_seen(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), notice)
+    assert count_unseen() == 1
+
+
+def test_alarms_all_marked_are_those_that_had_come(scene: Scene) -> None:
+    """What came after the page was opened has not been seen, and stays."""
+    at = now()
+    tell(scene, at=at)
+    tell(scene, account=scene.production, at=at)
+    late = tell(scene, at=at + timedelta(seconds=1))
+    assert mark_all_seen(grant(scene.approver, P.NOTICES_MARK), at) == 2
+    assert [notice.pk for notice in list_unseen()] == [late.pk]
+    event, chain, details = last_entry()
+    assert (event, chain, details["count"]) == ("notice.all_seen", "platform", 2)
+
+
+def test_alarms_all_marked_are_so_many_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One transaction stays short, whatever has happened."""
+    monkeypatch.setattr(inbox, "MOST_AT_ONCE", 2)
+    at = now()
+    for _ in range(3):
+        tell(scene, at=at)
+    allowed = grant(scene.approver, P.NOTICES_MARK)
+    assert [mark_all_seen(allowed, at), mark_all_seen(allowed, at)] == [2, 1]
+    with pytest.raises(StateConflictError, match="No alarm"):
+        mark_all_seen(allowed, at)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_alarms_marked_by_two_at_once_are_marked_once() -> None:
+    """Whoever is second is told that nothing is left, and takes nobody's name away."""
+    scene = make_scene()
+    notice = tell(scene)
+    allowed = [grant(person, P.NOTICES_MARK) for person in (scene.approver, scene.tam)]
+    results = race(*(lambda one=one: mark_all_seen(one, now()) for one in allowed))
+    assert sorted(map(str, results)) == ["1", "No alarm waits to be seen."]
+    notice.refresh_from_db()
+    assert notice.version == 2

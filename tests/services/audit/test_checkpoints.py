@@ -1,0 +1,543 @@
+"""Checkpoints of the audit log in the database: signed once, whoever signs, and loud about a log that is another."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from django.db import connection
+from django.test import override_settings
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.backends.base import BackendUnavailableError, Mount
+from keyvault.backends.vault.layout import Engine
+from keyvault.client.export_check import ExportCheck
+from keyvault.domain.audit import Break, entry_bytes, entry_hash
+from keyvault.domain.audit_records import gather_kept, parse_record, record_line
+from keyvault.domain.checkpoints import FIRST, Checkpoint, checkpoint_bytes, parse_checkpoint, scope_of
+from keyvault.domain.environments import Environment
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.models.triggers import ensure_triggers
+from keyvault.services.audit import checkpoints
+from keyvault.services.audit.checkpoints import (
+    CHECKPOINT_EVERY,
+    UNSIGNED_FOR,
+    ScopeReport,
+    gather_public_keys,
+    list_standings,
+    read_public_keys,
+    sign_due,
+    verify_checkpoints,
+)
+from keyvault.services.audit.export import export_log, export_newest
+from keyvault.services.audit.signers import LOCAL, LocalSigner
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.backend import secret_backend, vault_backend
+from tests.backends.vault.installation import InstalledVault, installed, serving_from
+from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant, now, own_keystore
+from tests.servers.openbao import VaultOnDisk
+from tests.services.racing import race
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+CHAIN = "account:acme/sandbox"
+SCOPES = ["sandbox", "production", "service"]
+STEP = CHECKPOINT_EVERY + timedelta(seconds=1)
+
+
+def write(merchant_id: str = "acme", environment: Environment = SANDBOX) -> None:
+    """One more entry in the merchant's chain."""
+    place = account(merchant_id, environment)
+    with recorded(grant(HOST, P.MERCHANTS_WRITE, place), P.MERCHANTS_WRITE, "test.wrote", account=place):
+        pass
+
+
+@pytest.fixture
+def moments() -> Iterator[datetime]:
+    """Each later than the one before by as much as lies between two checkpoints."""
+
+    def later() -> Iterator[datetime]:
+        at = now()
+        while True:
+            yield at
+            at += STEP
+
+    return later()
+
+
+@pytest.fixture
+def written(db: None, moments: Iterator[datetime]) -> Iterator[datetime]:
+    """Three checkpoints of the sandbox, at entries 1, 3 and 5 of acme's chain, and a sixth entry after them."""
+    make_merchant("acme")
+    write("acme", PRODUCTION)
+    write()
+    sign_due(next(moments))
+    for _ in range(2):
+        write()
+        write()
+        sign_due(next(moments))
+    write()
+    assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 3
+    return moments
+
+
+@contextmanager
+def tampering() -> Iterator[None]:
+    """What somebody may do who took the triggers away first, and put them back."""
+    lift_triggers()
+    yield
+    lift_triggers()
+    ensure_triggers(connection)
+
+
+def checked(kept: Any = None) -> dict[str, ScopeReport]:
+    keys, unchecked = gather_public_keys({})
+    assert unchecked == {}
+    return {report.scope: report for report in verify_checkpoints(keys, kept or {}, unchecked, now())}
+
+
+def found() -> Break | None:
+    return checked()["sandbox"].broken
+
+
+# --- signing ---------------------------------------------------------------------------------------------------
+
+
+def test_sign_due_signs_where_every_chain_of_each_scope_stands(written: Iterator[datetime]) -> None:
+    sign_due(next(written))
+    for scope in SCOPES:
+        newest = parse_checkpoint(bytes(AuditCheckpoint.objects.filter(scope=scope).latest("number").body))
+        assert {chain: (head.sequence, head.hash) for chain, head in newest.heads.items()} == {
+            chain.name: (chain.sequence, bytes(chain.head_hash))
+            for chain in AuditChain.objects.all()
+            if scope_of(chain.name) == scope
+        }
+    assert {scope: (report.broken, report.unsigned) for scope, report in checked().items()} == dict.fromkeys(
+        SCOPES, (None, 0)
+    )
+
+
+def test_sign_due_adds_no_audit_entry_and_so_nothing_to_sign(written: Iterator[datetime]) -> None:
+    """A log that rests gets no checkpoint after the one that says where it rests."""
+    sign_due(next(written))
+    entries, rows = AuditEntry.objects.count(), AuditCheckpoint.objects.count()
+    assert sign_due(next(written)) == 0
+    assert (AuditEntry.objects.count(), AuditCheckpoint.objects.count()) == (entries, rows)
+
+
+def test_sign_due_again_within_the_interval_waits(db: None, moments: Iterator[datetime]) -> None:
+    make_merchant("acme")
+    write()
+    at = next(moments)
+    assert sign_due(at) == 2
+    write()
+    assert sign_due(at + CHECKPOINT_EVERY - timedelta(seconds=1)) == 0
+    assert sign_due(at + CHECKPOINT_EVERY) == 1
+
+
+def test_sign_due_clock_set_back_signs_all_the_same(written: Iterator[datetime]) -> None:
+    """A checkpoint from what is now the future holds up nothing."""
+    assert sign_due(now() - timedelta(days=1)) == 1
+    assert found() is None
+
+
+def test_sign_due_of_an_empty_log_signs_nothing(db: None) -> None:
+    assert sign_due(now()) == 0
+
+
+@override_settings(ENVIRONMENTS=("sandbox",))
+def test_sign_due_signs_for_served_environments_only(db: None) -> None:
+    """A process of the sandbox asks for no signature of production's key."""
+    make_merchant("acme")
+    write()
+    write("acme", PRODUCTION)
+    sign_due(now())
+    assert set(AuditCheckpoint.objects.values_list("scope", flat=True)) == {"sandbox", "service"}
+    assert set(read_public_keys()[1]) == {"production"}
+
+
+def test_sign_due_signer_away_delays_and_blocks_nothing(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log goes on unsigned, says so, and the next time all of it is signed."""
+    rows = AuditCheckpoint.objects.count()
+    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "sign", side_effect=away), caplog.at_level(logging.WARNING):
+        assert sign_due(next(written)) == 0
+    assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is put off"}
+    assert AuditCheckpoint.objects.count() == rows
+    write()
+    assert sign_due(next(written)) == 1
+    assert checked()["sandbox"].unsigned == 0
+
+
+def test_sign_due_killed_between_signing_and_storing_signs_again(written: Iterator[datetime]) -> None:
+    """A signature that nobody stored is forgotten: the number is used once, by the next run."""
+    at = next(written)
+    with mock.patch.object(checkpoints, "_store", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        sign_due(at)
+    assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 3
+    assert sign_due(at) == 1
+    assert checked()["sandbox"].newest == checkpoints.find_newest("sandbox")
+    assert found() is None
+
+
+@pytest.mark.django_db(transaction=True)
+def test_sign_due_by_two_workers_at_once_stores_one_of_each_number() -> None:
+    """Both may sign; one stores, and the other goes away without a word."""
+    make_merchant("acme")
+    for turn in range(4):
+        write()
+        made = race(*[partial(sign_due, now() + turn * STEP)] * 3)
+        assert sum(made) == (1 if turn else 2), made
+        numbers = AuditCheckpoint.objects.filter(scope="sandbox").order_by("number").values_list("number", flat=True)
+        assert list(numbers) == list(range(1, turn + 2))
+    assert found() is None
+    assert len(secret_backend().versions(Mount.AUDIT, "audit-sandbox")) == 1
+
+
+def test_sign_due_other_worker_first_stores_nothing(written: Iterator[datetime]) -> None:
+    """The narrow moment, made certain: another stores the same number after this one has looked."""
+    at = next(written)
+    real = LocalSigner.sign
+
+    def after_another(self: LocalSigner, scope: str, message: bytes) -> Any:
+        with mock.patch.object(LocalSigner, "sign", real):
+            assert sign_due(at) == 1
+        return real(self, scope, message)
+
+    with mock.patch.object(LocalSigner, "sign", after_another):
+        assert sign_due(at) == 0
+    assert AuditCheckpoint.objects.filter(scope="sandbox").count() == 4
+    assert found() is None
+
+
+def test_sign_due_over_a_log_that_departed_from_its_checkpoint_refuses(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No signature of ours goes under what somebody made of the log; the error comes again at every tick."""
+    with tampering():
+        AuditEntry.objects.filter(chain_id=CHAIN, sequence=5).update(hash=bytes(32))
+    with caplog.at_level(logging.ERROR):
+        assert sign_due(next(written)) == 0
+    assert [record.getMessage() for record in caplog.records] == ["the audit log is damaged: no checkpoint is signed"]
+
+
+def test_sign_due_with_the_local_key_gone_refuses_and_makes_no_other(
+    written: Iterator[datetime], tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lost keystore is restored; a new key would make the old checkpoints look forged."""
+    with own_keystore(tmp_path), caplog.at_level(logging.ERROR):
+        assert sign_due(next(written)) == 0
+        assert secret_backend().versions(Mount.AUDIT, "audit-sandbox") == []
+    assert len(caplog.records) == 1
+
+
+def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datetime]) -> None:
+    """Nothing is shared between the environments, no signing key either."""
+    first, _ = read_public_keys()
+    sign_due(next(written))
+    assert read_public_keys() == (first, {})
+    assert sorted(first) == [(scope, LOCAL, 1) for scope in sorted(SCOPES)]
+    assert len(set(first.values())) == 3
+
+
+# --- checking --------------------------------------------------------------------------------------------------
+
+
+def _entries(**where: Any) -> Any:
+    return AuditEntry.objects.filter(chain_id=CHAIN, **where)
+
+
+def _rows(**where: Any) -> Any:
+    return AuditCheckpoint.objects.filter(scope="sandbox", **where)
+
+
+def _cut_tail(length: int = 4) -> None:
+    """Entries and head go back together, as in the chain by itself nobody could see."""
+    last = _entries(sequence=length).get()
+    _entries(sequence__gt=length).delete()
+    AuditChain.objects.filter(name=CHAIN).update(sequence=length, head_hash=last.hash)
+
+
+def _write_anew() -> None:
+    """Entry 3 tells another story, and everything after it is hashed anew, the head too."""
+    previous = bytes(_entries(sequence=2).get().hash)
+    for entry in _entries(sequence__gte=3).order_by("sequence"):
+        body = entry_bytes(
+            chain=CHAIN,
+            sequence=entry.sequence,
+            at=entry.at,
+            event=entry.event,
+            actor=entry.actor,
+            channel="console",
+            details={"forged": True},
+        )
+        digest = entry_hash(previous, body)
+        _entries(sequence=entry.sequence).update(body=body, previous=previous, hash=digest)
+        previous = digest
+    AuditChain.objects.filter(name=CHAIN).update(head_hash=previous)
+
+
+def _forge() -> None:
+    """A well-made next checkpoint, signed with a key of one's own."""
+    newest = checkpoints.find_newest("sandbox")
+    assert newest is not None
+    body = checkpoint_bytes(Checkpoint("sandbox", 4, now(), newest.digest, checkpoints.read_heads("sandbox")))
+    AuditCheckpoint.objects.create(
+        scope="sandbox",
+        number=4,
+        at=parse_checkpoint(body).at,
+        body=body,
+        signature=Ed25519PrivateKey.generate().sign(body),
+        signer=LOCAL,
+        key_version=1,
+    )
+
+
+TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
+    "tail and head set back": (_cut_tail, 3, "entry 5 of chain account:acme/sandbox, which it signs, is not there"),
+    "written anew": (_write_anew, 2, "entry 3 of chain account:acme/sandbox is another one than it signs"),
+    "first checkpoint deleted": (lambda: _rows(number=1).delete(), 2, "checkpoint 1 is missing; 2 follows"),
+    "middle checkpoint deleted": (lambda: _rows(number=2).delete(), 3, "checkpoint 2 is missing; 3 follows"),
+    "body made garbage": (lambda: _rows(number=2).update(body=b"\xff"), 2, "its bytes are no checkpoint"),
+    "signature altered": (lambda: _rows(number=2).update(signature=bytes(64)), 2, "its signature is not the signer's"),
+    "time column edited": (lambda: _rows(number=2).update(at=now()), 2, "its columns differ from its bytes"),
+    "signer column edited": (
+        lambda: _rows(number=2).update(signer="x"),
+        2,
+        "there is no public key of x (version 1) to check its signature with",
+    ),
+    "forged": (_forge, 4, "its signature is not the signer's"),
+    "chain deleted": (
+        lambda: (_entries().delete(), AuditChain.objects.filter(name=CHAIN).delete()),
+        1,
+        "entry 1 of chain account:acme/sandbox, which it signs, is not there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_verify_checkpoints_tampered_log_names_the_first_checkpoint_that_does_not_hold(
+    written: Iterator[datetime], name: str
+) -> None:
+    """What the owner of the database may do to it, without the signing key, is found; and off-host as well."""
+    tamper, number, why = TAMPERINGS[name]
+    with tampering():
+        tamper()
+    assert found() == Break("checkpoints:sandbox", number, why)
+    assert checked()["service"].broken is None
+    # The column of the time is a copy to search by and leaves the host in the signed bytes only.
+    assert (off_host().first_broken is None) == (name == "time column edited")
+
+
+def test_verify_checkpoints_chain_set_back_is_whole_by_itself(written: Iterator[datetime]) -> None:
+    """Why there are checkpoints at all: the chains alone show neither of these."""
+    for tamper in (_write_anew, _cut_tail):
+        with tampering():
+            tamper()
+        assert verify_audit().first_broken is None
+
+
+def test_verify_checkpoints_database_set_back_is_found_with_kept_ones_only(written: Iterator[datetime]) -> None:
+    """Entries and checkpoints gone together leave a whole log: the auditor's own checkpoint says what was there."""
+    kept = gather_kept([record_line(record).encode() for record in export_newest(SCOPES)], read_public_keys()[0])
+    with tampering():
+        _rows(number__gt=2).delete()
+        _cut_tail()
+    assert found() is None
+    broken = checked(kept)["sandbox"].broken
+    assert broken == Break(
+        "checkpoints:sandbox", 3, "the auditor kept it, and the checkpoints here end at 2: the log was set back"
+    )
+    write()
+    sign_due(next(written))
+    broken = checked(kept)["sandbox"].broken
+    assert broken == Break(
+        "checkpoints:sandbox", 3, "it is another one than the auditor kept: the log was written anew"
+    )
+
+
+def test_verify_checkpoints_without_the_signer_checks_everything_else(written: Iterator[datetime]) -> None:
+    """Nothing is called signed that nobody could check; with the keys from a file, it is."""
+    known, _ = read_public_keys()
+    away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
+    with mock.patch.object(LocalSigner, "read_public_keys", side_effect=away):
+        keys, unchecked = gather_public_keys({})
+        assert unchecked == dict.fromkeys(SCOPES, "sealed")
+        reports = verify_checkpoints(keys, {}, unchecked, now())
+        assert [(report.broken, report.unchecked) for report in reports] == [(None, "sealed")] * 3
+        assert gather_public_keys(known) == (known, {})
+
+
+def test_verify_checkpoints_finds_entries_that_nobody_has_signed_for_too_long(written: Iterator[datetime]) -> None:
+    """Whoever takes every checkpoint away is found, and so is a signer that has been refused for hours."""
+    keys, unchecked = gather_public_keys({})
+    soon, late = now() + UNSIGNED_FOR - STEP, now() + UNSIGNED_FOR + STEP
+    assert {report.overdue for report in verify_checkpoints(keys, {}, unchecked, soon)} == {None}
+    overdue = {report.scope: report.overdue for report in verify_checkpoints(keys, {}, unchecked, late)}
+    assert "has been unsigned since" in str(overdue["sandbox"])
+    assert overdue["service"] is None
+    with tampering():
+        AuditCheckpoint.objects.all().delete()
+    reports = verify_checkpoints(keys, {}, unchecked, late)
+    assert {report.broken for report in reports} == {None}
+    assert all("checkpoints were taken away" in str(report.overdue) for report in reports if report.unsigned)
+
+
+def test_sign_due_tells_the_log_of_each_checkpoint(
+    written: Iterator[datetime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where logs are shipped, what was signed is known to others than the database's owner."""
+    with caplog.at_level(logging.INFO, logger="keyvault.services.audit.checkpoints"):
+        sign_due(next(written))
+    newest = checkpoints.find_newest("sandbox")
+    assert newest is not None
+    told = {getattr(record, "scope", ""): vars(record) for record in caplog.records}["sandbox"]
+    assert (told["number"], told["digest"]) == (newest.number, newest.digest.hex())
+
+
+def test_verify_checkpoints_while_others_write_and_sign_raises_no_false_alarm(written: Iterator[datetime]) -> None:
+    """Between any two queries of the check, an entry and a checkpoint come in."""
+    real = checkpoints.find_entry_hash
+
+    def meanwhile(chain: str, sequence: int) -> bytes | None:
+        write()
+        with mock.patch.object(checkpoints, "find_entry_hash", real):
+            sign_due(next(written))
+        return real(chain, sequence)
+
+    with mock.patch.object(checkpoints, "find_entry_hash", meanwhile):
+        assert {report.broken for report in checked().values()} == {None}
+
+
+def test_standings_show_the_newest_and_whether_it_holds(written: Iterator[datetime]) -> None:
+    standings = {standing.scope: standing for standing in list_standings()}
+    sandbox = standings["sandbox"]
+    assert sandbox.newest is not None
+    assert (sandbox.newest.number, sandbox.unsigned, sandbox.fault) == (3, 1, None)
+    with tampering():
+        _write_anew()
+    sandbox = next(standing for standing in list_standings() if standing.scope == "sandbox")
+    assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} is another one than it signs"
+
+
+def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> None:
+    with tampering():
+        _forge()
+    assert (
+        next(each.fault for each in list_standings() if each.scope == "sandbox") == "its signature is not the signer's"
+    )
+
+
+# --- exporting -------------------------------------------------------------------------------------------------
+
+
+def off_host(*, since: datetime | None = None, scopes: list[str] | None = None) -> ExportCheck:
+    """The export, through its lines, in the checker that an auditor runs."""
+    check = ExportCheck(read_public_keys()[0], {})
+    for record in export_log(scopes or SCOPES, since, now()):
+        check.take(parse_record(record_line(record).encode()))
+    check.finish()
+    return check
+
+
+def test_export_of_a_whole_log_holds_off_host(written: Iterator[datetime]) -> None:
+    check = off_host()
+    assert check.first_broken is None
+    assert sum(scope.entries for scope in check.scopes.values()) == AuditEntry.objects.count()
+    assert check.scopes["sandbox"].unsigned == 1
+    assert check.scopes["sandbox"].walk.newest_signed == replace(_newest(), at=None)
+
+
+def _newest() -> Any:
+    newest = checkpoints.find_newest("sandbox")
+    assert newest is not None
+    return newest
+
+
+def test_export_since_begins_with_the_newest_older_checkpoint(written: Iterator[datetime]) -> None:
+    """A part of the log is checked from a signed place on, and says which."""
+    second = _rows(number=2).get()
+    check = off_host(since=second.at + timedelta(seconds=1), scopes=["sandbox"])
+    assert check.first_broken is None
+    sandbox = check.scopes["sandbox"]
+    assert sandbox.walk.first is not None
+    assert (sandbox.walk.first.number, sandbox.entries) == (2, 3)
+    assert off_host(since=second.at - timedelta(days=1), scopes=["sandbox"]).scopes["sandbox"].entries == 6
+
+
+def test_export_while_others_write_and_sign_holds_off_host(written: Iterator[datetime]) -> None:
+    """What comes in between two lines is in the export or not: it never looks like a broken log."""
+    check = ExportCheck(read_public_keys()[0], {})
+    before = AuditEntry.objects.count()
+    for record in export_log(SCOPES, None, now()):
+        check.take(record)
+        if AuditEntry.objects.count() < before + 20:
+            write()
+            sign_due(next(written))
+    check.finish()
+    assert check.first_broken is None
+    assert before < sum(scope.entries for scope in check.scopes.values()) <= before + 20
+
+
+# --- on the real server ----------------------------------------------------------------------------------------
+
+
+def test_vault_signs_and_after_a_key_rotation_old_and_new_checkpoints_hold(vault_service: InstalledVault) -> None:
+    """Transit keeps every version's public key: a new signing key invalidates nothing that the old one signed."""
+    make_merchant("acme")
+    write()
+    at = now()
+    assert sign_due(at) == 2
+    mount = vault_service.layout.mount(Engine.ANCHOR, "sandbox")
+    vault_service.admin.adapter.post(f"/v1/{mount}/keys/audit/rotate")
+    write()
+    assert sign_due(at + STEP) == 1
+    assert list(_rows().order_by("number").values_list("signer", "key_version")) == [
+        (f"vault:{mount}/audit", 1),
+        (f"vault:{mount}/audit", 2),
+    ]
+    assert {scope: report.broken for scope, report in checked().items()} == dict.fromkeys(SCOPES)
+    assert off_host().first_broken is None
+    with tampering():
+        _write_to_end()
+    assert off_host().first_broken is not None
+
+
+def _write_to_end() -> None:
+    AuditEntry.objects.filter(chain_id=CHAIN, sequence=1).update(hash=FIRST)
+
+
+def test_sealed_vault_delays_the_checkpoint_and_the_log_goes_on(
+    db: None, vault_on_disk: VaultOnDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries are written while nobody can sign; once unsealed, the next run signs them all."""
+    with installed(vault_on_disk, tmp_path) as made, serving_from(made):
+        make_merchant("acme")
+        write()
+        assert sign_due(now()) == 2
+        vault_on_disk.seal()
+        write()
+        with caplog.at_level(logging.WARNING, logger="keyvault.services.audit.checkpoints"):
+            assert sign_due(now() + STEP) == 0
+        warned = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+        assert warned == {"a checkpoint of the audit log is put off"}
+        assert set(gather_public_keys({})[1]) == set(SCOPES)
+        assert verify_audit().first_broken is None
+        vault_on_disk.unseal()
+        # As a new process: the breaker of this one would have to cool down first.
+        secret_backend.cache_clear()
+        vault_backend.cache_clear()
+        assert sign_due(now() + STEP) == 1
+        assert (found(), checked()["sandbox"].unsigned) == (None, 0)

@@ -1,0 +1,249 @@
+"""Receipts: who has confirmed a change, who is waited for, and who is not any more."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from django.db import DatabaseError
+from django.db.models.functions import Now
+
+from keyvault.access.limits import Limit
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, Change, Confirmation, Verifier
+from keyvault.services.change_feed import receipts
+from keyvault.services.change_feed.receipts import (
+    LARGEST_SEQUENCE,
+    LONGEST_WAIT_SECONDS,
+    MOST_WAITERS,
+    Receipt,
+    Standing,
+    find_account_of,
+    find_receipt,
+    list_unconfirmed,
+    wait_for_receipt,
+)
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.limits.overrides import set_endpoint_limit
+from tests.factories import SANDBOX, grant, issue, make_token
+from tests.services.conftest import Scene
+from tests.verifiers import STALENESS, confirm, database_now, fall_silent, make_verifier
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def sequence(scene: Scene) -> int:
+    """Of the end of a key."""
+    key, _ = issue(scene.sandbox)
+    record = revoke_key(grant(scene.responder, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
+    assert record.sequence is not None
+    return record.sequence
+
+
+def receipt_of(sequence: int) -> Receipt:
+    receipt = find_receipt(sequence)
+    assert receipt is not None
+    return receipt
+
+
+def standings(sequence: int) -> dict[str, str]:
+    return {verifier.verifier_id: verifier.standing.value for verifier in receipt_of(sequence).verifiers}
+
+
+# --- who stands how ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [-1, 0, 2**40, LARGEST_SEQUENCE, LARGEST_SEQUENCE + 1, 10**19])
+def test_receipt_of_a_change_that_is_none_is_none(sequence: int, number: int) -> None:
+    assert find_receipt(number) is None
+
+
+def test_receipt_without_verifiers_is_complete(sequence: int) -> None:
+    """Whoever judges reads the database then."""
+    assert (receipt_of(sequence).is_complete, receipt_of(sequence).verifiers) == (True, ())
+
+
+def test_receipt_is_complete_when_every_live_verifier_has_confirmed(sequence: int) -> None:
+    """And not before: not with one of two, nor with what came just before."""
+    first, second = make_verifier("verifier-1"), make_verifier("verifier-2", door="verifier")
+    confirm(first, sequence)
+    confirm(second, sequence - 1)
+    assert not receipt_of(sequence).is_complete
+    assert standings(sequence) == {"verifier-1": "confirmed", "verifier-2": "waiting"}
+    assert list_unconfirmed(sequence) == ["verifier-2"]
+    confirm(second, sequence + 7)
+    assert receipt_of(sequence).is_complete
+    assert list_unconfirmed(sequence) == []
+
+
+def test_receipt_tells_when_a_verifier_first_got_there(sequence: int) -> None:
+    verifier = make_verifier()
+    before = database_now()
+    for step in (sequence - 1, sequence, sequence + 1):
+        confirm(verifier, step)
+    at = Confirmation.objects.get(sequence=sequence).at
+    assert before <= at <= database_now()
+    assert [row.confirmed_at for row in receipt_of(sequence).verifiers] == [at]
+
+
+def test_receipt_of_a_sequence_that_was_stepped_over_has_the_time_of_the_next_step(sequence: int) -> None:
+    verifier = make_verifier()
+    confirm(verifier, sequence + 3)
+    confirm(verifier, sequence + 9)
+    assert receipt_of(sequence).verifiers[0].confirmed_at == Confirmation.objects.get(sequence=sequence + 3).at
+
+
+def test_receipt_whose_confirmations_are_no_longer_kept_is_still_complete(sequence: int) -> None:
+    verifier = make_verifier()
+    confirm(verifier, sequence)
+    Confirmation.objects.all().delete()
+    assert (receipt_of(sequence).is_complete, receipt_of(sequence).verifiers[0].confirmed_at) == (True, None)
+
+
+def test_receipt_does_not_wait_for_a_verifier_past_its_staleness_bound(sequence: int) -> None:
+    """It answers from memory no longer; it is told as expired, so that somebody looks why."""
+    verifier = make_verifier()
+    fall_silent(verifier)
+    assert receipt_of(sequence).is_complete
+    assert standings(sequence) == {"verifier-1": "expired"}
+    confirm(verifier, sequence)
+    assert standings(sequence) == {"verifier-1": "confirmed"}
+
+
+def test_receipt_waits_for_a_silent_verifier_up_to_its_bound_to_the_microsecond(sequence: int) -> None:
+    """As long as it may still answer from memory, it is waited for."""
+    verifier = make_verifier()
+    bound = verifier.seen_at + STALENESS
+    for now, standing in ((bound, Standing.WAITING), (bound + timedelta(microseconds=1), Standing.EXPIRED)):
+        assert receipts._standing(verifier, sequence, now) is standing
+
+
+def test_receipt_compares_by_the_database_clock_alone(sequence: int) -> None:
+    """Around the bound by the database's own now; the clock of whoever asks has no say."""
+    verifier = make_verifier(staleness_ms=1000)
+    fall_silent(verifier, timedelta(seconds=1, milliseconds=5))
+    assert standings(sequence) == {"verifier-1": "expired"}
+    Verifier.objects.update(seen_at=Now())
+    Verifier.objects.update(staleness_ms=60_000)
+    assert standings(sequence) == {"verifier-1": "waiting"}
+
+
+def test_receipt_does_not_list_a_verifier_that_was_gone_long_before(sequence: int) -> None:
+    fall_silent(make_verifier("verifier-1"), timedelta(hours=2))
+    make_verifier("verifier-2", stopped_at=Now())
+    assert (receipt_of(sequence).is_complete, standings(sequence)) == (True, {})
+
+
+def test_receipt_keeps_a_verifier_that_confirmed_and_went(sequence: int) -> None:
+    verifier = make_verifier()
+    confirm(verifier, sequence)
+    Verifier.objects.update(stopped_at=Now())
+    fall_silent(verifier)
+    assert standings(sequence) == {"verifier-1": "confirmed"}
+
+
+def test_receipt_waits_for_a_verifier_that_has_just_registered(sequence: int) -> None:
+    """It may hold what it read before the change, until it says otherwise."""
+    make_verifier(started_at=database_now() + timedelta(seconds=1))
+    assert standings(sequence) == {"verifier-1": "waiting"}
+
+
+# --- waiting ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes by sleeping only. `then`: what happens during the first sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.slept = 1000.0, 0.0
+        self.then: Callable[[], None] = lambda: None
+        monkeypatch.setattr(receipts, "monotonic", lambda: self.now)
+        monkeypatch.setattr(receipts, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += seconds
+        self.then()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_wait_ends_with_the_last_confirmation(sequence: int, clock: Clock) -> None:
+    verifier = make_verifier()
+    clock.then = lambda: confirm(verifier, sequence)
+    receipt, allowed = wait_for_receipt(sequence, 5)
+    assert (receipt.is_complete, allowed) == (True, 5)
+    assert clock.slept < 0.1
+
+
+@pytest.mark.parametrize(("asked", "waited"), [(0, 0), (1, 1), (10, 10), (11, 10), (999_999_999, 10)])
+def test_wait_in_vain_lasts_as_asked_and_at_most_the_longest(
+    sequence: int, clock: Clock, asked: int, waited: int
+) -> None:
+    make_verifier()
+    receipt, allowed = wait_for_receipt(sequence, asked)
+    assert not receipt.is_complete
+    assert allowed == waited <= LONGEST_WAIT_SECONDS
+    assert clock.slept == pytest.approx(waited)
+
+
+def test_wait_for_what_is_complete_does_not_sleep(sequence: int, clock: Clock) -> None:
+    confirm(make_verifier(), sequence)
+    assert wait_for_receipt(sequence, 5)[0].is_complete
+    assert clock.slept == 0
+
+
+def test_wait_beside_too_many_others_is_answered_at_once(sequence: int, clock: Clock) -> None:
+    """Waits never take all of a server's threads from its verdicts; and a place is given back."""
+    make_verifier()
+    for _ in range(MOST_WAITERS):
+        assert receipts._waiters.acquire(blocking=False)
+    try:
+        receipt, allowed = wait_for_receipt(sequence, 5)
+    finally:
+        receipts._waiters.release(MOST_WAITERS)
+    assert (receipt.is_complete, allowed, clock.slept) == (False, 0, 0)
+    assert wait_for_receipt(sequence, 5)[1] == 5
+    assert wait_for_receipt(sequence, 5)[1] == 5
+
+
+def test_wait_whose_database_fails_is_not_complete_and_no_fault(
+    sequence: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The revocation was committed before: nothing that happens to the receipt makes it an error."""
+
+    def fail(sequence: int) -> Receipt:
+        raise DatabaseError("gone")
+
+    monkeypatch.setattr(receipts, "_receipt", fail)
+    assert wait_for_receipt(sequence, 5) == (Receipt(sequence, is_complete=False), 5)
+
+
+# --- whose it is ------------------------------------------------------------------------------------------
+
+
+def account_of_last() -> Account | None:
+    change = Change.objects.latest("sequence")
+    return find_account_of((change.subject_kind, change.subject_id))
+
+
+def test_account_of_a_change_is_that_of_its_subject(scene: Scene) -> None:
+    """Of a key, its credential, its account, or the limit of one endpoint there."""
+    key, _ = issue(scene.production)
+    for subject in (key.alters(), key.credential.alters(), scene.production.alters()):
+        assert find_account_of(subject) == scene.production
+    limiting = grant(scene.admin, P.LIMITS_WRITE, scene.sandbox)
+    set_endpoint_limit(limiting, SANDBOX, "orders.create", Limit(5, 1), scene.sandbox)
+    assert account_of_last() == scene.sandbox
+
+
+def test_account_of_what_is_of_all_accounts_is_none(scene: Scene) -> None:
+    make_token()
+    assert account_of_last() is None
+    for subject in (scene.merchant.alters(), ("endpoint", "orders.create"), ("limit", "sandbox orders.create"), None):
+        assert find_account_of(subject) is None
+    assert find_account_of(("account", "nobody/sandbox")) is None

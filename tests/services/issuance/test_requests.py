@@ -1,0 +1,717 @@
+"""Issuance under four eyes: the way of a request from its asking to its one collection, and every refused turn."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
+from django.test import override_settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER, Channel, Operator
+from keyvault.access.roles import Role
+from keyvault.backends.base import (
+    BackendConflictError,
+    BackendMissingError,
+    BackendUnavailableError,
+    Mount,
+    VersionState,
+)
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError, StateConflictError
+from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery, IssuanceState, may_become
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Account, BreakGlass, Credential, IssuanceApproval, IssuanceRequest, Key, WorkLease
+from keyvault.models.keys import Material
+from keyvault.services import maintenance
+from keyvault.services.issuance import collection, requests
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.secrets import stored_copies
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.stored_copies import ForeignWriterError, read_string
+from keyvault.services.work import leases
+from tests.domain.minting import mint
+from tests.factories import (
+    PRODUCTION,
+    SANDBOX,
+    account,
+    approve,
+    grant,
+    issue,
+    issue_request,
+    make_merchant,
+    make_operator,
+    now,
+    request_key,
+)
+from tests.services.conftest import Scene, make_scene
+from tests.services.keys.test_lifecycle import verdict
+from tests.services.racing import race
+from tests.services.rows import changed_tables, dump_tables, events_of, last_body, lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+S = IssuanceState
+
+
+def fresh(request: IssuanceRequest) -> IssuanceRequest:
+    found = requests.get_request(request.pk)
+    assert found is not None
+    return found
+
+
+def versions_of(credential: Credential) -> list[tuple[int, str]]:
+    """What the secret backend holds for a credential: version and state, oldest first."""
+    mount = Mount(credential.account.environment)
+    return [(v.version, v.state.value) for v in secret_backend().versions(mount, credential.backend_path)]
+
+
+def collect(scene: Scene, request: IssuanceRequest) -> Plaintext:
+    return requests.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, request.account), request)
+
+
+# ---------------------------------------------------------------------------------------------------- the way
+
+
+@pytest.mark.parametrize("kind", list(KeyKind))
+def test_issuance_in_production_takes_a_second_person_and_ends_in_one_collection(scene: Scene, kind: KeyKind) -> None:
+    """The whole way: asked, approved by another person, issued, collected once; good from the issuing on."""
+    request = request_key(scene.production, kind=kind)
+    assert (request.state, request.approvals_needed) == (S.PENDING, 1)
+    approve(request)
+    assert request.state == S.APPROVED
+    key = issue_request(request)
+    assert (request.state, key.state, key.material) == (S.ISSUED, "active", Material.HELD)
+    text = collect(scene, request)
+    assert request.state == S.COLLECTED
+    assert text.reveal().split("_")[1] == {KeyKind.PUBLIC: "pub", KeyKind.PRIVATE: "prv"}[kind]
+    assert Key.objects.filter(credential=key.credential).count() == 1
+    if kind is KeyKind.PRIVATE:
+        assert verdict(text, environment=PRODUCTION) is None
+    events = events_of("account:acme/production")
+    assert [event for event in events if event.startswith("issuance.")] == [
+        "issuance.requested",
+        "issuance.approved",
+        "issuance.staged",
+        "issuance.issued",
+        "issuance.collected",
+    ]
+
+
+def test_issuance_in_sandbox_is_approved_by_the_asking(scene: Scene) -> None:
+    """Sandbox wants no second person beyond the operator who asks, and says when it was decided."""
+    request = request_key(scene.sandbox)
+    assert (request.state, request.approvals_needed, request.decided_at) == (S.APPROVED, 0, request.created_at)
+    issue_request(request)
+    assert verdict(collect(scene, request)) is None
+
+
+def test_issuance_makes_the_key_that_was_asked_for(scene: Scene) -> None:
+    request = request_key(
+        scene.sandbox, kind=KeyKind.PUBLIC, label="app 3", delivery=Delivery.SHOW_ONCE, expires_in_days=30
+    )
+    key = issue_request(request)
+    credential = Credential.objects.get(pk=key.credential_id)
+    assert (credential.kind, credential.label, credential.delivery) == ("public", "app 3", "show_once")
+    assert credential.account == scene.sandbox
+    assert key.expires_at == key.created_at + timedelta(days=30)
+
+
+def test_issuance_stores_the_string_under_internal_ids_with_whose_it_is(scene: Scene) -> None:
+    """Whoever may list the backend's paths learns no merchant's name; labels say which key a version is."""
+    key, text = issue(scene.sandbox)
+    path = key.credential.backend_path
+    assert path == f"{scene.sandbox.pk}/{key.credential_id}"
+    stored = secret_backend().read(Mount.SANDBOX, path)
+    assert stored.secret.reveal() == text.reveal()
+    assert stored.labels["key_id"] == key.key_id
+    assert "acme" not in path + repr(dict(stored.labels))
+
+
+def test_issuance_keys_of_the_two_environments_are_kept_apart(scene: Scene) -> None:
+    """Each environment has its own mount: what is in one is not to be had through the other."""
+    key, _ = issue(scene.production)
+    with pytest.raises(BackendMissingError):
+        secret_backend().read(Mount.SANDBOX, key.credential.backend_path)
+
+
+# --------------------------------------------------------------------------------------------- every refused turn
+
+
+def _reject(scene: Scene, request: IssuanceRequest) -> object:
+    return requests.reject_issuance(grant(scene.approver, P.ISSUANCE_REJECT, request.account), request, "no")
+
+
+def _withdraw(scene: Scene, request: IssuanceRequest) -> object:
+    return requests.withdraw_issuance(grant(scene.tam, P.ISSUANCE_WITHDRAW, request.account), request)
+
+
+def _expire(scene: Scene, request: IssuanceRequest) -> object:
+    allowed = grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=request.expires_at)
+    return requests.expire_issuance(allowed, request)
+
+
+def _burn(scene: Scene, request: IssuanceRequest) -> None:
+    at = (request.issued_at or now()) + COLLECT_WITHIN
+    collection.burn_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
+
+
+TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {
+    "approve": (S.APPROVED, lambda scene, request: approve(request, by=scene.approver)),
+    "reject": (S.REJECTED, _reject),
+    "withdraw": (S.WITHDRAWN, _withdraw),
+    "expire": (S.EXPIRED, _expire),
+    "issue": (S.ISSUED, lambda _, request: issue_request(request)),
+    "collect": (S.COLLECTED, collect),
+    "burn": (S.BURNED, _burn),
+}
+
+
+def in_state(scene: Scene, state: IssuanceState) -> IssuanceRequest:
+    request = request_key(scene.production, delivery=Delivery.SHOW_ONCE)
+    before = {
+        S.PENDING: [],
+        S.APPROVED: ["approve"],
+        S.REJECTED: ["reject"],
+        S.WITHDRAWN: ["withdraw"],
+        S.EXPIRED: ["expire"],
+        S.ISSUED: ["approve", "issue"],
+        S.COLLECTED: ["approve", "issue", "collect"],
+        S.BURNED: ["approve", "issue", "burn"],
+    }
+    for turn in before[state]:
+        TURNS[turn][1](scene, request)
+    assert request.state == state
+    return request
+
+
+@pytest.mark.parametrize("state", list(IssuanceState))
+def test_issuance_every_turn_from_a_state_goes_by_the_table(
+    scene: Scene, state: IssuanceState, subtests: pytest.Subtests
+) -> None:
+    """No request goes a way that the table of states does not have; what is refused changes nothing at all."""
+    for name, (to, turn) in TURNS.items():
+        request = in_state(scene, state)
+        with subtests.test(name):
+            # Back to approved only where its key is made anew, which is nothing that anybody asks for.
+            if may_become(state, to) and (state, to) != (S.ISSUED, S.APPROVED):
+                turn(scene, request)
+                assert fresh(request).state == to
+            else:
+                _expect_no_change(partial(turn, scene, request))
+
+
+def _expect_no_change(turn: Callable[[], object]) -> None:
+    before = dump_tables()
+    with pytest.raises(StateConflictError):
+        turn()
+    assert changed_tables(before, dump_tables()) <= {"keyvault_worklease"}
+
+
+def test_issuance_expired_request_is_not_approved_before_it_is_swept(scene: Scene) -> None:
+    """The clock decides, not the sweep: a request past its time takes no approval."""
+    request = request_key(scene.production)
+    with pytest.raises(StateConflictError, match="has expired"):
+        approve(request, at=request.expires_at)
+    assert fresh(request).state == S.PENDING
+
+
+def test_issuance_request_is_not_expired_before_its_time(scene: Scene) -> None:
+    request = request_key(scene.production)
+    at = request.created_at + REQUEST_LIFETIME - timedelta(microseconds=1)
+    with pytest.raises(StateConflictError, match="has not expired"):
+        requests.expire_issuance(grant(WORKER, P.ISSUANCE_EXECUTE, scene.production, at=at), request)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pointer"),
+    [
+        ({"label": ""}, "/label"),
+        ({"label": "x" * 101}, "/label"),
+        ({"label": "a\nb"}, "/label"),
+        ({"label": "a\x00b"}, "/label"),
+        ({"label": f"checkout {mint()}"}, "/label"),
+        ({"expires_in_days": 0}, "/expires_in_days"),
+        ({"expires_in_days": 3651}, "/expires_in_days"),
+        ({"delivery": Delivery.SEALED}, "/delivery"),
+    ],
+)
+def test_issuance_asked_for_with_what_does_not_fit_is_refused(
+    scene: Scene, asked: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(RequestInvalidError) as caught:
+        request_key(scene.sandbox, **asked)
+    assert [fault.pointer for fault in caught.value.faults] == [pointer]
+
+
+# ------------------------------------------------------------------------------------------------------ four eyes
+
+
+def test_issuance_requester_gets_no_grant_to_approve(scene: Scene) -> None:
+    """Whoever asked cannot approve, whatever their roles."""
+    request = request_key(scene.production, by=scene.admin)
+    with pytest.raises(StateConflictError, match="second person"):
+        grant(scene.admin, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
+
+
+def test_issuance_second_log_in_of_the_requester_gets_no_grant_to_approve(scene: Scene) -> None:
+    """Persons are compared: another account of the same human being is the same person."""
+    too = make_operator("admin-too", Role.KEY_ADMINISTRATOR, person=scene.admin.person)
+    request = request_key(scene.production, by=scene.admin)
+    with pytest.raises(StateConflictError, match="second person"):
+        grant(too, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
+
+
+@pytest.mark.parametrize("asked_about", ["nobody", "somebody else"])
+def test_issuance_requester_with_a_grant_about_another_request_is_refused(scene: Scene, asked_about: str) -> None:
+    """A grant that was asked for about another requester, or none, lets nobody approve their own request."""
+    request = request_key(scene.production, by=scene.admin)
+    person = None if asked_about == "nobody" else scene.tam.person
+    misplaced = grant(scene.admin, P.ISSUANCE_APPROVE, scene.production, person)
+    _expect_no_change(lambda: requests.approve_issuance(misplaced, request, request.plan_digest))
+
+
+def test_issuance_requester_approving_past_the_service_is_refused_by_the_database(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that forgot to compare would be stopped by the trigger, with nothing written."""
+    request = request_key(scene.production, by=scene.admin)
+    misplaced = grant(scene.admin, P.ISSUANCE_APPROVE, scene.production)
+    monkeypatch.setattr(request, "requester_person", "per_somebody")
+    with pytest.raises(IntegrityError, match="whoever asked cannot approve"), transaction.atomic():
+        requests.approve_issuance(misplaced, request, request.plan_digest)
+    assert not IssuanceApproval.objects.exists()
+
+
+@override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 2})
+def test_issuance_that_needs_two_counts_each_person_once(scene: Scene) -> None:
+    """Two approvals are two persons: the same one again, by whichever log-in, is refused."""
+    too = make_operator("approver-too", Role.APPROVER, person=scene.approver.person)
+    request = request_key(scene.production)
+    approve(request, by=scene.approver)
+    assert request.state == S.PENDING
+    for again in (scene.approver, too):
+        with pytest.raises(StateConflictError, match="takes another person"):
+            approve(fresh(request), by=again)
+    assert fresh(request).state == S.PENDING
+    assert approve(fresh(request), by=scene.admin).state == S.APPROVED
+
+
+@override_settings(APPROVALS_NEEDED={"sandbox": 0, "production": 0})
+def test_issuance_policy_of_production_is_never_below_one(scene: Scene) -> None:
+    """No setting of the host turns the second person off in production."""
+    assert request_key(scene.production).state == S.PENDING
+
+
+@override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1})
+def test_issuance_policy_of_sandbox_may_be_stricter(scene: Scene) -> None:
+    assert request_key(scene.sandbox).state == S.PENDING
+
+
+def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
+    """An approval is bound to exactly what the approver was shown."""
+    request, other = request_key(scene.production), request_key(scene.production, label="other")
+    allowed = grant(scene.approver, P.ISSUANCE_APPROVE, scene.production, request.requester_person)
+    for digest in (other.plan_digest, "", "0" * 64):
+        with pytest.raises(StateConflictError, match="not what you were shown"):
+            requests.approve_issuance(allowed, request, digest)
+    assert fresh(request).state == S.PENDING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "public"},
+        {"label": "more"},
+        {"delivery": "secret_backend"},
+        {"delivery": "sealed", "recipient_public_key": "A" * 43},
+        {"expires_in_days": 3650},
+    ],
+    ids=lambda changes: " and ".join(changes),
+)
+@pytest.mark.parametrize("state", [S.PENDING, S.APPROVED])
+def test_issuance_altered_past_the_triggers_is_neither_approved_nor_issued(
+    scene: Scene, state: IssuanceState, changes: dict[str, object]
+) -> None:
+    """Somebody who lifts the triggers and alters what was asked gets nothing: the digest no longer fits."""
+    request = in_state(scene, state)
+    lift_triggers()
+    _past_the_guard(request, **changes)
+    with pytest.raises(StateConflictError):
+        approve(fresh(request)) if state is S.PENDING else issue_request(fresh(request))
+    assert fresh(request).state == state
+    assert not Key.objects.exists()
+
+
+def _past_the_guard(request: IssuanceRequest, **changes: object) -> None:
+    QuerySet(IssuanceRequest).filter(pk=request.pk).update(**changes)
+
+
+def test_issuance_approver_sees_the_request_but_never_collects(scene: Scene) -> None:
+    """The approver never sees the secret: collecting is for whoever asked, and takes their permission."""
+    request = in_state(scene, S.ISSUED)
+    with pytest.raises(PermissionMissingError):
+        grant(scene.approver, P.ISSUANCE_COLLECT, scene.production)
+    with pytest.raises(StateConflictError, match="Only whoever asked"):
+        requests.collect_key(grant(scene.admin, P.ISSUANCE_COLLECT, scene.production), request)
+    assert fresh(request).state == S.ISSUED
+
+
+def test_issuance_withdrawn_by_another_is_refused(scene: Scene) -> None:
+    """Others may reject; only whoever asked withdraws."""
+    request = request_key(scene.production)
+    with pytest.raises(StateConflictError, match="Only whoever asked"):
+        requests.withdraw_issuance(grant(scene.admin, P.ISSUANCE_WITHDRAW, scene.production), request)
+
+
+@pytest.mark.parametrize(
+    ("role", "may"),
+    [
+        (Role.KEY_ADMINISTRATOR, {P.ISSUANCE_REQUEST, P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ISSUANCE_COLLECT}),
+        (Role.TECHNICAL_ACCOUNT_MANAGER, {P.ISSUANCE_REQUEST, P.ISSUANCE_COLLECT}),
+        (Role.APPROVER, {P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT}),
+        (Role.AUDITOR, set()),
+        (Role.INCIDENT_RESPONDER, set()),
+    ],
+)
+def test_issuance_each_role_gets_the_grants_of_its_row(scene: Scene, role: Role, may: set[P]) -> None:
+    """An operator principal carries what its log-in's groups give, and a disabled log-in nothing."""
+    operator = make_operator("somebody", role)
+    asked = {P.ISSUANCE_REQUEST, P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ISSUANCE_COLLECT, P.ISSUANCE_EXECUTE}
+    assert {permission for permission in asked if _may(operator, permission, scene.production)} == may
+
+
+def _may(operator: Operator, permission: P, place: Account) -> bool:
+    try:
+        grant(operator, permission, place, "per_other")
+    except PermissionMissingError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------ collecting
+
+
+def test_issuance_collected_twice_is_refused(scene: Scene) -> None:
+    """The string is shown once."""
+    request = in_state(scene, S.COLLECTED)
+    with pytest.raises(StateConflictError, match="collected already"):
+        collect(scene, fresh(request))
+
+
+def test_issuance_shown_once_has_its_copy_destroyed(scene: Scene) -> None:
+    """What was to be shown, and no more, is not kept: after the sweep the backend has nothing readable."""
+    request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
+    key = issue_request(request)
+    text = collect(scene, request)
+    maintenance.destroy_due()
+    key = Key.objects.get(pk=key.pk)
+    assert key.material == Material.DESTROYED
+    assert versions_of(key.credential) == [(1, VersionState.DESTROYED.value)]
+    assert verdict(text) is None, "destroying our copy takes nothing from its holder"
+
+
+@pytest.mark.parametrize(
+    ("delivery", "kind"), [(Delivery.SECRET_BACKEND, KeyKind.PRIVATE), (Delivery.SHOW_ONCE, KeyKind.PUBLIC)]
+)
+def test_issuance_kept_where_the_merchant_or_the_console_reads_it(
+    scene: Scene, delivery: Delivery, kind: KeyKind
+) -> None:
+    request = request_key(scene.sandbox, delivery=delivery, kind=kind)
+    key = issue_request(request)
+    text = collect(scene, request)
+    maintenance.destroy_due()
+    assert read_string(Key.objects.get(pk=key.pk)).reveal() == text.reveal()
+
+
+def test_issuance_collected_in_production_is_noted_as_break_glass(scene: Scene) -> None:
+    """A production key shown to a person stays in sight until somebody has reviewed it; in sandbox it does not."""
+    request = in_state(scene, S.COLLECTED)
+    act = BreakGlass.objects.get()
+    assert (act.event, act.subject, act.person) == ("issuance.collected", request.pk, scene.tam.person)
+    sandbox = request_key(scene.sandbox)
+    issue_request(sandbox)
+    collect(scene, sandbox)
+    assert BreakGlass.objects.count() == 1
+
+
+@pytest.mark.parametrize("environment", list(Environment))
+def test_issuance_approved_on_a_command_line_is_break_glass_in_production(
+    scene: Scene, environment: Environment
+) -> None:
+    """A command line proves no identity: an approval given there in production counts as break-glass."""
+    shell = make_operator("shell", Role.APPROVER, channel=Channel.COMMAND_LINE, host_user="root")
+    with override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1}):
+        request = request_key(account("acme", environment))
+    approve(request, by=shell)
+    noted = list(BreakGlass.objects.values_list("event", "subject", "host_user"))
+    expected = [("issuance.approved", request.pk, "root")] if environment is PRODUCTION else []
+    assert noted == expected
+    assert last_body("issuance.approved")["details"]["host_user"] == "root"
+
+
+def test_issuance_collected_after_the_key_was_revoked_gives_nothing(scene: Scene) -> None:
+    """A key that was revoked before anybody held it is not handed out any more."""
+    request = in_state(scene, S.ISSUED)
+    assert request.key is not None
+    allowed = grant(scene.responder, P.KEYS_REVOKE, scene.production)
+    revoke_key(allowed, request.key, RevocationReason.SUPERSEDED)
+    with pytest.raises(BackendMissingError):
+        collect(scene, fresh(request))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_issuance_collected_by_eight_at_once_reaches_exactly_one() -> None:
+    """Exactly one reader gets the string, however many ask at the same moment."""
+    scene = make_scene()
+    for _ in range(3):
+        request = request_key(scene.sandbox)
+        issue_request(request)
+        copies = [fresh(request) for _ in range(8)]
+        outcomes = race(*[partial(collect, scene, copy) for copy in copies])
+        got = [outcome for outcome in outcomes if isinstance(outcome, Plaintext)]
+        others = [outcome for outcome in outcomes if not isinstance(outcome, Plaintext)]
+        assert len(got) == 1
+        assert {type(outcome) for outcome in others} == {StateConflictError}
+
+
+# ---------------------------------------------------------------------------------- killed in the middle, in process
+
+
+class KilledError(BaseException):
+    """The end of the process: nothing catches it, and nothing after it runs."""
+
+
+def _lease_of(request: IssuanceRequest, at: datetime) -> leases.Lease:
+    lease = leases.claim(f"issuance:{request.pk}", at)
+    assert lease is not None
+    return lease
+
+
+def _run_killed(request: IssuanceRequest, kill_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's turn that ends in the middle; its lease is not given back."""
+    real = getattr(requests, kill_at.split(" ")[1])
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if kill_at.startswith("after"):
+            real(*args, **kwargs)
+        raise KilledError
+
+    lease = _lease_of(request, now())
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, kill_at.split(" ")[1], killed)
+        with pytest.raises(KilledError):
+            requests.issue_approved(request, lease, now())
+
+
+KILLS = {
+    "before _stage": 0,
+    "after _stage": 1,
+    "after store_string": 0,
+    "before note_stored": 0,
+    "before activate_key": 0,
+    "after activate_key": 0,
+}
+"""A point to be killed at, and how many staged keys that costs."""
+
+
+@pytest.mark.parametrize("kill_at", KILLS)
+def test_issuance_killed_in_the_middle_completes_with_one_good_key(
+    scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a worker died in, the next one ends with exactly one good key; staged ones are burned."""
+    request = request_key(scene.sandbox)
+    _run_killed(request, kill_at, monkeypatch)
+    key = issue_request(fresh(request), at=now() + leases.LEASE)
+    assert key.credential.requests.get().state == S.ISSUED
+    states = sorted(Key.objects.filter(credential=key.credential).values_list("state", flat=True))
+    assert states == ["active"] + ["destroyed"] * KILLS[kill_at]
+    assert Credential.objects.count() == 1
+    assert versions_of(key.credential) == [(1, "live")]
+    assert secret_backend().read(Mount.SANDBOX, key.credential.backend_path).labels["key_id"] == key.key_id
+    assert verdict(read_string(key)) is None
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("after _stage", "after _stage"),
+        ("after _stage", "after store_string"),
+        ("after store_string", "before note_stored"),
+    ],
+    ids=" then ".join,
+)
+def test_issuance_killed_twice_completes_with_one_good_key(
+    scene: Scene, kills: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do two deaths in a row leave two strings that work, or none."""
+    request = request_key(scene.sandbox)
+    for kill_at in kills:
+        _run_killed(fresh(request), kill_at, monkeypatch)
+        release_all()
+    key = issue_request(fresh(request))
+    assert [row.key_id for row in Key.objects.filter(state="active")] == [key.key_id]
+    assert not Key.objects.filter(state="pre_activation").exists()
+    assert secret_backend().read(Mount.SANDBOX, key.credential.backend_path).labels["key_id"] == key.key_id
+    assert versions_of(key.credential) == [(1, "live")]
+
+
+def release_all() -> None:
+    """As if every lease had run out."""
+    WorkLease.objects.update(until=None)
+
+
+@pytest.mark.parametrize("step", ["_stage", "store_string"])
+def test_issuance_worker_that_lost_its_lease_records_nothing(
+    scene: Scene, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose lease went to another while it slept cannot commit, even if that other has done nothing yet."""
+    request = request_key(scene.sandbox)
+    lease = _lease_of(request, now())
+    real = getattr(requests, step)
+
+    def asleep(*args: Any, **options: Any) -> Any:
+        _lease_of(request, now() + leases.LEASE)
+        return real(*args, **options)
+
+    monkeypatch.setattr(requests, step, asleep)
+    with pytest.raises(StateConflictError, match="Another worker took this over"):
+        requests.issue_approved(fresh(request), lease, now())
+    assert fresh(request).state == S.APPROVED
+    assert Key.objects.filter(state="pre_activation").count() == Key.objects.count() == (step == "store_string")
+
+
+def test_issuance_overtaken_worker_never_stores_over_the_good_key(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the merchant reads in the backend stays the good key: a burned one is not written over it."""
+    request = request_key(scene.sandbox)
+    slow = _lease_of(request, now())
+    real = stored_copies.store_string
+    done: list[Key] = []
+
+    def overtaken(key: Key, text: Plaintext, **options: Any) -> int:
+        monkeypatch.setattr(requests, "store_string", real)
+        done.append(issue_request(fresh(request), at=now() + leases.LEASE))
+        return real(key, text, **options)
+
+    monkeypatch.setattr(requests, "store_string", overtaken)
+    with pytest.raises(BackendConflictError):
+        requests.issue_approved(fresh(request), slow, now())
+    stored = secret_backend().read(Mount.SANDBOX, done[0].credential.backend_path)
+    assert stored.labels["key_id"] == done[0].key_id
+    assert verdict(stored.secret) is None
+
+
+def test_issuance_lost_reply_of_the_backend_is_resolved_by_reading_back(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ambiguous answer is decided by key id: what was written is adopted, not written twice."""
+    backend = secret_backend()
+    real = backend.put
+
+    def lost(*args: Any, **kwargs: Any) -> int:
+        real(*args, **kwargs)
+        raise BackendUnavailableError("no answer")
+
+    monkeypatch.setattr(backend, "put", lost)
+    key, text = issue(scene.sandbox)
+    assert versions_of(key.credential) == [(1, "live")]
+    assert verdict(text) is None
+
+
+def test_issuance_with_the_backend_down_waits_and_completes_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage costs nothing but time: the request stays approved, and the staged key that nobody held is burned."""
+    request = request_key(scene.sandbox)
+    backend = secret_backend()
+
+    def down(*args: Any, **kwargs: Any) -> int:
+        raise BackendUnavailableError("sealed", internal="sealed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "put", down)
+        assert maintenance.issue_one(request) is False
+    assert fresh(request).state == S.APPROVED
+    assert maintenance.issue_one(request) is False, "not before its pause is over"
+    key = issue_request(fresh(request), at=now() + timedelta(seconds=10))
+    assert sorted(Key.objects.filter(credential=key.credential).values_list("state", flat=True)) == [
+        "active",
+        "destroyed",
+    ]
+
+
+def test_issuance_meeting_a_foreign_writer_stops_and_overwrites_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something that Keyvault did not write stands at the credential's place: it is left as it is."""
+    request = request_key(scene.sandbox)
+    _run_killed(request, "after _stage", monkeypatch)
+    credential = fresh(request).credential
+    assert credential is not None
+    foreign = Plaintext("theirs")
+    secret_backend().put(Mount.SANDBOX, credential.backend_path, foreign, {}, expected_version=0)
+    with pytest.raises(ForeignWriterError):
+        issue_request(fresh(request), at=now() + leases.LEASE)
+    assert secret_backend().read(Mount.SANDBOX, credential.backend_path).secret.reveal() == "theirs"
+    assert not Key.objects.filter(state="active").exists()
+
+
+@pytest.mark.parametrize("kill_at", ["after _stage", "after store_string"])
+def test_issuance_withdrawn_while_a_worker_was_at_it_leaves_nothing_behind(
+    scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A withdrawn request leaves no staged key and no readable string that somebody could take for a good one."""
+    request = request_key(scene.sandbox)
+    _run_killed(request, kill_at, monkeypatch)
+    _withdraw(scene, fresh(request))
+    maintenance.destroy_due()
+    assert Key.objects.get().state == "pre_activation", "not while a worker may be in the middle of it"
+    release_all()
+    maintenance.destroy_due()
+    key = Key.objects.get()
+    assert key.state == "destroyed"
+    assert [state for _, state in versions_of(key.credential)] in ([], ["destroyed"])
+
+
+def test_issuance_withdrawn_in_the_middle_of_a_turn_activates_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Withdrawn before it was issued is withdrawn: the worker that was on its way does not make the key good."""
+    request = request_key(scene.sandbox)
+    real = stored_copies.store_string
+
+    def withdrawn(key: Key, text: Plaintext, **options: Any) -> int:
+        _withdraw(scene, fresh(request))
+        return real(key, text, **options)
+
+    monkeypatch.setattr(requests, "store_string", withdrawn)
+    assert maintenance.issue_one(request) is False
+    assert fresh(request).state == S.WITHDRAWN
+    maintenance.destroy_due()
+    key = Key.objects.get()
+    assert key.state == "destroyed"
+    assert versions_of(key.credential) == [(1, "destroyed")]
+
+
+def test_issuance_of_one_merchant_says_nothing_in_the_chain_of_another(scene: Scene) -> None:
+    make_merchant("globex")
+    issue(account("globex", SANDBOX))
+    assert events_of("account:acme/sandbox") == []
+    assert "issuance.issued" in events_of("account:globex/sandbox")
+
+
+def test_issuance_grant_is_checked_before_anything_is_written(scene: Scene) -> None:
+    wrong: Grant = grant(scene.admin, P.ISSUANCE_REQUEST, scene.production)
+    before = dump_tables()
+    with pytest.raises(PermissionMissingError) as caught:
+        requests.request_issuance(wrong, scene.sandbox, kind=KeyKind.PRIVATE, label="x", delivery=Delivery.SHOW_ONCE)
+    assert caught.value.code is ErrorCode.PERMISSION_MISSING
+    assert changed_tables(before, dump_tables()) == set()

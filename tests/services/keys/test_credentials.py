@@ -1,0 +1,106 @@
+"""What a credential may be used from: set by an operator, held to by the next verdict, audited."""
+
+import json
+from typing import Any
+
+import pytest
+
+from keyvault.access.decision import Denial
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.networks import MOST_NETWORKS
+from keyvault.models import AuditEntry, Credential
+from keyvault.models.keys import OriginHeader
+from keyvault.services.catalog.catalog import find_endpoint
+from keyvault.services.keys.credentials import restrict_credential
+from keyvault.services.verification.judging import Presented, judge_presented
+from tests.factories import SANDBOX, grant, issue, now
+from tests.services.conftest import Scene
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def restrict(scene: Scene, credential: Credential, *networks: str, origin: OriginHeader = OriginHeader.REFUSE) -> None:
+    allowed = grant(scene.admin, P.CREDENTIALS_RESTRICT, credential.account)
+    restrict_credential(allowed, credential, networks, origin)
+
+
+def code_of(text: Any, address: str | None = None, origin: str | None = None) -> ErrorCode | None:
+    presented = Presented(
+        key=text.reveal(),
+        environment=SANDBOX,
+        endpoint=find_endpoint("orders.retrieve"),
+        client_address=address,
+        origin=origin,
+    )
+    verdict = judge_presented(presented, now()).verdict
+    return verdict.code if isinstance(verdict, Denial) else None
+
+
+def test_credential_restricted_to_networks_is_refused_elsewhere(scene: Scene) -> None:
+    """From the next request on, and also when nobody says where the request came from."""
+    key, text = issue(scene.sandbox)
+    assert code_of(text, "198.51.100.1") is None
+    restrict(scene, key.credential, "192.0.2.0/24", "2001:db8::/32")
+    assert code_of(text, "192.0.2.77") is code_of(text, "2001:db8::1") is code_of(text, "::ffff:192.0.2.1") is None
+    for elsewhere in ("198.51.100.1", "2001:db9::1", None):
+        assert code_of(text, elsewhere) is ErrorCode.IP_NOT_ALLOWED
+    restrict(scene, key.credential)
+    assert code_of(text) is None
+
+
+def test_credential_set_to_report_an_origin_passes_with_one(scene: Scene) -> None:
+    key, text = issue(scene.sandbox)
+    assert code_of(text, origin="https://shop.example") is ErrorCode.PRIVATE_KEY_IN_BROWSER
+    restrict(scene, key.credential, origin=OriginHeader.REPORT)
+    assert code_of(text, origin="https://shop.example") is None
+
+
+def test_credential_restricted_is_audited_with_old_and_new(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    restrict(scene, key.credential, "192.0.2.0/24")
+    restrict(scene, key.credential, "192.0.2.7", "192.0.2.7/32", origin=OriginHeader.REPORT)
+    entry = AuditEntry.objects.latest("id")
+    details = json.loads(bytes(entry.body))["details"]
+    assert (entry.event, entry.chain_id) == ("credential.restricted", "account:acme/sandbox")
+    assert details["old"] == {"networks": ["192.0.2.0/24"], "origin_header": "refuse"}
+    assert details["new"] == {"networks": ["192.0.2.7/32"], "origin_header": "report"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "192.0.2.1/24", "192.0.2.0/33", "::ffff:192.0.2.0/120", "fe80::1%eth0", "0xc0000200", "1" * 99]
+)
+def test_credential_network_that_is_none_is_named(scene: Scene, text: str) -> None:
+    """A block that no address would be in, or more than was meant, is refused with its place in the list."""
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(RequestInvalidError) as refused:
+        restrict(scene, key.credential, "192.0.2.0/24", text)
+    assert [fault.pointer for fault in refused.value.faults] == ["/networks/1"]
+    key.credential.refresh_from_db()
+    assert key.credential.networks == []
+
+
+def test_credential_with_too_many_networks_is_refused(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(RequestInvalidError) as refused:
+        restrict(scene, key.credential, *(f"192.0.2.{n}" for n in range(MOST_NETWORKS + 1)))
+    assert [fault.pointer for fault in refused.value.faults] == ["/networks"]
+
+
+def test_credential_of_a_public_key_has_no_origin_to_report(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
+    with pytest.raises(RequestInvalidError):
+        restrict(scene, key.credential, origin=OriginHeader.REPORT)
+
+
+def test_credential_restricted_with_another_grant_is_refused(scene: Scene) -> None:
+    """Widening where a key is good from takes the permission for just that."""
+    key, _ = issue(scene.sandbox)
+    for operator in (scene.tam, scene.responder, scene.approver):
+        with pytest.raises(PermissionMissingError):
+            grant(operator, P.CREDENTIALS_RESTRICT, scene.sandbox)
+    with pytest.raises(PermissionMissingError):
+        restrict_credential(
+            grant(scene.admin, P.CREDENTIALS_RESTRICT, scene.production), key.credential, [], OriginHeader.REFUSE
+        )

@@ -1,0 +1,84 @@
+"""A worker killed with SIGKILL in the middle of issuing, and the one that comes after it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keyvault.backends.base import Mount
+from keyvault.models import Credential, IssuanceRequest, Key
+from keyvault.services.issuance import requests
+from keyvault.services.recording.audit_chain import verify_audit
+from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.work import leases
+from tests.factories import issue_request, now, request_key
+from tests.services.conftest import make_scene
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORKER = """
+import os, signal, sys
+import django
+django.setup()
+from keyvault.services import issuance, recording, upkeep
+from keyvault.services import leases
+
+request_id, point = sys.argv[1:]
+
+def die_after(module, name, when=lambda *args: True):
+    real = getattr(module, name)
+    def and_die(*args, **options):
+        result = real(*args, **options)
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(module, name, and_die)
+
+if point == "staged":
+    die_after(issuance, "_stage")
+elif point == "stored":
+    die_after(issuance, "store_string")
+elif point == "written":
+    die_after(recording, "_commit", lambda unit, *_: unit.records[0].event == "issuance.issued")
+elif point == "committed":
+    die_after(issuance, "issue_approved")
+upkeep.issue_one(issuance.get_request(request_id))
+"""
+
+
+def kill_worker(request: IssuanceRequest, point: str) -> None:
+    """A process that issues the request and is gone at that point, without a word."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, request.pk, point], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("point", "state_after", "burned"),
+    [("staged", "approved", 1), ("stored", "approved", 0), ("written", "approved", 0), ("committed", "issued", 0)],
+)
+def test_issuance_by_a_killed_worker_completes_with_one_good_key(point: str, state_after: str, burned: int) -> None:
+    """Killed after staging, after storing, before or after the commit: the next worker ends with one good key."""
+    scene = make_scene()
+    request = request_key(scene.sandbox)
+    kill_worker(request, point)
+    left = requests.get_request(request.pk)
+    assert left is not None
+    assert left.state == state_after
+    assert not Key.objects.filter(state="active").exists() or state_after == "issued"
+    assert leases.claim(f"issuance:{request.pk}", now()) is None, "the dead worker's lease still runs"
+    if state_after == "approved":
+        issue_request(left, at=now() + leases.LEASE)
+    credential = Credential.objects.get()
+    keys = sorted(credential.keys.values_list("state", flat=True))
+    assert keys == ["active"] + ["destroyed"] * burned
+    path = credential.backend_path
+    assert [version.state for version in secret_backend().versions(Mount.SANDBOX, path)] == ["live"]
+    assert secret_backend().read(Mount.SANDBOX, path).labels["key_id"] == credential.keys.get(state="active").key_id
+    assert IssuanceRequest.objects.get().state == "issued"
+    assert verify_audit().first_broken is None

@@ -1,0 +1,448 @@
+"""Progressive re-hash: a used key moves to the newest pepper, off the request path, and nothing else of it changes."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from django.db import IntegrityError as DatabaseIntegrityError
+from django.db import transaction
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, WORKER
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.digests import Peppers, PepperSet
+from keyvault.domain.errors import ErrorCode, NotFoundError, StateConflictError
+from keyvault.domain.keys import KeyRecord, KeyState
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import AuditEntry, Credential, Key, PepperVersion, ServiceToken, UsageReporter
+from keyvault.models.recording import UnrecordedWriteError
+from keyvault.services.keys import rehashing
+from keyvault.services.keys.lifecycle import revoke_key, suspend_key
+from keyvault.services.keys.records import find_key_record, prove_service_token
+from keyvault.services.keys.rehashing import PendingRehashes, pending_rehashes
+from keyvault.services.maintenance import renew_peppers
+from keyvault.services.pepper_rotation.rotation import retire_pepper
+from keyvault.services.peppers import ring
+from keyvault.services.peppers.ring import PepperRing, load_peppers, read_checked, take_pepper
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.tokens.service_tokens import revoke_service_token
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification import judging
+from tests.factories import grant, issue, make_token, now, own_keystore
+from tests.services.conftest import Scene, make_scene
+from tests.services.keys.test_lifecycle import by_admin, verdict
+from tests.services.peppering import destroy, hasten, rehash, retire, rotate
+from tests.services.racing import held_open, race
+from tests.services.rows import last_body, last_ids, written_since
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+SANDBOX, SERVICE = PepperSet.SANDBOX, PepperSet.SERVICE
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A keystore and a queue of the test's own."""
+    hasten(monkeypatch)
+    with own_keystore(tmp_path):
+        pending_rehashes.forget()
+        yield
+        pending_rehashes.forget()
+
+
+@pytest.fixture
+def scene(own_place: None, db: None) -> Scene:
+    return make_scene()
+
+
+def fresh(key: Key) -> Key:
+    row: Key = Key.objects.select_related("credential__account__merchant").get(pk=key.pk)
+    return row
+
+
+def unchanged(key: Key) -> dict[str, object]:
+    """Everything of the row but its digest."""
+    row = fresh(key)
+    return {field.attname: getattr(row, field.attname) for field in Key._meta.fields} | {
+        "digest": None,
+        "pepper_version": None,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- keys
+
+
+def test_rehash_of_a_used_key_moves_it_to_the_newest_pepper(scene: Scene) -> None:
+    """The verdict feed hears of it, the audit log has one entry, and nothing else of the key is written."""
+    key, text = issue(scene.sandbox)
+    rotate()
+    before = unchanged(key)
+    assert verdict(text) is None
+    assert fresh(key).pepper_version == 1, "nothing is written on the request path"
+    ids = last_ids()
+    rehash()
+    row = fresh(key)
+    assert (bytes(row.digest), row.pepper_version) == load_peppers(SANDBOX).digest(text)
+    assert row.pepper_version == 2
+    assert unchanged(key) == before
+    assert written_since(ids) == (["key.rehashed"], [("key", key.pk)])
+    assert last_body("key.rehashed")["details"] == {"pepper_versions": {key.pk: 2}}
+    assert last_body("key.rehashed")["actor"] == "system:worker"
+    assert verdict(text) is None
+
+
+def test_rehash_of_keys_of_one_account_leaves_one_entry(scene: Scene) -> None:
+    """A store's whole set of keys moves in a few transactions; another account's entry is in its own chain."""
+    texts = [issue(scene.sandbox, label=str(number))[1] for number in range(3)]
+    rotate()
+    assert [verdict(text) for text in texts * 2] == [None] * 6
+    ids = last_ids()
+    rehash()
+    events, changes = written_since(ids)
+    assert events == ["key.rehashed"]
+    assert len(changes) == 3
+    rehash()
+    assert written_since(ids)[0] == events, "nothing is left to do"
+
+
+def test_rehash_of_a_suspended_key_leaves_it_suspended(scene: Scene) -> None:
+    key, text = issue(scene.sandbox)
+    suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
+    rotate()
+    assert verdict(text) is ErrorCode.KEY_NOT_ACTIVE
+    rehash()
+    assert (fresh(key).state, fresh(key).pepper_version) == (KeyState.SUSPENDED, 2)
+
+
+def test_rehash_is_not_for_a_dead_key_a_wrong_secret_or_a_dry_run(scene: Scene) -> None:
+    dead, dead_text = issue(scene.sandbox)
+    revoke_key(by_admin(scene, P.KEYS_REVOKE), dead, RevocationReason.SUPERSEDED)
+    issue(scene.sandbox)
+    _, other = issue(scene.production)
+    rotate()
+    assert verdict(dead_text) is ErrorCode.KEY_REVOKED
+    assert verdict(other) is not None
+    rehash()
+    assert {row.pepper_version for row in Key.objects.all()} == {1}
+
+
+def test_rehash_of_a_key_revoked_meanwhile_is_dropped(scene: Scene) -> None:
+    """A dead key keeps the digest that it died with, and no entry says otherwise."""
+    key, text = issue(scene.sandbox)
+    rotate()
+    assert verdict(text) is None
+    revoke_key(by_admin(scene, P.KEYS_REVOKE), fresh(key), RevocationReason.KEY_COMPROMISE)
+    entries = AuditEntry.objects.count()
+    rehash()
+    assert (fresh(key).state, fresh(key).pepper_version) == (KeyState.COMPROMISED, 1)
+    assert AuditEntry.objects.count() == entries
+    assert verdict(text) is ErrorCode.KEY_REVOKED
+
+
+def test_rehash_in_between_does_not_keep_a_revocation_from_its_end(scene: Scene) -> None:
+    """Whoever looked at the key before it was re-hashed still revokes it: a re-hash is no other version of the row."""
+    key, text = issue(scene.sandbox)
+    rotate()
+    seen = fresh(key)
+    assert verdict(text) is None
+    rehash()
+    assert fresh(key).pepper_version == 2
+    suspend_key(by_admin(scene, P.KEYS_SUSPEND), seen)
+    assert verdict(text) is ErrorCode.KEY_NOT_ACTIVE
+    assert fresh(key).pepper_version == 2
+
+
+def test_rehash_twice_at_two_processes_is_done_once(scene: Scene) -> None:
+    """Both have proved the key; the second one's compare-and-swap meets another digest, and leaves no entry."""
+    key, text = issue(scene.sandbox)
+    rotate()
+    proved = (bytes(key.digest), 1)
+    first, second = PendingRehashes(), PendingRehashes()
+    for process in (first, second):
+        process.note_proof(Key, key.pk, text, proved, load_peppers(SANDBOX))
+    first.write(now())
+    ids = last_ids()
+    second.write(now())
+    assert written_since(ids) == ([], [])
+    assert verdict(text) is None
+
+
+def test_rehash_queue_that_is_full_drops_and_never_grows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehashing, "_MOST_PENDING", 2)
+    texts = [issue(scene.sandbox, label=str(number))[1] for number in range(3)]
+    rotate()
+    for _ in range(2):
+        assert [verdict(text) for text in texts] == [None] * 3
+        assert len(pending_rehashes._pending) <= 2
+        rehash()
+    assert {row.pepper_version for row in Key.objects.all()} == {2}, "the next proof made up for it"
+
+
+def test_rehash_tells_nothing_of_a_digest(scene: Scene) -> None:
+    key, text = issue(scene.sandbox)
+    rotate()
+    assert verdict(text) is None
+    shown = repr(pending_rehashes._pending)
+    assert bytes(key.digest).hex() not in shown
+    assert repr(bytes(key.digest)) not in shown
+
+
+def test_rehash_outside_a_recorded_block_is_refused(scene: Scene) -> None:
+    """Nor does this way round the row's version leave neither an entry nor a change row."""
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(UnrecordedWriteError):
+        key.swap_beside({"pepper_version": 1}, pepper_version=2)
+
+
+def test_rehash_is_written_by_the_thread_that_reports_usage(scene: Scene) -> None:
+    key, text = issue(scene.sandbox)
+    rotate()
+    assert verdict(text) is None
+    UsageLog()._look_after_peppers()
+    assert fresh(key).pepper_version == 2
+
+
+# ------------------------------------------------------------------------------------------------- service tokens
+
+
+def test_rehash_of_a_used_service_token_moves_it(scene: Scene) -> None:
+    token, text = make_token()
+    rotate(SERVICE)
+    assert prove_service_token(text.reveal(), now()) is not None
+    ids = last_ids()
+    rehash()
+    assert ServiceToken.objects.get(pk=token.pk).pepper_version == 2
+    assert written_since(ids) == (["service_token.rehashed"], [("service_token", token.pk)])
+    assert prove_service_token(text.reveal(), now()) is not None
+    retire(SERVICE, 1)
+    assert prove_service_token(text.reveal(), now()) is not None
+
+
+def test_rehash_of_a_revoked_service_token_is_dropped(scene: Scene) -> None:
+    token, text = make_token()
+    rotate(SERVICE)
+    assert prove_service_token(text.reveal(), now()) is not None
+    revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
+    ids = last_ids()
+    rehash()
+    assert written_since(ids) == ([], [])
+    assert prove_service_token(text.reveal(), now()) is None
+
+
+# ------------------------------------------------------------------------------------------------------ property
+
+
+class Fleet:
+    """A process that makes everything, `late` that looks for new versions now and then, not always with the backend
+    there, and one request on its way. What `late` has loaded it reports."""
+
+    def __init__(self) -> None:
+        self.scene = make_scene()
+        self.late = PepperRing()
+        self.late(SANDBOX)
+        self.report()
+        self.good: list[tuple[Key, Plaintext]] = []
+        self.peppers = load_peppers(SANDBOX)
+        self.record: tuple[KeyRecord, Plaintext] | None = None
+
+    def issue(self, _: int) -> None:
+        self.good.append(issue(self.scene.sandbox, label=str(len(self.good))))
+
+    def report(self) -> None:
+        row = {"started_at": now(), "flushed_through_at": now(), "peppers": self.late.newest_versions()}
+        UsageReporter.objects.update_or_create(reporter_id="late", defaults=row)
+
+    def rotate(self, _: int) -> None:
+        with suppress(StateConflictError):
+            rotate()
+
+    def keep_up(self, _: int) -> None:
+        """The worker's turn: a new version comes into use."""
+        renew_peppers()
+        load_peppers.refresh()
+
+    def rehash(self, _: int) -> None:
+        rehash()
+
+    def look(self, _: int) -> None:
+        self.late.refresh()
+        self.report()
+
+    def look_in_vain(self, _: int) -> None:
+        """The backend is away, for this process alone."""
+        with mock.patch.object(LocalKeystore, "read", side_effect=BackendUnavailableError("It is sealed.")):
+            self.late.refresh()
+        self.report()
+
+    def retire(self, which: int) -> None:
+        """One of the first versions, as far as it may go."""
+        with suppress(StateConflictError, NotFoundError):
+            retire(SANDBOX, which + 1)
+            destroy(SANDBOX, which + 1)
+
+    def verify(self, which: int) -> None:
+        for _, text in self.good[which : which + 1]:
+            assert verdict(text) is None
+
+    def verify_late(self, which: int) -> None:
+        """However far behind it is: nobody has hashed the key with what it has not loaded."""
+        with (
+            mock.patch.object(judging, "load_peppers", self.late),
+            mock.patch.object(ring, "load_peppers", self.late),
+        ):
+            for _, text in self.good[which : which + 1]:
+                assert verdict(text) is None
+
+    def arrive(self, _: int) -> None:
+        self.peppers = load_peppers(SANDBOX)
+
+    def read(self, which: int) -> None:
+        for key, text in self.good[which : which + 1]:
+            record = find_key_record(key.pk)
+            assert record is not None
+            self.peppers, self.record = take_pepper(self.peppers, record.pepper_version), (record, text)
+
+    def judge(self, _: int) -> None:
+        if self.record is not None:
+            record, text = self.record
+            assert self.peppers.matches(text, record.digest, record.pepper_version)
+            self.record = None
+
+    def revoke(self, which: int) -> None:
+        for key, _ in self.good[which : which + 1]:
+            revoke_key(by_admin(self.scene, P.KEYS_REVOKE), fresh(key), RevocationReason.SUPERSEDED)
+        del self.good[which : which + 1]
+
+    def check(self) -> None:
+        """Every living key has its pepper, in the database's rows and in the backend."""
+        for key, text in self.good:
+            row = fresh(key)
+            version = PepperVersion.objects.get(pepper_set=SANDBOX, number=row.pepper_version)
+            assert version.retired_at is None
+            held = Peppers(SANDBOX, {version.number: read_checked(version)})
+            assert held.matches(text, bytes(row.digest), row.pepper_version)
+
+
+STEPS = st.sampled_from(
+    [
+        *(Fleet.rotate, Fleet.issue, Fleet.verify, Fleet.verify_late, Fleet.rehash, Fleet.retire, Fleet.look),
+        *(Fleet.arrive, Fleet.read, Fleet.judge, Fleet.revoke, Fleet.keep_up, Fleet.look_in_vain),
+    ]
+)
+
+
+@given(steps=st.lists(st.tuples(STEPS, st.integers(0, 2)), max_size=30))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_peppers_in_any_order_of_acts_never_fail_a_good_key(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Callable[[Fleet, int], None], int]]
+) -> None:
+    """Whatever rotations, uses, re-hashes and retirements come in whichever order: a good key is never refused by any
+    process, and no living key is without its pepper."""
+    with transaction.atomic(), own_keystore(tmp_path_factory.mktemp("keystore")):
+        pending_rehashes.forget()
+        fleet = Fleet()
+        for step, which in [(Fleet.issue, 0), *steps, (Fleet.look, 0), *[(Fleet.verify, each) for each in range(5)]]:
+            step(fleet, which)
+            fleet.check()
+        transaction.set_rollback(True)
+
+
+def test_peppers_of_a_whole_life_never_fail_a_good_key(tmp_path: Path) -> None:
+    """The way that it is meant to go, and that the property may not have drawn: used, moved, retired."""
+    fleet = Fleet()
+    first = (Fleet.issue, Fleet.arrive, Fleet.read, Fleet.rotate, Fleet.look_in_vain, Fleet.keep_up)
+    moved = (Fleet.verify, Fleet.verify_late, Fleet.look, Fleet.keep_up, Fleet.verify, Fleet.rehash)
+    for step in (*first, *moved, Fleet.verify_late, Fleet.retire):
+        step(fleet, 0)
+        fleet.check()
+    assert PepperVersion.objects.get(pepper_set=SANDBOX, number=1).destroyed_at is not None
+    fleet.judge(0)
+    fleet.verify(0)
+
+
+# --------------------------------------------------------------------------------------------------------- races
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("end", ["revoke", "suspend"])
+def test_race_of_rehash_with_the_end_of_the_key_ends_it(end: str) -> None:
+    """Whoever ends a key in the same moment wins, each time, and never fails because of a re-hash."""
+    busy = make_scene()
+    for number in range(20):
+        key, text = issue(busy.sandbox, label=str(number))
+        proved = (bytes(key.digest), key.pepper_version)
+        rotate()
+        process = PendingRehashes()
+        process.note_proof(Key, key.pk, text, proved, load_peppers(SANDBOX))
+        seen = fresh(key)
+        if end == "revoke":
+            act = partial(revoke_key, by_admin(busy, P.KEYS_REVOKE), seen, RevocationReason.KEY_COMPROMISE)
+        else:
+            act = partial(suspend_key, by_admin(busy, P.KEYS_SUSPEND), seen)
+        outcomes = race(partial(process.write, now()), act)
+        assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        row = fresh(key)
+        assert row.state == (KeyState.COMPROMISED if end == "revoke" else KeyState.SUSPENDED)
+        assert row.pepper_version in {proved[1], proved[1] + 1}
+        assert load_peppers(SANDBOX).matches(text, bytes(row.digest), row.pepper_version)
+        pending_rehashes.forget()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_rehash_with_an_open_revocation_does_not_wait() -> None:
+    """A row that somebody else has locked is left alone: the thread that reports usage is never held up by it."""
+    busy = make_scene()
+    key, text = issue(busy.sandbox)
+    rotate()
+    assert verdict(text) is None
+    allowed = by_admin(busy, P.KEYS_REVOKE)
+    with held_open(lambda: revoke_key(allowed, fresh(key), RevocationReason.KEY_COMPROMISE)):
+        rehash()
+        assert fresh(key).pepper_version == 1
+    assert (fresh(key).state, fresh(key).pepper_version) == (KeyState.COMPROMISED, 1)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_race_of_retirement_with_issuance_leaves_no_key_without_its_pepper() -> None:
+    """A key is either counted, or refused by the database: none is hashed with what is being retired."""
+    busy = make_scene()
+    credential = issue(busy.sandbox)[0].credential
+    pending_rehashes.forget()
+    for _ in range(8):
+        number = rotate().number
+        rotate()
+        allowed = grant(HOST, P.PEPPERS_WRITE)
+        retirement, *inserts = race(
+            partial(retire_pepper, allowed, SANDBOX, number), *[partial(_insert_key, credential, number)] * 3
+        )
+        keys = Key.objects.filter(pepper_version=number).count()
+        assert keys == inserts.count(None)
+        if isinstance(retirement, Exception):
+            assert isinstance(retirement, StateConflictError)
+        else:
+            assert keys == 0
+            assert {type(outcome) for outcome in inserts} == {DatabaseIntegrityError}
+
+
+def _insert_key(credential: Credential, number: int) -> None:
+    """As a process would that has not heard of the newer version."""
+    place = credential.account
+    with recorded(grant(WORKER, P.ISSUANCE_EXECUTE, place), P.ISSUANCE_EXECUTE, "test.staged", account=place):
+        Key(
+            key_id=secrets.token_hex(8),
+            credential=credential,
+            digest=secrets.token_bytes(32),
+            pepper_version=number,
+            created_at=now(),
+        ).save()

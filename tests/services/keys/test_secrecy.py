@@ -1,0 +1,75 @@
+"""What a thief finds: a dump of the database and a copy of the data folder hold no key string."""
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.issuance import Delivery
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.services import maintenance
+from keyvault.services.issuance import requests
+from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.peppers.ring import load_peppers
+from tests.factories import PASSWORD, approve, grant, issue, issue_request, make_token, request_key
+from tests.services.conftest import Scene, make_scene
+from tests.services.rows import dump_tables
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+
+
+def live_a_little(scene: Scene) -> list[Plaintext]:
+    """Keys and tokens of every kind, collected, revoked, burned and destroyed; all their strings."""
+    made = [issue(place, kind=kind)[1] for place in (scene.sandbox, scene.production) for kind in KeyKind]
+    made += [make_token()[1], make_token(P.KEYS_REVOKE, by=scene.admin)[1]]
+    request = request_key(scene.production, delivery=Delivery.SHOW_ONCE)
+    issue_request(approve(request))
+    made.append(requests.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.production), request))
+    key, text = issue(scene.sandbox)
+    revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.KEY_COMPROMISE)
+    maintenance.destroy_due()
+    return [*made, text]
+
+
+def traces_of(text: str) -> list[bytes]:
+    """The string, its secret part alone, and both as somebody might have encoded them."""
+    secret = text[-49:-6]
+    return [form for part in (text, secret) for form in (part.encode(), base64.b64encode(part.encode()))]
+
+
+def test_secrecy_dump_and_data_folder_hold_no_key_string(data_dir: Path) -> None:
+    """No table and no file (database, keystore, their logs) holds the string of any key or token, nor its secret."""
+    scene = make_scene()
+    strings = [text.reveal() for text in live_a_little(scene)]
+    assert len(set(strings)) == 8
+    found = repr(dump_tables()).encode() + b"".join(
+        path.read_bytes() for path in sorted(data_dir.rglob("*")) if path.is_file()
+    )
+    assert strings[0][-65:-49].encode() in found, "the public handle is there, so the dump is the right one"
+    assert [text[:27] for text in strings if any(trace in found for trace in traces_of(text))] == []
+    assert PASSWORD.encode() not in found
+
+
+def test_secrecy_dump_and_data_folder_hold_no_pepper(data_dir: Path) -> None:
+    """Nor do they hold a pepper in the clear: digests cannot be made from what was stolen without the master key."""
+    make_scene()
+    files = b"".join(
+        path.read_bytes() for path in sorted(data_dir.rglob("*")) if path.is_file() and path.name != "master.key"
+    )
+    found = repr(dump_tables()).encode() + files
+    for pepper_set in PEPPER_SET.values():
+        pepper = load_peppers(pepper_set).versions[1]
+        for form in (pepper, pepper.hex().encode(), base64.b64encode(pepper)):
+            assert form not in found
+
+
+def test_secrecy_data_folder_is_readable_by_its_owner_only(data_dir: Path) -> None:
+    """Other users of the host read neither keystore nor master key."""
+    make_scene()
+    for name in ("keystore.sqlite3", "master.key"):
+        assert os.stat(data_dir / name).st_mode & 0o077 == 0

@@ -1,0 +1,118 @@
+"""Counts of failed sign-ins: ten, then a lock of 30 minutes, whichever store keeps them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.test import override_settings
+from redis import Redis
+
+from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
+from keyvault.services.limits.limiter import StoreWatch, limiter
+from keyvault.services.limits.sign_in_attempts import Attempts, LocalAttempts, RedisAttempts, attempts
+from tests.servers.throwaway import free_port
+from tests.services.racing import PATIENCE_SECONDS, race
+
+KEY = "kv:sign-in:name:x"
+
+
+class Clock:
+    """Monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.redis)])
+def store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "local":
+        yield LocalAttempts()
+    else:
+        yield RedisAttempts(request.getfixturevalue("redis_url"), timeout_seconds=PATIENCE_SECONDS)
+
+
+def test_attempts_after_ten_are_locked_and_not_counted(store: Any) -> None:
+    """The eleventh attempt is locked, and so is every later one; the lock does not grow longer by asking."""
+    numbers = [store.take(KEY).number for _ in range(SIGN_IN_FAILURES)]
+    assert numbers == list(range(1, SIGN_IN_FAILURES + 1))
+    for _ in range(3):
+        attempt = store.take(KEY)
+        assert (attempt.number, attempt.is_locked) == (SIGN_IN_FAILURES + 1, True)
+        assert 0 < attempt.retry_after_seconds <= SIGN_IN_LOCK_SECONDS
+    assert not store.take("kv:sign-in:name:y").is_locked
+
+
+def test_attempts_given_back_are_not_counted(store: Any) -> None:
+    for _ in range(3 * SIGN_IN_FAILURES):
+        assert store.take(KEY).number == 1
+        store.give_back(KEY)
+    store.give_back("kv:sign-in:never-taken")
+    assert store.take("kv:sign-in:never-taken").number == 1
+
+
+def test_attempts_at_once_are_counted_once_each(store: Any) -> None:
+    """However many guess at the same time, ten are judged and no more."""
+    taken = race(*(lambda: store.take(KEY) for _ in range(24)))
+    assert sum(not attempt.is_locked for attempt in taken) == SIGN_IN_FAILURES
+
+
+def test_attempts_in_process_are_forgotten_after_thirty_quiet_minutes() -> None:
+    clock = Clock()
+    store = LocalAttempts(clock)
+    for _ in range(SIGN_IN_FAILURES):
+        store.take(KEY)
+    clock.seconds += SIGN_IN_LOCK_SECONDS - 0.5
+    assert store.take(KEY).retry_after_seconds == 1
+    clock.seconds += 0.5
+    assert store.take(KEY).number == 1
+
+
+def test_attempts_in_redis_live_as_long_as_the_lock(redis_url: str) -> None:
+    """Redis forgets every count by itself: strangers cannot fill it for good."""
+    store = RedisAttempts(redis_url, timeout_seconds=PATIENCE_SECONDS)
+    with Redis.from_url(redis_url) as client:
+        for _ in range(SIGN_IN_FAILURES):
+            store.take(KEY)
+            assert SIGN_IN_LOCK_SECONDS - 60 < client.ttl(KEY) <= SIGN_IN_LOCK_SECONDS
+        client.pexpire(KEY, 90_500)
+        assert store.take(KEY).retry_after_seconds in {90, 91}
+        store.give_back(KEY)
+        assert 0 < client.ttl(KEY) <= 91
+
+
+def test_attempts_in_process_are_bounded_and_locks_are_kept_longest() -> None:
+    """A flood of other names neither fills the memory nor wins back the guesses at a locked one."""
+    store = LocalAttempts(capacity=64)
+    for _ in range(SIGN_IN_FAILURES):
+        store.take(KEY)
+    for number in range(1000):
+        store.take(f"flood-{number}")
+        assert len(store) <= 64
+    assert store.take(KEY).is_locked
+
+
+@pytest.mark.parametrize("give_back", [True, False])
+def test_attempts_without_redis_are_counted_in_the_process(give_back: bool) -> None:
+    """A lost Redis never means unlimited guesses."""
+    lost = RedisAttempts(f"redis://127.0.0.1:{free_port()}/0")
+    counted = Attempts(LocalAttempts(), lost, StoreWatch())
+    for _ in range(SIGN_IN_FAILURES):
+        assert not counted.take(KEY).is_locked
+    if give_back:
+        counted.give_back(KEY)
+    assert counted.take(KEY).is_locked != give_back
+
+
+def test_attempts_of_two_processes_are_shared_in_redis(redis_url: str) -> None:
+    """Whoever asks another process has no other ten guesses."""
+    with override_settings(REDIS_URL=redis_url):
+        limiter.cache_clear()
+        takes: list[Callable[[str], Any]] = []
+        for _ in range(2):
+            attempts.cache_clear()
+            takes.append(attempts().take)
+        allowed = [not take(KEY).is_locked for _ in range(SIGN_IN_FAILURES) for take in takes]
+    assert sum(allowed) == SIGN_IN_FAILURES

@@ -1,0 +1,144 @@
+"""Operators: made on the host, with the roles that they were given and no more."""
+
+from functools import partial
+
+import pytest
+from django.contrib.auth.models import Group
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST, Channel
+from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError, StateConflictError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Operator
+from keyvault.models.recording import collect_subjects
+from keyvault.services.merchants.operators import (
+    create_operator,
+    disable_operator,
+    find_operator,
+    operator_row,
+    reset_password,
+)
+from keyvault.services.recording.authorization import is_allowed, operator_principal
+from tests.factories import PASSWORD, grant, make_operator, now
+from tests.services.conftest import Scene
+from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.rows import dump_tables
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def test_roles_are_the_groups_that_migration_made(db: None) -> None:
+    """The console's groups mirror the table of roles, neither more nor fewer."""
+    assert set(Group.objects.values_list("name", flat=True)) == {role.value for role in Role}
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_operator_principal_holds_the_permissions_of_its_roles(db: None, role: Role) -> None:
+    """What a log-in may do follows from its groups alone."""
+    operator = make_operator("somebody", role)
+    assert operator.roles == {role}
+    assert operator.permissions == ROLE_PERMISSIONS[role]
+    assert operator.channel is Channel.CONSOLE
+
+
+def test_operator_without_a_role_may_nothing(db: None) -> None:
+    assert make_operator("nobody").permissions == frozenset()
+
+
+def test_operator_in_a_group_that_is_no_role_gains_nothing(db: None) -> None:
+    """A group that somebody made by hand grants nothing, whatever it is called."""
+    make_operator("somebody", Role.AUDITOR)
+    row = Operator.objects.get(username="somebody")
+    with collect_subjects():
+        row.groups.add(Group.objects.create(name="superusers"))
+    assert operator_principal(row).roles == {Role.AUDITOR}
+
+
+def test_operator_disabled_holds_no_role_from_then_on(db: None) -> None:
+    """A disabled log-in may nothing, and no command line can name it."""
+    make_operator("somebody", Role.APPROVER)
+    row = Operator.objects.get(username="somebody")
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), row)
+    assert operator_principal(row).permissions == frozenset()
+    assert not is_allowed(operator_principal(row), P.KEYS_READ, now=now())
+    with pytest.raises(NotFoundError):
+        find_operator("somebody", "root")
+
+
+def test_operator_named_on_a_command_line_carries_channel_and_host_user(db: None) -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    found = find_operator("tam", "root")
+    assert (found.channel, found.host_user, found.actor) == (Channel.COMMAND_LINE, "root", "operator:tam")
+    with pytest.raises(NotFoundError):
+        find_operator("nobody", "root")
+
+
+def test_operator_s_second_log_in_is_the_same_person(db: None) -> None:
+    first = make_operator("one", Role.APPROVER)
+    second = make_operator("two", Role.KEY_ADMINISTRATOR, person=first.person)
+    other = make_operator("three", Role.APPROVER)
+    assert second.person == first.person != other.person
+    assert operator_row(second).username == "two"
+
+
+def test_operator_of_a_taken_name_is_refused(db: None) -> None:
+    make_operator("tam", Role.AUDITOR)
+    with pytest.raises(StateConflictError):
+        make_operator("tam", Role.KEY_ADMINISTRATOR)
+    assert Operator.objects.get().roles == {Role.AUDITOR}
+
+
+@pytest.mark.parametrize("password", ["short", "password1234", "somebody-else"])
+def test_operator_with_a_weak_password_is_refused(db: None, password: str) -> None:
+    """Too short, too common, or the name itself: no log-in is made with it, nor changed to it."""
+    allowed = grant(HOST, P.OPERATORS_WRITE)
+    with pytest.raises(RequestInvalidError):
+        create_operator(allowed, username="somebody-else", roles=[], password=Plaintext(password))
+    assert not Operator.objects.exists()
+
+
+def test_operator_password_reset_ends_sessions_and_keeps_no_text(db: None) -> None:
+    """A new password changes what sessions are bound to; neither password is anywhere in the tables."""
+    make_operator("tam", Role.AUDITOR)
+    row = Operator.objects.get()
+    before = row.get_session_auth_hash()
+    reset_password(grant(HOST, P.OPERATORS_WRITE), row, Plaintext("another long pass phrase"))
+    row = Operator.objects.get()
+    assert row.check_password("another long pass phrase")
+    assert not row.check_password(PASSWORD)
+    assert row.get_session_auth_hash() != before
+    tables = repr(dump_tables())
+    assert PASSWORD not in tables
+    assert "another long pass phrase" not in tables
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_operators_two_administrators_who_are_ended_at_once_leave_one() -> None:
+    """Of two administrators disabled at the same moment one stays: nobody is locked out of the installation."""
+    for name in ("one", "two"):
+        make_operator(name, Role.KEY_ADMINISTRATOR)
+    rows = [Operator.objects.get(username=name) for name in ("one", "two")]
+    first, second = (partial(disable_operator, grant(HOST, P.OPERATORS_WRITE), row) for row in rows)
+    with held_open(first):
+        slower = start(second)
+        wait_until_blocked(slower)
+    with pytest.raises(StateConflictError, match="the last active one"):
+        slower.result(PATIENCE_SECONDS)
+    assert Operator.objects.filter(is_active=True).count() == 1
+
+
+def test_operators_are_made_on_the_host_only(scene: Scene) -> None:
+    """No role of the console makes operators: who may ask or approve cannot make themselves a second person."""
+    for operator in (scene.tam, scene.approver, scene.admin, scene.responder):
+        with pytest.raises(PermissionMissingError):
+            grant(operator, P.OPERATORS_WRITE)
+
+
+def test_host_sets_up_and_neither_asks_approves_nor_reads(scene: Scene) -> None:
+    """Whoever has a shell on the host sets up; what four eyes gate is not the shell's to give."""
+    may = {permission for permission in P if is_allowed(HOST, permission, now=now())}
+    # What replays a revocation says no once more to what was denied before.
+    setting_up = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
+    assert may == {*setting_up, P.REVOCATIONS_REPLAY}

@@ -1,0 +1,172 @@
+"""A new pepper makes digests once every live process has it: one that lags delays it, and fails nobody's key."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from django.core.management import call_command
+
+from keyvault.backends.base import BackendUnavailableError
+from keyvault.backends.local import LocalKeystore
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import StateConflictError
+from keyvault.models import AuditEntry, Key, PepperVersion, UsageReporter
+from keyvault.services import maintenance
+from keyvault.services.keys.rehashing import pending_rehashes
+from keyvault.services.maintenance import renew_peppers
+from keyvault.services.pepper_rotation.propagation import list_lagging
+from keyvault.services.pepper_rotation.status import describe_version
+from keyvault.services.peppers import ring
+from keyvault.services.peppers.ring import PepperRing, load_peppers
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification import judging
+from tests.factories import have_peppers, issue, now, own_keystore
+from tests.services.conftest import Scene, make_scene
+from tests.services.keys.test_lifecycle import verdict
+from tests.services.peppering import hasten, rehash, retire, rotate
+from tests.services.racing import race
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+SANDBOX, PRODUCTION = PepperSet.SANDBOX, PepperSet.PRODUCTION
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    hasten(monkeypatch)
+    with own_keystore(tmp_path):
+        pending_rehashes.forget()
+        yield
+        pending_rehashes.forget()
+
+
+@pytest.fixture
+def scene(own_place: None, db: None) -> Scene:
+    return make_scene()
+
+
+def reporter(name: str, **columns: object) -> UsageReporter:
+    row = {"started_at": now(), "flushed_through_at": now(), **columns}
+    return UsageReporter.objects.update_or_create(reporter_id=name, defaults=row)[0]
+
+
+def hashing_version() -> int:
+    load_peppers.refresh()
+    return load_peppers(SANDBOX).current_version
+
+
+def test_process_without_the_backend_delays_the_new_pepper_and_verifies_every_key(scene: Scene) -> None:
+    """Two processes, one of which cannot reach the Vault: however often keys are used and the worker looks, none is
+    hashed with a pepper that the other has not loaded, and so every good key is good at both."""
+    keys = [issue(scene.sandbox, label=str(number)) for number in range(3)]
+    cut_off = PepperRing()
+    cut_off(SANDBOX)
+    reporter("cut-off", peppers=cut_off.newest_versions())
+    rotate()
+
+    def at_the_other(text: object) -> object:
+        with (
+            mock.patch.object(judging, "load_peppers", cut_off),
+            mock.patch.object(ring, "load_peppers", cut_off),
+        ):
+            return verdict(text)  # type: ignore[arg-type]  # a Plaintext
+
+    with mock.patch.object(LocalKeystore, "read", side_effect=BackendUnavailableError("It is sealed.")):
+        for _ in range(3):
+            cut_off.refresh()
+            reporter("cut-off", peppers=cut_off.newest_versions())
+            renew_peppers()
+            assert hashing_version() == 1
+            assert [verdict(text) for _, text in keys] == [None] * 3
+            rehash()
+            assert [at_the_other(text) for _, text in keys] == [None] * 3
+    row = PepperVersion.objects.get(pepper_set=SANDBOX, number=2)
+    assert describe_version(row, now()).lagging == ["cut-off"]
+    with pytest.raises(StateConflictError, match="Not loaded yet by: cut-off"):
+        rotate()
+    with pytest.raises(StateConflictError, match="Not loaded yet by: cut-off"):
+        retire(SANDBOX, 1)
+    cut_off.refresh()
+    reporter("cut-off", peppers=cut_off.newest_versions())
+    renew_peppers()
+    assert hashing_version() == 2
+    assert [verdict(text) for _, text in keys] == [None] * 3
+    rehash()
+    assert set(Key.objects.values_list("pepper_version", flat=True)) == {2}
+    assert [at_the_other(text) for _, text in keys] == [None] * 3
+
+
+def test_pepper_status_names_who_lags(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no fault: the new version only waits."""
+    reporter("slow-web-1", peppers={"sandbox": 1})
+    rotate()
+    call_command("pepper_status")
+    assert "not loaded by: slow-web-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("columns", "waits"),
+    [
+        ({"peppers": {"sandbox": 1, "service": 1}}, True),
+        ({"peppers": {"sandbox": 0}}, True),
+        ({"peppers": None}, True),
+        ({"peppers": {"sandbox": 2}}, False),
+        ({"peppers": {"production": 1, "service": 1}}, False),
+        ({"peppers": {"sandbox": 1}, "stopped_at": now()}, False),
+        ({"peppers": {"sandbox": 1}, "lost_at": now()}, False),
+    ],
+    ids=["behind", "not loaded", "earlier release", "has it", "serves the other", "stopped", "lost"],
+)
+def test_new_pepper_waits_for_live_processes_of_its_environment(
+    scene: Scene, columns: dict[str, object], waits: bool
+) -> None:
+    reporter("other", **columns)
+    rotate()
+    assert (hashing_version() == 1) is waits
+
+
+def test_reporter_says_with_each_watermark_what_it_has_loaded(scene: Scene) -> None:
+    load_peppers.cache_clear()
+    load_peppers(SANDBOX)
+    log = UsageLog()
+    log._introduce(now())
+    assert UsageReporter.objects.get().peppers == {"sandbox": 1, "production": 0, "service": 0}
+    load_peppers(PRODUCTION)
+    row = rotate()
+    assert list_lagging(row) == [log.reporter_id]
+    log.flush()
+    assert UsageReporter.objects.get().peppers == {"sandbox": 2, "production": 1, "service": 0}
+    assert list_lagging(row) == []
+
+
+def test_process_learns_by_itself_that_a_pepper_is_in_use(scene: Scene) -> None:
+    """The look that asks the database only is enough: the version was loaded before."""
+    reporter("other", peppers={"sandbox": 1})
+    rotate()
+    idle = PepperRing()
+    assert idle(SANDBOX).current_version == 1
+    reporter("other", peppers={"sandbox": 2})
+    renew_peppers()
+    assert idle(SANDBOX).current_version == 1
+    with mock.patch.object(idle, "refresh_soon", idle.refresh):
+        idle.look()
+    assert idle(SANDBOX).current_version == 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_workers_at_once_take_a_pepper_into_use_once(own_place: None) -> None:
+    have_peppers()
+    reporter("other", peppers={"sandbox": 1})
+    rotate()
+    reporter("other", peppers={"sandbox": 2})
+    with mock.patch.object(maintenance, "load_peppers"):
+        assert race(*[renew_peppers] * 4) == [None] * 4
+    row = PepperVersion.objects.get(pepper_set=SANDBOX, number=2)
+    assert row.hashes_from_at is not None
+    assert row.hashes_from_at >= row.created_at - timedelta(seconds=1)
+    assert AuditEntry.objects.filter(event="pepper.in_use").count() == 1
+    lift_triggers()
+    PepperVersion.objects.all()._raw_delete("default")

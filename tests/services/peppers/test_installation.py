@@ -1,0 +1,161 @@
+"""Whose peppers they are: those of another installation are never adopted, hashed with or destroyed."""
+
+import base64
+import json
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from django.core.management import call_command
+from django.db.models import QuerySet
+
+from keyvault.backends.base import Mount, StoredVersion, VersionState
+from keyvault.domain.digests import PepperSet
+from keyvault.domain.errors import IntegrityError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import AuditEntry, Installation, PepperVersion
+from keyvault.services.peppers import ring
+from keyvault.services.peppers.installation import ensure_installation, installation_id
+from keyvault.services.peppers.ring import ensure_peppers, load_peppers, put_pepper
+from keyvault.services.secrets.backend import secret_backend
+from tests.factories import forget_keystore, have_peppers, now, own_keystore
+from tests.services.peppering import destroy, hasten, retire, rotate
+from tests.services.racing import race
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+SANDBOX = PepperSet.SANDBOX
+OTHER = "another-installation"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    hasten(monkeypatch)
+    with own_keystore(tmp_path):
+        yield tmp_path
+
+
+def become_another() -> None:
+    """The database of another installation, before its set-up, that was pointed at our secret backend."""
+    lift_triggers()
+    PepperVersion.objects.all()._raw_delete("default")
+    Installation.objects.all()._raw_delete("default")
+    forget_keystore()
+
+
+def put_theirs(number: int) -> None:
+    with mock.patch.object(ring, "installation_id", return_value=OTHER):
+        put_pepper(SANDBOX, number)
+
+
+def status() -> tuple[int, str]:
+    output, code = StringIO(), 0
+    try:
+        call_command("pepper_status", "--json", stdout=output)
+    except SystemExit as end:
+        code = int(str(end.code))
+    return code, output.getvalue()
+
+
+def test_installation_is_named_once_before_the_first_pepper() -> None:
+    have_peppers()
+    ensure_installation(now())
+    assert Installation.objects.count() == 1
+    assert AuditEntry.objects.filter(event="installation.created").count() == 1
+    for pepper_set in PepperSet:
+        assert secret_backend().read(Mount.PEPPERS, pepper_set, 1).labels["installation"] == installation_id()
+    rotate()
+    assert secret_backend().read(Mount.PEPPERS, SANDBOX, 2).labels["installation"] == installation_id()
+
+
+def test_installation_before_the_set_up_has_no_name() -> None:
+    with pytest.raises(IntegrityError, match="was not set up"):
+        installation_id()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_installations_of_two_first_runs_at_once_are_one() -> None:
+    assert race(*[lambda: ensure_installation(now())] * 4) == [None] * 4
+    assert Installation.objects.count() == 1
+
+
+def test_set_up_of_another_installation_does_not_take_our_peppers() -> None:
+    """A new database, or a clone, pointed at production's secret backend stops and says whose peppers it found."""
+    have_peppers()
+    ours = installation_id()
+    become_another()
+    with (
+        mock.patch("keyvault.services.peppers.installation.mint_installation_id", return_value=OTHER),
+        pytest.raises(IntegrityError, match="belongs to another installation") as refused,
+    ):
+        ensure_peppers(now())
+    told = refused.value.internal or ""
+    assert ours in told
+    assert "KEYVAULT_VAULT_PREFIX" in told
+    assert not PepperVersion.objects.exists()
+    assert {len(secret_backend().versions(Mount.PEPPERS, each)) for each in PepperSet} == {1}
+
+
+def test_pepper_that_another_installation_made_is_not_adopted() -> None:
+    have_peppers()
+    put_theirs(2)
+    code, told = status()
+    assert (code, "sandbox pepper 2 belongs to installation another-installation" in told) == (1, True)
+    with pytest.raises(IntegrityError, match="belongs to another installation"):
+        rotate()
+    assert PepperVersion.objects.filter(pepper_set=SANDBOX).count() == 1
+
+
+def test_pepper_of_a_killed_rotation_is_shown_and_no_fault() -> None:
+    have_peppers()
+    put_pepper(SANDBOX, 2)
+    code, told = status()
+    assert (code, json.loads(told)["rowless"]) == (0, [{"pepper_set": "sandbox", "number": 2, "fault": ""}])
+    output = StringIO()
+    call_command("pepper_status", stdout=output)
+    assert "sandbox 2  in the secret backend, unknown to the database" in output.getvalue()
+    assert rotate().number == 2
+    assert json.loads(status()[1])["rowless"] == []
+
+
+def test_pepper_of_another_installation_is_not_destroyed() -> None:
+    """Its keys lean on it."""
+    have_peppers()
+    rotate()
+    retire(SANDBOX, 1)
+    lift_triggers()
+    QuerySet(Installation).update(installation_id=OTHER)
+    with pytest.raises(IntegrityError, match="belongs to another installation"):
+        destroy(SANDBOX, 1)
+    assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
+
+
+def test_pepper_without_a_name_is_ours_where_it_is_what_our_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier release wrote it: after the upgrade it is loaded, succeeded, retired and destroyed as ever."""
+    put = {each: base64.b64encode(bytes([number] * 32)).decode() for number, each in enumerate(PepperSet)}
+    ensure_installation(now())
+    for pepper_set, text in put.items():
+        secret_backend().put(Mount.PEPPERS, pepper_set, Plaintext(text), {}, expected_version=0)
+    with monkeypatch.context() as before:
+        before.setattr(ring, "require_own_pepper", lambda *_: None)
+        ensure_peppers(now())
+    lift_triggers()
+    Installation.objects.all()._raw_delete("default")
+    load_peppers.cache_clear()
+    ensure_peppers(now())
+    assert Installation.objects.exists()
+    assert status()[0] == 0
+    rotate()
+    retire(SANDBOX, 1)
+    assert destroy(SANDBOX, 1).destroyed_at is not None
+
+
+def test_pepper_without_a_name_and_without_a_row_is_nobody_s() -> None:
+    secret_backend().put(
+        Mount.PEPPERS, SANDBOX, Plaintext(base64.b64encode(bytes(32)).decode()), {}, expected_version=0
+    )
+    with pytest.raises(IntegrityError, match="belongs to another installation"):
+        ensure_peppers(now())

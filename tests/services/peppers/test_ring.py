@@ -1,0 +1,184 @@
+"""The peppers: made once, the same for ever, and missed at once when they are not."""
+
+import base64
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import IntegrityError as DatabaseIntegrityError
+
+from keyvault.backends.base import Mount
+from keyvault.domain.digests import PEPPER_BYTES, PepperSet
+from keyvault.domain.errors import IntegrityError
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import AuditEntry, PepperVersion
+from keyvault.services.peppers import ring
+from keyvault.services.peppers.installation import ensure_installation
+from keyvault.services.peppers.ring import ensure_peppers, load_peppers, pepper_health
+from keyvault.services.recording import transaction
+from keyvault.services.secrets.backend import secret_backend
+from tests.factories import account, forget_keystore, have_peppers, issue, make_merchant, now, own_keystore
+from tests.services.keys.test_lifecycle import verdict
+from tests.services.racing import race
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A keystore that this test may harm."""
+    with own_keystore(tmp_path):
+        yield tmp_path
+
+
+def swap_keystore(folder: Path, material: Mapping[PepperSet, str]) -> None:
+    """Another keystore in the place of ours, with other peppers, as after a wrong restore."""
+    for file in folder.iterdir():
+        file.unlink()
+    forget_keystore()
+    for pepper_set, text in material.items():
+        secret_backend().put(Mount.PEPPERS, pepper_set, Plaintext(text), {}, expected_version=0)
+    forget_keystore()
+
+
+def stored(pepper_set: PepperSet) -> str:
+    return secret_backend().read(Mount.PEPPERS, pepper_set).secret.reveal()
+
+
+def test_peppers_of_a_first_run_are_one_for_each_set(folder: Path) -> None:
+    """Each environment and the service tokens have a pepper of their own, of 256 random bits."""
+    have_peppers()
+    made = {pepper_set: load_peppers(pepper_set) for pepper_set in PepperSet}
+    material = {loaded.versions[1] for loaded in made.values()}
+    assert len(material) == len(PepperSet)
+    assert {len(pepper) for pepper in material} == {PEPPER_BYTES}
+    assert PepperVersion.objects.count() == len(PepperSet)
+
+
+def test_peppers_ensured_again_are_the_same(folder: Path) -> None:
+    """A second start makes nothing new: what was hashed before is still proved."""
+    have_peppers()
+    before = {pepper_set: load_peppers(pepper_set).versions for pepper_set in PepperSet}
+    entries = AuditEntry.objects.count()
+    forget_keystore()
+    have_peppers()
+    assert {pepper_set: load_peppers(pepper_set).versions for pepper_set in PepperSet} == before
+    assert AuditEntry.objects.count() == entries
+
+
+def test_peppers_are_in_the_backend_and_not_in_the_database(folder: Path) -> None:
+    """A stolen database is useless by itself: it holds a check value, which gives nothing away."""
+    have_peppers()
+    for row in PepperVersion.objects.all():
+        pepper = load_peppers(PepperSet(row.pepper_set)).versions[row.number]
+        assert len(bytes(row.check_value)) == 16
+        assert bytes(row.check_value) not in pepper
+
+
+def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
+    """A keystore that is not this database's is noticed before a single key is judged with it."""
+    have_peppers()
+    swap_keystore(folder, dict.fromkeys(PepperSet, base64.b64encode(bytes(range(32))).decode()))
+    for pepper_set in PepperSet:
+        with pytest.raises(IntegrityError, match="not the one that the keys were hashed with"):
+            load_peppers(pepper_set)
+    with pytest.raises(IntegrityError):
+        ensure_peppers(now())
+    assert set(pepper_health().values()) == {False}
+
+
+def test_peppers_of_a_lost_keystore_are_missed(folder: Path) -> None:
+    """A lost keystore is no reason to make new peppers for old keys: the service says what to restore."""
+    have_peppers()
+    for file in folder.iterdir():
+        file.unlink()
+    forget_keystore()
+    with pytest.raises(IntegrityError, match="missing from the secret backend"):
+        ensure_peppers(now())
+    assert set(pepper_health().values()) == {False}
+
+
+def test_peppers_of_two_sets_exchanged_are_refused(folder: Path) -> None:
+    """Sandbox's pepper in production's place is noticed, though both are ours."""
+    have_peppers()
+    sandbox, production, service = stored(PepperSet.SANDBOX), stored(PepperSet.PRODUCTION), stored(PepperSet.SERVICE)
+    exchanged = {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service}
+    swap_keystore(folder, exchanged)
+    assert pepper_health() == {PepperSet.SANDBOX: False, PepperSet.PRODUCTION: False, PepperSet.SERVICE: True}
+
+
+def test_peppers_keystore_without_its_master_key_does_not_open(folder: Path) -> None:
+    """Data that another master key sealed is never opened with a new one."""
+    have_peppers()
+    (folder / "master.key").unlink()
+    forget_keystore()
+    with pytest.raises(ImproperlyConfigured, match="is missing"):
+        load_peppers(PepperSet.SANDBOX)
+
+
+def test_peppers_first_run_that_died_before_its_row_is_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between keystore and row: the next run adopts the pepper that was stored, and makes no other."""
+
+    def die(**_: object) -> None:
+        raise OSError("power cut")
+
+    ensure_installation(now())
+    with monkeypatch.context() as patch:
+        patch.setattr(transaction, "append_entry", die)
+        with pytest.raises(OSError, match="power cut"):
+            ensure_peppers(now())
+    assert not PepperVersion.objects.exists()
+    left = stored(PepperSet.SANDBOX)
+    forget_keystore()
+    have_peppers()
+    assert stored(PepperSet.SANDBOX) == left
+    assert len(secret_backend().versions(Mount.PEPPERS, PepperSet.SANDBOX)) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_peppers_of_two_first_runs_at_once_are_the_same(tmp_path: Path) -> None:
+    """Two processes that start for the first time together end with one pepper for each set."""
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir(mode=0o700)
+        with own_keystore(folder):
+            outcomes = race(*[lambda: ensure_peppers(now())] * 4)
+            assert outcomes == [None] * 4
+            assert PepperVersion.objects.count() == len(PepperSet)
+            assert {len(secret_backend().versions(Mount.PEPPERS, name)) for name in PepperSet} == {1}
+            forget_keystore()
+            assert set(pepper_health().values()) == {True}
+        _forget_rows()
+
+
+def _forget_rows() -> None:
+    lift_triggers()
+    PepperVersion.objects.all()._raw_delete("default")
+
+
+def test_peppers_not_set_up_are_no_peppers(folder: Path) -> None:
+    """Before the set-up there is nothing to judge with, and the process says so."""
+    with pytest.raises(IntegrityError, match="was not set up"):
+        load_peppers(PepperSet.SANDBOX)
+    assert set(pepper_health().values()) == {False}
+
+
+def test_peppers_kept_in_memory_judge_without_the_backend(folder: Path) -> None:
+    """Verification never asks the secret backend: with the keystore gone, loaded peppers still judge."""
+    have_peppers()
+    make_merchant("acme")
+    _, text = issue(account())
+    shutil.rmtree(folder)
+    secret_backend.cache_clear()
+    assert verdict(text) is None
+
+
+def test_pepper_version_exists_once(folder: Path) -> None:
+    have_peppers()
+    ring._make_first(PepperSet.SANDBOX, now())
+    assert PepperVersion.objects.filter(pepper_set=PepperSet.SANDBOX).count() == 1
+    with pytest.raises(DatabaseIntegrityError):
+        PepperVersion(pepper_set="sandbox", number=1, check_value=b"x", created_at=now()).save_base(force_insert=True)

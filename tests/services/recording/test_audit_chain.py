@@ -1,0 +1,250 @@
+"""The audit chains: whole while everybody writes, and loud about each way of tampering."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.domain.audit import GENESIS, Break, entry_bytes, entry_hash
+from keyvault.models import AuditChain, AuditEntry
+from keyvault.models.triggers import ensure_triggers
+from keyvault.services.keys.lifecycle import resume_key, suspend_key
+from keyvault.services.merchants.merchants import create_merchant
+from keyvault.services.recording.audit_chain import AuditReport, verify_audit
+from keyvault.services.recording.transaction import recorded
+from tests.factories import account, grant, issue, make_merchant, now
+from tests.services.conftest import Scene, make_scene
+from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
+from tests.services.rows import lift_triggers
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+CHAIN = "account:acme/sandbox"
+
+
+@contextmanager
+def tampering() -> Iterator[None]:
+    """What somebody may do who took the triggers away first, and put them back."""
+    lift_triggers()
+    yield
+    lift_triggers()
+    ensure_triggers(connection)
+
+
+def _execute(sql: str, *values: Any) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(sql, values)
+
+
+def _rows(sequence: int) -> Any:
+    return AuditEntry.objects.filter(chain_id=CHAIN, sequence=sequence)
+
+
+def _edit_body(sequence: int = 3, **changes: object) -> None:
+    entry = _rows(sequence).get()
+    body = json.loads(bytes(entry.body)) | changes
+    _rows(sequence).update(body=json.dumps(body).encode())
+
+
+def _swap() -> None:
+    """Entries 3 and 4 trade places."""
+    third, fourth = _rows(3).get(), _rows(4).get()
+    _rows(3).update(sequence=1_000)
+    _rows(4).update(sequence=3)
+    AuditEntry.objects.filter(pk=third.pk).update(sequence=4)
+    assert _rows(3).get().pk == fourth.pk
+
+
+def _forge_behind_the_head() -> None:
+    """A well-made entry, but the head has not moved."""
+    head = AuditChain.objects.get(name=CHAIN)
+    sequence, previous, at = head.sequence + 1, bytes(head.head_hash), now()
+    body = entry_bytes(
+        chain=CHAIN, sequence=sequence, at=at, event="x", actor="operator:x", channel="console", details={}
+    )
+    AuditEntry.objects.create(
+        chain_id=CHAIN,
+        sequence=sequence,
+        at=at,
+        event="x",
+        actor="operator:x",
+        body=body,
+        previous=previous,
+        hash=entry_hash(previous, body),
+    )
+
+
+def _rehash() -> None:
+    """The edited entry gets the hash that belongs to it; the next one still leans on the old one."""
+    _edit_body(3, actor="operator:nobody")
+    entry = _rows(3).get()
+    _rows(3).update(hash=entry_hash(bytes(entry.previous), bytes(entry.body)), actor="operator:nobody")
+
+
+TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
+    "body edited": (lambda: _edit_body(3, actor="operator:nobody"), 3, "its bytes do not match its hash"),
+    "body made garbage": (lambda: _rows(3).update(body=b"\xff garbage"), 3, "its bytes do not match its hash"),
+    "body made other JSON": (lambda: _rows(3).update(body=b"[1]"), 3, "its bytes do not match its hash"),
+    "body edited and hashed anew": (_rehash, 4, "does not lean on the entry before it"),
+    "event column edited": (lambda: _rows(3).update(event="key.resumed"), 3, "its columns differ from its bytes"),
+    "actor column edited": (lambda: _rows(3).update(actor="operator:x"), 3, "its columns differ from its bytes"),
+    "time column edited": (lambda: _rows(3).update(at=now()), 3, "its columns differ from its bytes"),
+    "hash edited": (lambda: _rows(3).update(hash=bytes(32)), 3, "its bytes do not match its hash"),
+    "previous edited": (lambda: _rows(3).update(previous=bytes(32)), 3, "does not lean on the entry before it"),
+    "first deleted": (lambda: _rows(1).delete(), 1, "entry 1 is missing; 2 follows"),
+    "middle deleted": (lambda: _rows(3).delete(), 3, "entry 3 is missing; 4 follows"),
+    "two swapped": (_swap, 3, "does not lean on the entry before it"),
+    "tail cut": (lambda: AuditEntry.objects.filter(chain_id=CHAIN, sequence__gt=5).delete(), 6, "the chain ends at 5"),
+    "all deleted": (lambda: AuditEntry.objects.filter(chain_id=CHAIN).delete(), 1, "the chain ends at 0"),
+    "entry behind the head": (_forge_behind_the_head, 9, "an entry stands behind the head of the chain"),
+    "head set back": (
+        lambda: AuditChain.objects.filter(name=CHAIN).update(sequence=5, head_hash=_rows(5).get().hash),
+        8,
+        "an entry stands behind the head of the chain",
+    ),
+    "head hash edited": (lambda: AuditChain.objects.filter(name=CHAIN).update(head_hash=GENESIS), 8, "another hash"),
+}
+
+
+@pytest.fixture
+def written(scene: Scene) -> Scene:
+    """A chain of eight entries in acme's sandbox, and others beside it."""
+    key, _ = issue(scene.sandbox)
+    issue(scene.production)
+    suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
+    resume_key(grant(scene.admin, P.KEYS_RESUME, scene.sandbox), key)
+    assert AuditChain.objects.get(name=CHAIN).sequence == 8
+    return scene
+
+
+def test_audit_of_untouched_chains_is_intact(written: Scene) -> None:
+    report = verify_audit()
+    assert (report.first_broken, report.entries) == (None, AuditEntry.objects.count())
+
+
+def test_audit_of_an_empty_database_is_intact(db: None) -> None:
+    """Before the first act there is nothing that could be missing."""
+    assert verify_audit().first_broken is None
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_audit_tampered_chain_names_the_first_broken_entry(written: Scene, name: str) -> None:
+    """Whoever edits, deletes, reorders, cuts or adds past the triggers is found, at the entry where it begins."""
+    tamper, sequence, why = TAMPERINGS[name]
+    with tampering():
+        tamper()
+    broken = verify_audit().first_broken
+    assert broken is not None
+    assert (broken.chain, broken.sequence) == (CHAIN, sequence)
+    assert why in broken.why
+
+
+def test_audit_body_written_as_text_is_named(written: Scene) -> None:
+    """SQLite keeps any type in any column: text where bytes belong is found, and does not end the check."""
+    with tampering():
+        _execute("UPDATE keyvault_auditentry SET body = 'text' WHERE chain_id = %s AND sequence = 3", CHAIN)
+    assert verify_audit().first_broken == Break(CHAIN, 3, "its bytes do not match its hash")
+
+
+def test_audit_entry_moved_to_another_chain_is_named(written: Scene) -> None:
+    """What happened on one account cannot be passed off as another's."""
+    with tampering():
+        _rows(8).update(chain_id="account:acme/production", sequence=1_000)
+    broken = verify_audit().first_broken
+    assert broken is not None
+    assert broken.chain in {CHAIN, "account:acme/production"}
+
+
+@pytest.mark.parametrize("name", ["platform", CHAIN])
+def test_audit_missing_chain_is_noticed(written: Scene, name: str) -> None:
+    """A whole chain taken away with all its entries leaves a hole that is seen."""
+    with tampering():
+        AuditEntry.objects.filter(chain_id=name).delete()
+        AuditChain.objects.filter(name=name).delete()
+    assert verify_audit().first_broken == Break(name, 0, "the chain is missing")
+
+
+def test_audit_all_chains_missing_is_noticed(written: Scene) -> None:
+    """An emptied log is not an intact one as long as there is anything that it should tell of."""
+    with tampering():
+        AuditEntry.objects.all().delete()
+        AuditChain.objects.all().delete()
+    assert verify_audit().first_broken == Break("platform", 0, "the chain is missing")
+
+
+def test_audit_platform_is_checked_first(written: Scene) -> None:
+    """The first broken entry is the same for everybody who looks: platform first, then accounts by name."""
+    with tampering():
+        _edit_body(3, actor="operator:x")
+        AuditEntry.objects.filter(chain_id="platform", sequence=2).update(actor="operator:x")
+    broken = verify_audit().first_broken
+    assert broken is not None
+    assert (broken.chain, broken.sequence) == ("platform", 2)
+
+
+def test_audit_hash_covers_the_stored_bytes(written: Scene) -> None:
+    """The formula, written out: whoever has the rows can check them without our code."""
+    previous = bytes(32)
+    for entry in AuditEntry.objects.filter(chain_id=CHAIN).order_by("sequence"):
+        digest = hashlib.sha256(b"keyvault/audit/v1\0" + previous + bytes(entry.body)).digest()
+        assert (bytes(entry.previous), bytes(entry.hash)) == (previous, digest)
+        previous = digest
+    assert bytes(AuditChain.objects.get(name=CHAIN).head_hash) == previous
+
+
+# ------------------------------------------------------------------------------------------ while others write
+
+
+@pytest.mark.django_db(transaction=True)
+def test_audit_verified_while_others_write_raises_no_false_alarm() -> None:
+    """A check of a busy service reports only what is broken, not what is new."""
+    make_scene()
+    keys = [issue(account("acme"))[0], issue(account("acme"))[0]]
+    enough = threading.Event()
+
+    def write(key: Any) -> int:
+        written = 0
+        try:
+            while not enough.is_set():
+                allowed = grant(HOST, P.MERCHANTS_WRITE)
+                with recorded(allowed, P.MERCHANTS_WRITE, "test.wrote", key_id=key.key_id):
+                    written += 1
+        finally:
+            connections.close_all()
+        return written
+
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write, key) for key in keys]
+        try:
+            reports: list[AuditReport] = []
+            while len(reports) < 25 or AuditEntry.objects.filter(event="test.wrote").count() < 50:
+                reports.append(verify_audit())
+        finally:
+            enough.set()
+        written = sum(writer.result(PATIENCE_SECONDS) for writer in writers)
+    assert [report.first_broken for report in reports if report.first_broken is not None] == []
+    assert reports[-1].entries > reports[0].entries
+    assert AuditEntry.objects.filter(event="test.wrote").count() == written
+    assert verify_audit().first_broken is None
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_audit_first_entries_of_two_processes_open_the_platform_chain_once() -> None:
+    """Two first runs that meet both get their entry in, on one chain."""
+    first = partial(create_merchant, merchant_id="acme", name="Acme")
+    with held_open(lambda: first(grant(HOST, P.MERCHANTS_WRITE))):
+        second = start(lambda: make_merchant("globex"))
+        wait_until_blocked(second)
+    second.result(PATIENCE_SECONDS)
+    assert verify_audit().first_broken is None
+    assert AuditChain.objects.get(name="platform").sequence == 2

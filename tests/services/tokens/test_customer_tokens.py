@@ -1,0 +1,129 @@
+"""Customer access tokens: hashed, bound to account and customer, short-lived, revoked for good."""
+
+from datetime import timedelta
+
+import pytest
+
+from keyvault.access.customers import Customer, CustomerFault, judge_customer_token, read_customer_token
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import KeyHolder
+from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.errors import NotFoundError, PermissionMissingError, RequestInvalidError
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import CustomerToken, Key
+from keyvault.services.keys.records import find_customer_record
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
+from tests.domain.minting import mint
+from tests.factories import SANDBOX, account, grant, issue, make_merchant, now
+from tests.services.conftest import Scene
+from tests.services.rows import last_body, last_ids, written_since
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+
+def holder_of(key: Key) -> KeyHolder:
+    """Whoever presented it."""
+    credential = key.credential
+    kind, merchant_id = KeyKind(credential.kind), credential.account.merchant_id
+    return KeyHolder(key.key_id, credential.credential_id, kind, credential.environment, merchant_id)
+
+
+def token_of(key: Key, customer_id: str = "alice", ttl_seconds: int | None = None) -> tuple[CustomerToken, Plaintext]:
+    place = key.credential.account
+    allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, place)
+    return issue_customer_token(allowed, place, key, customer_id=customer_id, ttl_seconds=ttl_seconds)
+
+
+def judge(text: Plaintext, key: Key) -> Customer | CustomerFault:
+    keystring = read_customer_token(text.reveal(), environment=SANDBOX, brand="kv")
+    assert not isinstance(keystring, CustomerFault)
+    record = find_customer_record(keystring.key_id)
+    return judge_customer_token(keystring, record, holder_of(key), load_peppers(PEPPER_SET[SANDBOX]), now())
+
+
+def test_customer_token_issued_is_proved_beside_its_accounts_keys(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    token, text = token_of(key)
+    assert judge(text, key) == Customer("alice", token.token_id, token.expires_at)
+    make_merchant("globex")
+    other, _ = issue(account("globex"))
+    assert judge(text, other) is CustomerFault.INVALID
+
+
+def test_customer_token_issued_is_one_entry_one_change_and_no_plaintext(scene: Scene) -> None:
+    """At rest there is a digest; what is kept for good names the token, its customer and the key that asked."""
+    key, _ = issue(scene.sandbox)
+    before = last_ids()
+    token, text = token_of(key, ttl_seconds=60)
+    assert written_since(before) == (["customer_token.issued"], [("customer_token", token.token_id)])
+    body = last_body("customer_token.issued")
+    assert body["actor"] == f"key:{key.key_id}"
+    assert body["details"] == {"token_id": token.token_id, "customer_id": "alice", "ttl_seconds": 60}
+    assert token.issued_with == key
+    assert text.reveal()[-49:] not in str(vars(CustomerToken.objects.get()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound", "lives"), [(None, 3600, 900), (None, 60, 60), (None, 900, 900), (1, 60, 1), (60, 60, 60)]
+)
+def test_customer_token_lives_as_asked_or_a_quarter_of_an_hour_within_the_bound(
+    scene: Scene, asked: int | None, bound: int, lives: int
+) -> None:
+    key, _ = issue(scene.sandbox)
+    key.credential.account.customer_token_seconds = bound
+    token, _ = token_of(key, ttl_seconds=asked)
+    assert token.expires_at - token.created_at == timedelta(seconds=lives)
+
+
+@pytest.mark.parametrize(
+    ("customer_id", "ttl_seconds", "pointer"),
+    [
+        ("alice", 0, "/ttl_seconds"),
+        ("alice", 3601, "/ttl_seconds"),
+        ("a" * 129, None, ""),
+        ("..", None, ""),
+        ("a/b", None, ""),
+        (mint(), None, ""),
+    ],
+)
+def test_customer_token_that_does_not_fit_is_refused(
+    scene: Scene, customer_id: str, ttl_seconds: int | None, pointer: str
+) -> None:
+    key, _ = issue(scene.sandbox)
+    with pytest.raises(RequestInvalidError) as refused:
+        token_of(key, customer_id, ttl_seconds)
+    assert [fault.pointer for fault in refused.value.faults] == [pointer]
+    assert mint() not in str(refused.value.faults)
+    assert not CustomerToken.objects.exists()
+
+
+def test_customer_token_is_for_private_keys_to_ask_for(scene: Scene) -> None:
+    public, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
+    with pytest.raises(PermissionMissingError):
+        token_of(public)
+
+
+def test_customer_token_revoked_stays_so_and_is_recorded_once(scene: Scene) -> None:
+    key, _ = issue(scene.sandbox)
+    token, text = token_of(key)
+    allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, scene.sandbox)
+    before = last_ids()
+    for _ in range(2):
+        revoke_customer_token(allowed, scene.sandbox, token.token_id)
+    assert judge(text, key) is CustomerFault.REVOKED
+    assert written_since(before) == (["customer_token.revoked"], [("customer_token", token.token_id)])
+    assert last_body("customer_token.revoked")["details"] == {"token_id": token.token_id, "customer_id": "alice"}
+    assert CustomerToken.objects.get().revoked_at == allowed.at
+
+
+def test_customer_token_of_another_account_is_not_found(scene: Scene) -> None:
+    make_merchant("globex")
+    key, _ = issue(scene.sandbox)
+    token, text = token_of(key)
+    for place in (scene.production, account("globex")):
+        other, _ = issue(place)
+        with pytest.raises(NotFoundError):
+            revoke_customer_token(grant(holder_of(other), P.CUSTOMER_TOKENS_WRITE, place), place, token.token_id)
+    assert isinstance(judge(text, key), Customer)

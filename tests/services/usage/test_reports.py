@@ -1,0 +1,264 @@
+"""Who uses a key: what people are shown, and what the engine's tripwire goes by."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
+from ipaddress import IPv4Address, IPv6Address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyvault.models import Key
+from keyvault.models.usage import SIGNS_OF_LIFE, Outcome
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.reports import (
+    TRACES,
+    Attempts,
+    describe_use,
+    find_attempts,
+    find_last,
+    find_users,
+    list_attempts,
+    list_networks,
+    list_users,
+    list_versions,
+    network_of,
+)
+from tests.factories import account, issue, make_merchant
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+ALLOWED, DENIED, REFUSED, PROBED = Outcome.ALLOWED, Outcome.DENIED, Outcome.REFUSED, Outcome.PROBED
+
+
+@pytest.fixture
+def key(db: None) -> Key:
+    make_merchant("acme")
+    return issue(account())[0]
+
+
+def use(
+    key: Key,
+    source: str = "192.0.2.1",
+    *,
+    at: datetime = NOON,
+    outcome: Outcome = ALLOWED,
+    user_agent: str = "shop/1",
+    endpoint: str = "orders.create",
+    origin: str = "",
+    times: int = 1,
+) -> None:
+    log = UsageLog(now=lambda: at)
+    for _ in range(times):
+        log.note(key.key_id, source=source, user_agent=user_agent, endpoint=endpoint, origin=origin, outcome=outcome)
+    log.flush()
+
+
+# ------------------------------------------------------------------------------------------------------- networks
+
+
+@given(st.ip_addresses(v=4), st.integers(0, 255))
+def test_network_of_an_ipv4_address_is_its_24_bits(address: IPv4Address, last: int) -> None:
+    neighbour = IPv4Address(int(address) & ~0xFF | last)
+    assert network_of(str(address)) == network_of(str(neighbour))
+    assert network_of(str(address)).endswith(".0/24")
+
+
+@given(st.ip_addresses(v=6, network="2000::/3"), st.integers(0, 2**80 - 1))
+def test_network_of_an_ipv6_address_is_its_48_bits(address: IPv6Address, rest: int) -> None:
+    neighbour = IPv6Address(int(address) >> 80 << 80 | rest)
+    assert network_of(str(address)) == network_of(str(neighbour))
+    assert network_of(str(address)).endswith("/48")
+
+
+@pytest.mark.parametrize(
+    ("source", "network"),
+    [
+        ("192.0.2.77", "192.0.2.0/24"),
+        ("::ffff:192.0.2.77", "192.0.2.0/24"),
+        ("2001:db8:1:2::3", "2001:db8:1::/48"),
+        ("::1", "::/48"),
+        ("token:abc", "token:abc"),
+        ("unknown", "unknown"),
+        ("", ""),
+    ],
+)
+def test_network_of_a_source(source: str, network: str) -> None:
+    """A calling token, or what nobody knows, is a network of its own."""
+    assert network_of(source) == network
+
+
+# ---------------------------------------------------------------------------------------------------------- users
+
+
+def test_users_are_told_apart_by_where_they_come_from_and_what_they_do(key: Key) -> None:
+    use(key, times=2)
+    use(key, at=NOON + HOUR)
+    use(key, user_agent="shop/2", at=NOON + 2 * HOUR)
+    use(key, endpoint="orders.retrieve", at=NOON + 3 * HOUR)
+    use(key, origin="https://shop.example", at=NOON + 4 * HOUR)
+    use(key, "192.0.2.9", at=NOON + 5 * HOUR)
+    users = find_users(key.key_id)
+    assert [user.last_at for user in users] == [NOON + hours * HOUR for hours in (5, 4, 3, 2, 1)], "the latest first"
+    oldest = users[-1]
+    assert (oldest.count, oldest.first_at, oldest.last_at) == (3, NOON, NOON + HOUR), "over all its minutes"
+    assert (oldest.network, oldest.is_probe) == ("192.0.2.0/24", False)
+
+
+def test_users_shows_probes_marked_and_exposures_not_at_all(key: Key) -> None:
+    """Our own test calls are no secret, but nobody shall take them for the merchant's."""
+    for outcome in Outcome:
+        use(key, outcome=outcome)
+    users = find_users(key.key_id)
+    assert {user.outcome for user in users} == set(TRACES)
+    assert [user.outcome for user in users if user.is_probe] == [PROBED]
+    assert {user.outcome for user in find_users(key.key_id, outcomes=SIGNS_OF_LIFE)} == {ALLOWED, DENIED}
+
+
+def test_users_are_no_more_than_asked_for_and_the_latest(key: Key) -> None:
+    for number in range(4):
+        use(key, f"192.0.2.{number}", at=NOON + number * HOUR)
+    assert [user.source for user in find_users(key.key_id, limit=2)] == ["192.0.2.3", "192.0.2.2"]
+
+
+def test_users_of_another_key_are_not_told(key: Key) -> None:
+    use(issue(account())[0])
+    assert find_users(key.key_id) == []
+    assert list(list_networks(key.key_id)) == []
+    assert list_versions(key.key_id) == []
+
+
+def test_users_are_answered_with_all_that_is_known(key: Key) -> None:
+    use(key, outcome=PROBED)
+    (told,) = list_users(key.key_id)
+    assert told == {
+        "source": "192.0.2.1",
+        "network": "192.0.2.0/24",
+        "user_agent": "shop/1",
+        "endpoint": "orders.create",
+        "origin": "",
+        "outcome": "probed",
+        "is_probe": True,
+        "count": 1,
+        "first_at": NOON.isoformat(),
+        "last_at": NOON.isoformat(),
+    }
+
+
+def test_networks_gather_the_sources_that_really_use_the_key(key: Key) -> None:
+    use(key, "192.0.2.1", times=2)
+    use(key, "192.0.2.200", at=NOON + HOUR, outcome=DENIED)
+    use(key, "2001:db8::1", at=NOON - HOUR)
+    for outcome in (REFUSED, PROBED, Outcome.EXPOSED_IN_URL):
+        use(key, "198.51.100.1", outcome=outcome)
+    first, second = list_networks(key.key_id)
+    assert (first.network, first.sources, first.count) == ("192.0.2.0/24", 2, 3)
+    assert (first.first_at, first.last_at) == (NOON, NOON + HOUR)
+    assert second.network == "2001:db8::/48"
+    assert list_networks(key.key_id, limit=1) == [first]
+
+
+def test_versions_are_by_origin_and_user_agent(key: Key) -> None:
+    shop = "https://shop.example"
+    use(key, "192.0.2.1", origin=shop, user_agent="browser")
+    use(key, "192.0.2.2", origin=shop, user_agent="browser", at=NOON + HOUR)
+    use(key, user_agent="app/1.0", at=NOON - HOUR)
+    use(key, user_agent="app/1.1", outcome=PROBED)
+    found = list_versions(key.key_id)
+    assert [(each.origin, each.user_agent, each.sources, each.count) for each in found] == [
+        (shop, "browser", 2, 2),
+        ("", "app/1.0", 1, 1),
+    ]
+
+
+def test_describe_use_tells_each_way_in_which_a_key_was_presented(key: Key) -> None:
+    never = describe_use(key)
+    assert (never.count, never.first_at, never.last_at, never.denied_at) == (0, None, None, None)
+    use(key, times=2)
+    for hours, outcome in enumerate((DENIED, REFUSED, PROBED), start=1):
+        use(key, outcome=outcome, at=NOON + hours * HOUR)
+    told = describe_use(key)
+    assert (told.count, told.first_at, told.last_at) == (2, NOON, NOON)
+    assert (told.denied_at, told.tried_at, told.probed_at) == (NOON + HOUR, NOON + 2 * HOUR, NOON + 3 * HOUR)
+
+
+# ------------------------------------------------------------------------------------------------- signs of life
+
+
+def test_last_sign_of_life_is_the_latest_of_allowed_and_denied(key: Key) -> None:
+    """Who is refused for another reason holds the key still; what only we have tried is no life."""
+    assert find_last(key.key_id) is None
+    use(key, at=NOON)
+    for outcome in (REFUSED, PROBED, Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER):
+        use(key, outcome=outcome, at=NOON + HOUR)
+    assert find_last(key.key_id) == NOON
+    use(key, outcome=DENIED, at=NOON + timedelta(seconds=7))
+    use(key, "192.0.2.2", outcome=DENIED, at=NOON + timedelta(seconds=5))
+    assert find_last(key.key_id) == NOON + timedelta(seconds=7), "of the latest minute its latest moment"
+    assert find_last(key.key_id, [ALLOWED]) == NOON
+
+
+# -------------------------------------------------------------------------------------------------------- attempts
+
+
+def test_attempts_are_tries_of_a_suspended_key_since_then(key: Key) -> None:
+    """What came before the quarantine trips nothing, in the very same minute neither; a probe never does."""
+    since = NOON + timedelta(seconds=30)
+    use(key, "192.0.2.1", outcome=REFUSED, at=NOON + timedelta(seconds=29))
+    use(key, "192.0.2.2", outcome=REFUSED, at=since, times=2)
+    use(key, "192.0.2.3", outcome=REFUSED, at=NOON + HOUR)
+    for outcome in (ALLOWED, DENIED, PROBED):
+        use(key, "192.0.2.4", outcome=outcome, at=NOON + HOUR)
+    found = list_attempts(key.key_id, since)
+    assert [(each.source, each.count, each.last_at) for each in found] == [
+        ("192.0.2.3", 1, NOON + HOUR),
+        ("192.0.2.2", 2, since),
+    ]
+
+
+@pytest.mark.parametrize(("outcome", "is_known"), [(outcome, outcome in SIGNS_OF_LIFE) for outcome in Outcome])
+def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: Outcome, is_known: bool) -> None:
+    """Neither a probe of ours nor a stranger's earlier try makes a source one that may reinstate a key."""
+    use(key, "192.0.2.1", outcome=outcome, at=NOON)
+    for source in ("192.0.2.1", "192.0.2.2"):
+        use(key, source, outcome=REFUSED, at=NOON + HOUR)
+    known = {each.source: each.is_known for each in list_attempts(key.key_id, NOON + HOUR)}
+    assert known == {"192.0.2.1": is_known, "192.0.2.2": False}
+    use(key, "192.0.2.3", outcome=outcome, at=NOON + 2 * HOUR)
+    use(key, "192.0.2.3", outcome=REFUSED, at=NOON + 2 * HOUR)
+    later = {each.source: each.is_known for each in list_attempts(key.key_id, NOON + 2 * HOUR)}
+    assert later == {"192.0.2.3": False}, "and not at the very moment"
+
+
+def test_attempts_tell_known_sources_from_strangers(key: Key) -> None:
+    since = NOON + HOUR
+    assert find_attempts(key.key_id, since) == Attempts()
+    use(key, "192.0.2.1", at=NOON)
+    use(key, "192.0.2.1", outcome=REFUSED, at=since)
+    use(key, "198.51.100.1", outcome=REFUSED, at=since + HOUR)
+    use(key, "198.51.100.2", at=since, outcome=PROBED)
+    assert find_attempts(key.key_id, since) == Attempts(last_at=since + HOUR, last_known_at=since)
+    told = [(each.source, each.is_known) for each in list_attempts(key.key_id, since)]
+    assert told == [("198.51.100.1", False), ("192.0.2.1", True)]
+
+
+def test_attempts_by_strangers_alone_reinstate_nothing(key: Key) -> None:
+    """Whoever found the key somewhere can raise an alarm with it, and never bring it back to life."""
+    use(key, "192.0.2.1", at=NOON)
+    use(key, "198.51.100.1", outcome=REFUSED, at=NOON + HOUR)
+    found = find_attempts(key.key_id, NOON + HOUR)
+    assert (found.last_at, found.last_known_at) == (NOON + HOUR, None)
+
+
+def test_attempts_of_any_number_of_sources_are_one_question(
+    key: Key, django_assert_num_queries: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """A retired public key is tried by every shopper: nothing here grows with them."""
+    for number in range(120):
+        use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + HOUR)
+    with django_assert_num_queries(2):
+        find_attempts(key.key_id, NOON)
+    assert len(list_attempts(key.key_id, NOON)) == 50

@@ -1,0 +1,386 @@
+"""What was refused: kept by request id for whoever is asked why, never at the cost of a request."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from logging import LogRecord
+from typing import Any
+from unittest import mock
+
+import pytest
+from django.db import OperationalError
+
+from keyvault.access.decision import Check, Denial
+from keyvault.access.principals import KeyHolder
+from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
+from keyvault.domain.keys import KeyKind
+from keyvault.models import Refusal
+from keyvault.services.catalog.catalog import find_endpoint
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.verification import refusals
+from keyvault.services.verification.judging import Judgement, Presented, judge_presented
+from keyvault.services.verification.refusals import RefusalLog, find_refusal, forget_old
+from tests.domain.minting import mint
+from tests.factories import SANDBOX, issue, now
+from tests.services.conftest import Scene
+
+pytestmark = pytest.mark.database
+
+HOLDER = KeyHolder("K" * 16, "crd_1", KeyKind.PRIVATE, Environment.SANDBOX, "acme")
+
+
+def denied(
+    holder: KeyHolder | None = None, detail: str = "no", internal: str = "", code: ErrorCode = ErrorCode.KEY_REVOKED
+) -> Judgement:
+    denial = Denial(code, detail, internal, holder)
+    return Judgement(denial, holder, trace=[Check(ErrorCode.CREDENTIAL_INVALID, True), Check(denial.code, False)])
+
+
+def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **more: Any) -> None:
+    told: dict[str, Any] = {
+        "door": "verify",
+        "environment": SANDBOX,
+        "endpoint": "orders.retrieve",
+        "source": "192.0.2.7",
+    }
+    log.note(judgement, request_id=request_id, **{"at": now(), **told, **more})
+
+
+class Clock:
+    """Stands still until the test lets a period pass."""
+
+    def __init__(self) -> None:
+        self._now = 1_000.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def pass_period(self) -> None:
+        self._now += refusals.FLUSH_SECONDS
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(db: None, clock: Clock) -> RefusalLog:
+    return RefusalLog(clock)
+
+
+def holder(key_id: str) -> KeyHolder:
+    return replace(HOLDER, key_id=key_id.ljust(16, "x"))
+
+
+def kept() -> set[str]:
+    return set(Refusal.objects.values_list("request_id", flat=True))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[LogRecord]:
+    return [record for record in caplog.records if record.message == "denied"]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """The request ids of those lines."""
+    return [getattr(line, "request_id", None) for line in lines(caplog)]
+
+
+def dropped(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """How many each warning says were not kept."""
+    return [record.dropped for record in caplog.records if hasattr(record, "dropped")]
+
+
+class Outage:
+    """Of the database, for the writes of these numbers. Whatever is written, in its order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+        self.written: list[list[str]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._failing = failing
+        self._write = Refusal.objects.bulk_create
+        monkeypatch.setattr(Refusal.objects, "bulk_create", self._write_or_fail)
+
+    def _write_or_fail(self, rows: list[Refusal], **how: Any) -> object:
+        self.written.append([row.request_id for row in rows])
+        if len(self.written) - 1 in self._failing:
+            self.meanwhile()
+            raise OperationalError("gone")
+        return self._write(rows, **how)
+
+
+def test_refusal_noted_is_found_by_its_request_id(log: RefusalLog) -> None:
+    note(log, denied(HOLDER, internal="the key is deactivated"))
+    assert find_refusal("R1") is None, "nothing is written on the request path"
+    log.flush()
+    found = find_refusal("R1")
+    assert found is not None
+    assert (found.code, found.key_id, found.merchant_id) == ("key_revoked", "K" * 16, "acme")
+    assert (found.door, found.endpoint, found.source) == ("verify", "orders.retrieve", "192.0.2.7")
+    assert found.trace == [["credential_invalid", True], ["key_revoked", False]]
+    assert found.internal == "the key is deactivated"
+
+
+def test_refusal_of_a_grant_is_none(log: RefusalLog, scene: Scene) -> None:
+    """What was allowed leaves nothing here."""
+    _, text = issue(scene.sandbox)
+    presented = Presented(key=text.reveal(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
+    note(log, judge_presented(presented, now()))
+    log.flush()
+    assert not Refusal.objects.exists()
+
+
+def test_refusal_before_proof_names_no_key(log: RefusalLog, scene: Scene) -> None:
+    """Whoever merely names a key id leaves no trace on the key."""
+    issue(scene.sandbox)
+    presented = Presented(key=mint(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
+    note(log, judge_presented(presented, now()))
+    log.flush()
+    found = Refusal.objects.get()
+    assert (found.code, found.key_id, found.merchant_id) == ("credential_invalid", "", "")
+    assert found.trace == [["credential_invalid", False]]
+
+
+def test_refusal_texts_are_kept_without_secrets_and_cut(log: RefusalLog) -> None:
+    """No key string reaches the table, wherever a client may have put it."""
+    secret = mint()
+    note(log, denied(detail=f"{secret} " + "d" * 900, internal=secret), source=secret, endpoint=secret)
+    log.flush()
+    found = Refusal.objects.get()
+    assert len(found.detail) == 300
+    assert secret[-20:] not in f"{found.detail} {found.internal} {found.source} {found.endpoint}"
+
+
+def test_refusal_noted_twice_is_kept_once(log: RefusalLog) -> None:
+    for _ in range(2):
+        note(log, denied(HOLDER))
+        log.flush()
+    assert Refusal.objects.count() == 1
+
+
+def test_refusal_log_without_room_drops_and_says_so_once(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory is bounded whatever comes in, and so is what a flood without any proof has written."""
+    with mock.patch.object(refusals, "_MOST_PENDING", 5), mock.patch.object(refusals, "_MOST_UNPROVED", 2):
+        for number in range(9):
+            note(log, denied(), f"U{number}")
+        for number in range(9):
+            note(log, denied(HOLDER), f"P{number}")
+        log.flush()
+    assert kept() == {"U0", "U1", "P0", "P1", "P2"}
+    assert [record.levelname for record in caplog.records if hasattr(record, "dropped")] == ["WARNING"]
+    assert dropped(caplog) == [13]
+
+
+def test_refusals_of_one_key_are_kept_up_to_a_few_beside_all_of_the_others(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A revoked key that is still in use everywhere neither fills the disk nor displaces what is asked for."""
+    caplog.set_level("INFO", refusals.__name__)
+    most = refusals._MOST_OF_A_KEY
+    for number in range(most + 7):
+        note(log, denied(HOLDER), f"R{number}")
+        note(log, denied(holder(f"other{number}")), f"O{number}")
+    for number in range(3):
+        note(log, denied(holder("once more")), f"M{number}")
+    log.flush()
+    expected = {f"R{number}" for number in range(most)} | {f"O{number}" for number in range(most + 7)}
+    assert kept() == expected | {"M0", "M1", "M2"}
+    assert sorted(told(caplog)) == sorted(kept() | {f"R{most + number}" for number in range(7)})
+    assert dropped(caplog) == [7]
+
+
+def test_refusals_are_counted_by_time_and_not_by_what_was_written(
+    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database that fails, or hangs and lets nobody flush, silences nobody."""
+    caplog.set_level("INFO", refusals.__name__)
+    database, most = Outage(monkeypatch, 0), refusals._MOST_OF_A_KEY
+    for period in range(3):
+        for number in range(most + 1):
+            note(log, denied(HOLDER), f"R{period}.{number}")
+        if period == 0:
+            with pytest.raises(OperationalError):
+                log.flush()
+        clock.pass_period()
+    log.flush()
+    assert len(told(caplog)) == 3 * (most + 1)
+    assert kept() == {f"R{period}.{number}" for period in range(3) for number in range(most)}
+    assert dropped(caplog) == [1, 2]
+    assert len(database.written) == 2
+
+
+def test_refusals_of_one_key_for_another_reason_are_counted_apart(log: RefusalLog) -> None:
+    """Whoever is over its limit all the time does not hide that it came from a browser once."""
+    most, unproved = refusals._MOST_OF_A_KEY, refusals._MOST_UNPROVED
+    for number in range(most + 3):
+        note(log, denied(HOLDER, code=ErrorCode.RATE_LIMITED), f"R{number}")
+        note(log, denied(code=ErrorCode.CREDENTIAL_INVALID), f"U{number}")
+    note(log, denied(HOLDER, code=ErrorCode.PRIVATE_KEY_IN_BROWSER), "browser")
+    note(log, denied(code=ErrorCode.VERIFIER_STALE), "stale")
+    log.flush()
+    expected = {f"R{number}" for number in range(most)} | {f"U{number}" for number in range(unproved)}
+    assert kept() == expected | {"browser", "stale"}
+
+
+def test_refusal_lines_are_bounded_for_each_key_and_in_all_in_each_period(
+    log: RefusalLog, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line costs the request path a tenth of a millisecond."""
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_MOST_LINES", 3)
+    monkeypatch.setattr(refusals, "_MOST_LINES_OF_ALL", 5)
+    for period in range(2):
+        for name, of in (("R", HOLDER), ("O", holder("other"))):
+            for number in range(4):
+                note(log, denied(of), f"{name}{period}.{number}")
+        clock.pass_period()
+    expected = [
+        [f"R{period}.{number}" for number in range(3)] + [f"O{period}.0", f"O{period}.1"] for period in range(2)
+    ]
+    assert told(caplog) == expected[0] + expected[1]
+
+
+def test_refusals_of_several_portions_are_told_and_written_in_their_order(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_AT_ONCE", 3)
+    database = Outage(monkeypatch)
+    for number in range(8):
+        note(log, denied(HOLDER), f"R{number}")
+    log.flush()
+    log.flush()
+    assert database.written == [["R0", "R1", "R2"], ["R3", "R4", "R5"], ["R6", "R7"]]
+    assert told(caplog) == [f"R{number}" for number in range(8)]
+    assert kept() == set(told(caplog))
+
+
+def test_refusals_of_a_portion_that_could_not_be_written_are_kept_with_all_after_it(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those before it are not written again. The log is told of each once, whichever try wrote it."""
+    caplog.set_level("INFO", refusals.__name__)
+    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
+    database = Outage(monkeypatch, 1, 2)
+    database.meanwhile = lambda: note(log, denied(HOLDER), f"later{len(database.written)}")
+    for number in range(6):
+        note(log, denied(HOLDER), f"R{number}")
+    with pytest.raises(OperationalError):
+        log.flush()
+    assert kept() == {"R0", "R1"}
+    with pytest.raises(OperationalError):
+        log.flush()
+    log.flush()
+    assert database.written == [
+        ["R0", "R1"],
+        ["R2", "R3"],
+        ["R2", "R3"],
+        ["R2", "R3"],
+        ["R4", "R5"],
+        ["later2", "later3"],
+    ]
+    assert told(caplog) == [*(f"R{number}" for number in range(6)), "later2", "later3"]
+    assert kept() == set(told(caplog))
+    assert dropped(caplog) == []
+
+
+def test_refusals_that_could_not_be_written_are_dropped_where_there_is_no_room_for_them(
+    log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded in an outage too, and what it costs is told by the flush after it."""
+    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
+    monkeypatch.setattr(refusals, "_MOST_PENDING", 4)
+
+    def fail_late(rows: list[Refusal], **_: object) -> None:
+        for number in range(3):
+            note(log, denied(holder("another")), f"N{number}")
+        raise OperationalError("gone")
+
+    for number in range(4):
+        note(log, denied(HOLDER), f"R{number}")
+    with monkeypatch.context() as outage:
+        outage.setattr(Refusal.objects, "bulk_create", fail_late)
+        with pytest.raises(OperationalError):
+            log.flush()
+    log.flush()
+    assert kept() == {"R0", "N0", "N1", "N2"}
+    assert dropped(caplog) == [3]
+
+
+def test_refusal_log_of_a_lost_database_keeps_what_it_has_room_for(log: RefusalLog) -> None:
+    note(log, denied(HOLDER), "R1")
+    with mock.patch.object(Refusal.objects, "bulk_create", side_effect=OperationalError("gone")):
+        with pytest.raises(OperationalError):
+            log.flush()
+        note(log, denied(HOLDER), "R2")
+    log.flush()
+    assert Refusal.objects.count() == 2
+
+
+def test_refusal_note_never_fails_a_request(log: RefusalLog) -> None:
+    """Whatever goes wrong with the record, the answer goes out."""
+    with mock.patch.object(RefusalLog, "_add", side_effect=RuntimeError("a bug")):
+        note(log, denied(HOLDER))
+
+
+def test_refusal_line_is_logged_with_what_support_needs(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
+    """At once: it stands there at the time of the denial, and whatever becomes of the database."""
+    caplog.set_level("INFO", refusals.__name__)
+    note(log, denied(HOLDER, internal="why"))
+    (line,) = lines(caplog)
+    found = {name: getattr(line, name) for name in ("request_id", "code", "internal", "key_id")}
+    assert found == {"request_id": "R1", "code": "key_revoked", "internal": "why", "key_id": "K" * 16}
+
+
+def test_refusal_log_in_a_forked_child_is_empty(log: RefusalLog) -> None:
+    """What the parent has pending is written once, by the parent."""
+    note(log, denied(HOLDER))
+    log.forget()
+    log.flush()
+    assert not Refusal.objects.exists()
+
+
+@pytest.mark.django_db
+def test_refusals_of_more_than_thirty_days_ago_are_forgotten_some_at_a_time() -> None:
+    """Those without proof after a day: anybody can make them."""
+
+    def keep(request_id: str, at: datetime, key_id: str = "0123456789abcdef") -> None:
+        columns = {"door": "verify", "environment": SANDBOX, "code": "key_revoked", "detail": "no", "key_id": key_id}
+        Refusal.objects.create(request_id=request_id, at=at, **columns)
+
+    today = now()
+    for number in range(4):
+        keep(f"old{number}", today - timedelta(days=31 + number))
+    keep("unproved", today - timedelta(days=2), key_id="")
+    keep("new", today - timedelta(days=29))
+    with mock.patch.object(refusals, "_MOST_FORGOTTEN", 3):
+        assert [forget_old(today), forget_old(today), forget_old(today)] == [3, 2, 0]
+    assert Refusal.objects.get().request_id == "new"
+
+
+@pytest.fixture
+def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusalLog]:
+    """A log in a process that reports its uses, with a thread of its own."""
+    log = RefusalLog()
+    usage = UsageLog()
+    monkeypatch.setattr(refusals, "usage_log", usage)
+    usage.start()
+    yield log
+    log.stop()
+    usage.stop()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_refusal_log_of_a_process_that_reports_writes_by_itself_and_at_its_end(reporting: RefusalLog) -> None:
+    """The thread starts with the first refusal; the farewell leaves nothing unwritten."""
+    note(reporting, denied(HOLDER))
+    assert reporting._thread is not None
+    reporting.stop()
+    assert find_refusal("R1") is not None
+    assert reporting._thread is None
+
+
+def test_refusal_log_of_a_process_without_a_door_has_no_thread(log: RefusalLog) -> None:
+    note(log, denied(HOLDER))
+    assert log._thread is None

@@ -1,0 +1,297 @@
+"""Webhook endpoints: what may be added, what is kept of a secret, and what happens to messages of one that is off."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from ipaddress import ip_network
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import (
+    IntegrityError,
+    NotFoundError,
+    PermissionMissingError,
+    RequestInvalidError,
+    StateConflictError,
+)
+from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.plaintext import Plaintext
+from keyvault.models import Account, AuditEntry, DeliveryState, WebhookDelivery, WebhookEndpoint
+from keyvault.services.peppers.ring import load_peppers
+from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.webhooks.endpoints import (
+    CATCH_UP,
+    MOST_ENDPOINTS,
+    add_endpoint,
+    describe_endpoint,
+    disable_endpoint,
+    enable_endpoint,
+    host_of,
+    rotate_secret,
+    send_test,
+    signing_secrets,
+)
+from tests.admin.desk import dump
+from tests.factories import grant, now
+from tests.services.conftest import Scene, make_scene
+from tests.services.racing import race
+
+pytestmark = [pytest.mark.database, pytest.mark.django_db]
+
+URL = "https://acme.example/hooks?token=theirs"
+
+
+def add(scene: Scene, url: str = URL, account: Account | None = None) -> tuple[WebhookEndpoint, Plaintext]:
+    place = account or scene.sandbox
+    return add_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, place), place, url)
+
+
+def granted(scene: Scene, **options: Any) -> Any:
+    return grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox, **options)
+
+
+def revealed(endpoint: WebhookEndpoint, at: Any = None) -> list[str]:
+    return [secret.reveal() for secret in signing_secrets(endpoint, at or now())]
+
+
+def announced(scene: Scene, at: Any = None) -> None:
+    allowed = grant(scene.admin, P.KEYS_REVOKE, scene.sandbox, at=at)
+    with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
+        announce(allowed, NoticeKind.KEY_REVOKED, scene.sandbox, "k" * 16)
+
+
+def last_entry() -> tuple[str, str, dict[str, Any]]:
+    entry = AuditEntry.objects.latest("id")
+    return entry.event, entry.chain_id, json.loads(bytes(entry.body))["details"]
+
+
+# --- adding ----------------------------------------------------------------------------------------------------
+
+
+def test_endpoint_added_signs_with_the_secret_that_was_shown(scene: Scene) -> None:
+    endpoint, secret = add(scene)
+    assert revealed(endpoint) == [secret.reveal()]
+    event, chain, details = last_entry()
+    assert (event, chain) == ("webhook_endpoint.added", "account:acme/sandbox")
+    assert details["host"] == "acme.example"
+
+
+def test_endpoint_secret_is_nowhere_in_the_database(scene: Scene) -> None:
+    """Whoever copies the database can sign nothing; nor does the audit log keep what a merchant put into its URL."""
+    _, secret = add(scene)
+    text = dump()
+    assert secret.reveal() not in text
+    assert secret.reveal().removeprefix("whsec_") not in text
+    assert not any(b"token=theirs" in bytes(entry.body) for entry in AuditEntry.objects.all())
+
+
+def test_endpoint_secret_opens_in_its_own_row_only(scene: Scene) -> None:
+    """A sealed secret that is moved to another endpoint, or environment, signs nothing there."""
+    endpoint, _ = add(scene)
+    other, _ = add(scene, "https://acme.example/other")
+    there, _ = add(scene, URL, scene.production)
+    for thief in (other, there):
+        thief.secret = endpoint.secret
+        with pytest.raises(IntegrityError):
+            signing_secrets(thief, now())
+
+
+@override_settings(ENVIRONMENTS=("sandbox",))
+def test_endpoint_of_an_environment_that_is_not_served_cannot_be_added(scene: Scene) -> None:
+    """A process without the environment's peppers neither makes nor opens its secrets."""
+    load_peppers.cache_clear()
+    with pytest.raises(NotFoundError):
+        add(scene, URL, scene.production)
+    load_peppers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://acme.example/",
+        "https://user@acme.example/",
+        "https://127.0.0.1/",
+        "https://acme.example/#x",
+        "https://acme.example:22/",
+        "https://acme.example/" + "x" * 500,
+        "https://acme.example/kv_prv_sbx_" + "A" * 65,
+    ],
+)
+def test_endpoint_that_we_would_not_send_to_is_refused(scene: Scene, url: str) -> None:
+    with pytest.raises(RequestInvalidError) as caught:
+        add(scene, url)
+    assert [fault.pointer for fault in caught.value.faults] == ["/url"]
+    assert "A" * 65 not in str(caught.value.faults)
+    assert not WebhookEndpoint.objects.exists()
+
+
+def test_endpoint_in_a_network_of_the_host_is_taken_over_plain_http_too(scene: Scene) -> None:
+    with override_settings(WEBHOOK_NETWORKS=(ip_network("10.1.0.0/16"),)):
+        endpoint, _ = add(scene, "http://10.1.0.9:8080/hooks")
+    assert host_of(endpoint) == "10.1.0.9:8080"
+
+
+@pytest.mark.parametrize("url", [URL, "HTTPS://ACME.example:443/hooks?token=theirs"])
+def test_endpoint_that_is_there_already_is_refused(scene: Scene, url: str) -> None:
+    add(scene)
+    with pytest.raises(StateConflictError, match="already"):
+        add(scene, url)
+
+
+def test_endpoint_of_the_other_environment_is_its_own(scene: Scene) -> None:
+    """Sandbox and production share no endpoint and no secret (D12), even where the address is the same."""
+    sandbox, secret = add(scene)
+    production, other = add(scene, URL, scene.production)
+    assert secret.reveal() != other.reveal()
+    assert sandbox.pk != production.pk
+
+
+def test_endpoints_are_few(scene: Scene) -> None:
+    endpoints = [add(scene, f"https://acme.example/{number}")[0] for number in range(MOST_ENDPOINTS)]
+    with pytest.raises(StateConflictError, match="at most"):
+        add(scene)
+    disable_endpoint(granted(scene), endpoints[0], "moved")
+    add(scene)
+    with pytest.raises(StateConflictError, match="at most"):
+        enable_endpoint(granted(scene), endpoints[0])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_endpoints_added_at_once_are_few_too() -> None:
+    """The count holds when two are added at the same moment."""
+    scene = make_scene()
+    for number in range(MOST_ENDPOINTS - 1):
+        add(scene, f"https://acme.example/{number}")
+    results = race(lambda: add(scene, "https://acme.example/a"), lambda: add(scene, "https://acme.example/b"))
+    assert sum(isinstance(result, StateConflictError) for result in results) == 1
+    assert WebhookEndpoint.objects.count() == MOST_ENDPOINTS
+
+
+@pytest.mark.django_db(transaction=True)
+def test_endpoint_added_twice_at_once_is_there_once() -> None:
+    scene = make_scene()
+    results = race(lambda: add(scene), lambda: add(scene))
+    assert sum(isinstance(result, StateConflictError) for result in results) == 1
+    assert WebhookEndpoint.objects.count() == 1
+
+
+@pytest.mark.parametrize("act", ["add", "rotate", "disable", "enable", "test"])
+def test_endpoint_takes_the_permission_for_this_account(scene: Scene, act: str) -> None:
+    """A grant for another permission, or another environment, opens nothing here."""
+    endpoint, _ = add(scene)
+    if act == "enable":
+        disable_endpoint(granted(scene), endpoint, "moved")
+    acts: dict[str, Callable[[Grant], object]] = {
+        "add": lambda allowed: add_endpoint(allowed, scene.sandbox, "https://acme.example/2"),
+        "rotate": lambda allowed: rotate_secret(allowed, endpoint),
+        "disable": lambda allowed: disable_endpoint(allowed, endpoint, "moved"),
+        "enable": lambda allowed: enable_endpoint(allowed, endpoint),
+        "test": lambda allowed: send_test(allowed, endpoint),
+    }
+    for wrong in (grant(scene.tam, P.WEBHOOKS_WRITE, scene.production), grant(scene.tam, P.KEYS_READ, scene.sandbox)):
+        with pytest.raises(PermissionMissingError):
+            acts[act](wrong)
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------
+
+
+def test_secret_rotated_signs_beside_the_one_before_until_the_overlap_ends(scene: Scene) -> None:
+    endpoint, first = add(scene)
+    at = now()
+    second = rotate_secret(granted(scene, at=at), endpoint, 24)
+    assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
+    assert revealed(endpoint, at + timedelta(hours=24)) == [second.reveal()]
+    with pytest.raises(StateConflictError, match="two sign until"):
+        rotate_secret(granted(scene, at=at), endpoint, 24)
+    assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
+    later = at + timedelta(hours=24)
+    third = rotate_secret(granted(scene, at=later), endpoint, 24)
+    assert revealed(endpoint, later) == [third.reveal(), second.reveal()]
+    assert last_entry()[0] == "webhook_endpoint.secret_rotated"
+    fourth = rotate_secret(granted(scene, at=later), endpoint, 0)
+    assert revealed(endpoint, later) == [fourth.reveal()]
+
+
+def test_secret_rotated_without_overlap_signs_alone(scene: Scene) -> None:
+    """After a leak the old secret ends at once."""
+    endpoint, _ = add(scene)
+    second = rotate_secret(granted(scene), endpoint, 0)
+    assert revealed(endpoint) == [second.reveal()]
+    assert endpoint.previous_secret is None
+
+
+@pytest.mark.parametrize("hours", [-1, 169])
+def test_secret_rotated_with_an_overlap_that_does_not_fit_is_refused(scene: Scene, hours: int) -> None:
+    endpoint, first = add(scene)
+    with pytest.raises(RequestInvalidError):
+        rotate_secret(granted(scene), endpoint, hours)
+    assert revealed(endpoint) == [first.reveal()]
+
+
+# --- off and on ------------------------------------------------------------------------------------------------
+
+
+def test_endpoint_disabled_gives_up_what_was_on_its_way_and_enabled_sends_it_after_all(scene: Scene) -> None:
+    endpoint, _ = add(scene)
+    announced(scene)
+    disable_endpoint(granted(scene), endpoint, "moved")
+    assert (endpoint.disabled_why, last_entry()[0]) == ("moved", "webhook_endpoint.disabled")
+    assert WebhookDelivery.objects.get().state == DeliveryState.GIVEN_UP
+    announced(scene)
+    assert WebhookDelivery.objects.count() == 1
+    assert enable_endpoint(granted(scene), endpoint) == 1
+    delivery = WebhookDelivery.objects.get()
+    assert (delivery.state, delivery.attempts) == (DeliveryState.DUE, 0)
+    assert (endpoint.disabled_at, endpoint.disabled_why) == (None, "")
+
+
+def test_endpoint_enabled_leaves_alone_what_is_old(scene: Scene) -> None:
+    """Nobody wants to be told today of what happened weeks ago."""
+    endpoint, _ = add(scene)
+    announced(scene, at=now() - CATCH_UP - timedelta(minutes=1))
+    disable_endpoint(granted(scene), endpoint, "moved")
+    assert enable_endpoint(granted(scene), endpoint) == 0
+
+
+def test_endpoint_disabled_or_enabled_twice_is_refused(scene: Scene) -> None:
+    endpoint, _ = add(scene)
+    with pytest.raises(StateConflictError):
+        enable_endpoint(granted(scene), endpoint)
+    disable_endpoint(granted(scene), endpoint, "moved")
+    with pytest.raises(StateConflictError):
+        disable_endpoint(granted(scene), endpoint, "moved")
+
+
+# --- tests and listings ----------------------------------------------------------------------------------------
+
+
+def test_test_goes_to_that_endpoint_alone(scene: Scene) -> None:
+    endpoint, _ = add(scene)
+    add(scene, "https://acme.example/other")
+    notice = send_test(granted(scene), endpoint)
+    assert notice.kind == NoticeKind.WEBHOOK_TEST
+    assert not notice.is_alarm
+    assert WebhookDelivery.objects.get().endpoint_id == endpoint.pk
+
+
+def test_test_to_an_endpoint_that_is_off_is_refused(scene: Scene) -> None:
+    endpoint, _ = add(scene)
+    disable_endpoint(granted(scene), endpoint, "moved")
+    with pytest.raises(StateConflictError):
+        send_test(granted(scene), endpoint)
+    assert not WebhookDelivery.objects.exists()
+
+
+def test_endpoint_described_counts_its_deliveries_and_tells_no_secret(scene: Scene) -> None:
+    endpoint, secret = add(scene)
+    announced(scene)
+    told = describe_endpoint(endpoint)
+    assert (told["url"], told["due"], told["delivered"], told["given_up"]) == (URL, 1, 0, 0)
+    assert secret.reveal() not in str(told)
