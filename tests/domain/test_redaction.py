@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pprint import pformat
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -218,6 +219,212 @@ def test_redact_secret_of_another_sort_is_masked(text: str, clean: str) -> None:
     assert redact(clean) == clean
 
 
+# --- webhook secrets and cookies ---------------------------------------------------------------------------
+
+WEBHOOK_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw+/8="
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (f"secret {WEBHOOK_SECRET} was given", "secret whsec_*** was given"),
+        (f'{{"a": "{WEBHOOK_SECRET}", "b": 1}}', '{"a": "whsec_***", "b": 1}'),
+        (f"webhook_secret={WEBHOOK_SECRET}&b=1", "webhook_secret=whsec_***&b=1"),
+        (f"WEBHOOK={WEBHOOK_SECRET.replace('/', chr(92) + '/')}", "WEBHOOK=whsec_***"),
+        (f"/?s={WEBHOOK_SECRET.replace('_', '%5F').replace('/', '%2F').replace('+', '%2B')} ok", "/?s=whsec%5F*** ok"),
+        (f"Bearer {WEBHOOK_SECRET}", "Bearer whsec_***"),
+    ],
+)
+def test_redact_webhook_secret_is_masked(text: str, clean: str) -> None:
+    """Whoever has it forges messages to the merchant."""
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+COOKIES = f"sessionid={OPAQUE}; csrftoken=Zu8tYq; other=choc0late"
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (f"GET / HTTP/1.1\r\nCookie: {COOKIES}\r\nHost: a", "GET / HTTP/1.1\r\nCookie: ***\r\nHost: a"),
+        (f"< Set-Cookie: {COOKIES}; Path=/; HttpOnly\n", "< Set-Cookie: ***\n"),
+        (json.dumps({"Cookie": COOKIES, "a": 1}), '{"Cookie": "***", "a": 1}'),
+        (json.dumps({"Set-Cookie": [COOKIES, "b=c"], "a": 1}), '{"Set-Cookie": ["***"], "a": 1}'),
+        (
+            json.dumps({"body": json.dumps({"cookie": COOKIES, "a": 1})}),
+            json.dumps({"body": '{"cookie": "***", "a": 1}'}),
+        ),
+        (repr({"HTTP_COOKIE": COOKIES, "a": 1}), "{'HTTP_COOKIE': '***', 'a': 1}"),
+        (f"curl -b '{COOKIES}' http://a/", "curl -b '***' http://a/"),
+        (f'curl --cookie "{COOKIES}" http://a/', 'curl --cookie "***" http://a/'),
+        ("curl -b other=choc0late http://a/", "curl -b *** http://a/"),
+        ("curl --cookie=other=choc0late http://a/", "curl --cookie=***"),
+        ("sent session=eyJhbG and more", "sent session=*** and more"),
+        ("__Host-session=eyJhbG; csrftoken=Zu8tYq", "__Host-session=***; csrftoken=***"),
+        (json.dumps({"sessionid": OPAQUE, "csrftoken": OPAQUE}), '{"sessionid": "***", "csrftoken": "***"}'),
+    ],
+)
+def test_redact_cookies_are_masked(text: str, clean: str) -> None:
+    """A session's cookie is the operator, for as long as the session lasts."""
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+# --- members, parameters and variables named like secrets ---------------------------------------------------
+
+SECRET_NAMES = [
+    *("password", "Password", "passwd", "db_password", "PASSWORD", "new-password", "passphrase", "pwd"),
+    *("secret", "clientSecret", "client_secret", "CLIENT_SECRET", "webhook-secret", "secretKey", "signing_key"),
+    *("token", "access_token", "accessToken", "refresh_token", "id-token", "csrfmiddlewaretoken", "X-Vault-Token"),
+    *("api_key", "apikey", "apiKey", "api-key", "stripe.api_key", "private_key", "privateKey", "PRIVATE-KEY"),
+    *("master_key", "credential", "authorization", "cookie", "x-api-key", "sessionid"),
+]
+READABLE_NAMES = [
+    *("key_id", "token_id", "tokenId", "credential_id", "secret_name", "secret_version", "idempotency_key"),
+    *("public_key", "recipient_public_key", "token_type", "order_token", "orderToken", "next_page_token", "key"),
+    *("password_changed_at", "api_keys_issued", "tokens", "secretary", "cookies_accepted", "authorization_url"),
+]
+VALUES = [OPAQUE, 'a"b\\c', "ends in \\", "two\nlines", "café", "x", "***", "a, 'b' & {c}", '\\\\"\\"']
+
+
+def nested(value: object, depth: int) -> str:
+    """JSON in a string of JSON, so many times."""
+    text = json.dumps(value)
+    for _ in range(depth):
+        text = json.dumps({"body": text, "status": 401})
+    return text
+
+
+def unnested(text: str, depth: int) -> Any:
+    value = json.loads(text)
+    for _ in range(depth):
+        assert value["status"] == 401
+        value = json.loads(value["body"])
+    return value
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_redact_json_member_named_like_a_secret_is_masked_whole(name: str, value: str, depth: int) -> None:
+    """The name is enough, whatever the value looks like and however often the JSON was put into a string."""
+    before = {"a": "before", name: value, "b": ["after", 1]}
+    clean = redact(nested(before, depth))
+    assert unnested(clean, depth) == {**before, name: MASK}
+    assert redact(clean) == clean
+
+
+@pytest.mark.parametrize("value", [1234, -1.5e9, 0])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_redact_json_number_named_like_a_secret_becomes_the_mask(value: float, depth: int) -> None:
+    clean = redact(nested({"password": value, "b": value}, depth))
+    assert unnested(clean, depth) == {"password": MASK, "b": value}
+    assert redact(clean) == clean
+
+
+@pytest.mark.parametrize("value", [None, True, False, "", {}, [], {"a": 1}])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_redact_json_member_that_holds_no_secret_stays(value: object, depth: int) -> None:
+    """That a secret is there, or is not, is what support has to see."""
+    text = nested({"password": value, "b": 1}, depth)
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("name", READABLE_NAMES)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_redact_json_member_that_support_needs_stays_readable(name: str, depth: int) -> None:
+    """Ids, counts, names and types are no secrets, whatever word stands in them."""
+    text = nested({name: "0123456789abcdef", "b": 7, f"{name}_count": 5}, depth)
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("POST /a?b=1&api_key=abc&c=d HTTP/1.1", "POST /a?b=1&api_key=***&c=d HTTP/1.1"),
+        ("grant_type=password&password=hunter2&username=bob", "grant_type=password&password=***&username=bob"),
+        ("client_secret=hunter%202;x=1", "client_secret=***;x=1"),
+        ("SECRET=hunter2\nHOST=a\n", "SECRET=***\nHOST=a\n"),
+        ("export DB_PASSWORD='hunter 2' HOST=a", "export DB_PASSWORD='***' HOST=a"),
+        ('DB_PASSWORD="hunter 2"\n', 'DB_PASSWORD="***"\n'),
+        ("KEYVAULT_MASTER_KEY=AAAA=", "KEYVAULT_MASTER_KEY=***"),
+        ("password: hunter 2\nuser: bob\n", "password: ***\nuser: bob\n"),
+        ("db:\n  password: 'hunter 2'\n  - token: abc\n", "db:\n  password: '***'\n  - token: ***\n"),
+        (repr({"password": "hunter 2", "b": "c"}), "{'password': '***', 'b': 'c'}"),
+        (repr([("client_secret", "hunter2"), ("b", "c")]), "[('client_secret', '***'), ('b', 'c')]"),
+        (json.dumps({"cmd": "DB_PASSWORD=hunter2 run"}), '{"cmd": "DB_PASSWORD=*** run"}'),
+    ],
+)
+def test_redact_secret_of_a_form_of_the_environment_or_of_yaml_is_masked(text: str, clean: str) -> None:
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+# --- key strings over more than one line --------------------------------------------------------------------
+
+BREAKS = {
+    "plain": "\n",
+    "CRLF": "\r\n",
+    "mail, quoted-printable": "=\r\n",
+    "mail, quoted": "\n> ",
+    "mail, quoted twice": "\n>> ",
+    "mail, quoted twice with blanks": "\r\n> > ",
+    "quoted-printable in a quote": "=\n> ",
+    "shell": "\\\n",
+    "shell, indented": " \\\n    ",
+    "YAML": "\n      ",
+    "tab": "\n\t",
+    "escaped in JSON": "\\n",
+    "quoted-printable in JSON": "=\\r\\n",
+    "escaped twice": "\\\\r\\\\n",
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("at", [*range(3, 76, 5), 26, 27, 28, 75])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_redact_key_string_over_two_lines_leaks_nothing(name: str, at: int, is_streamed: bool) -> None:
+    """Mail clients and terminals break a key anywhere: also what stands on the second line is its secret."""
+    text = f"here: {KEY[:at]}{BREAKS[name]}{KEY[at:]} and more\nnext line\n"
+    clean = "".join(redact_stream(text)) if is_streamed else redact(text)
+    assert clean.endswith("*** and more\nnext line\n")
+    assert not leaks(SECRET, clean)
+    assert redact(clean) == clean
+
+
+@given(st.lists(st.integers(4, 75), min_size=1, max_size=6, unique=True), st.sampled_from(sorted(BREAKS)), keystrings)
+def test_redact_key_string_over_many_lines_leaks_nothing(cuts: list[int], name: str, text: str) -> None:
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    broken = BREAKS[name].join(text[start:end] for start, end in pairwise(places))
+    clean = redact(f"a {broken}, b")
+    assert clean.endswith("***, b")
+    assert not leaks(text[text.rindex("_") + 17 :], clean)
+
+
+@given(
+    st.lists(st.sampled_from([KEY[:40], KEY[40:], KEY[:9], KEY[9:], "\n", "=\r\n", "\n> ", " ", "_", KEY]), max_size=9),
+    st.lists(st.integers(0, 700), max_size=8),
+)
+def test_redact_stream_of_broken_keys_cut_anywhere_is_redact_of_the_whole(parts: list[str], cuts: list[int]) -> None:
+    """A key over two lines is found where a read ends between them, too."""
+    text = "".join(parts)
+    assert "".join(redact_stream(chunks_of(text, cuts))) == redact(text)
+
+
+def test_redact_header_with_a_key_over_two_lines_leaks_nothing() -> None:
+    text = f"X-Api-Key: {KEY[:50]}\n  {KEY[50:]}\r\nHost: a"
+    assert redact(text) == f"X-Api-Key: {HANDLE}***\r\nHost: a"
+
+
+def test_redact_key_string_cut_short_leaves_the_next_line_alone() -> None:
+    """A logger cut the line: what follows is another line and no part of the key."""
+    assert (
+        redact(f"sent {KEY[:60]}\n2026-11-21T12:00:00Z INFO next\n")
+        == f"sent {HANDLE}***\n2026-11-21T12:00:00Z INFO next\n"
+    )
+
+
 # --- what is not touched ----------------------------------------------------------------------------------
 
 PROSE = [
@@ -237,6 +444,14 @@ PROSE = [
     '{"missing": ["authorization"], "status": 401}',
     '{"message": "bad authorization:"}',
     '{"authorization": null, "x-api-key": "", "b": "c"}',
+    '{"password": null, "has_secret": true, "token": "", "token_type": "bearer"}',
+    "Vary: Cookie, X-Api-Key; set no cookie, and no password",
+    "the token of the order, a secret and its password: all are words",
+    "whsec_ is how a webhook secret begins",
+    "git checkout -b feature/cookies && ls -b",
+    "if token == other_token or password != b: raise",
+    "request_id=R1 key_id=AAAAAAAAAAAAAAAA token_id=tok_1 order_token=ord_1 idempotency_key=abc",
+    "a_pub_\nsbx_ line\nthat ends",
     "naïve café 日本語 \U0001f511 \ud800",
 ]
 
@@ -257,6 +472,8 @@ def test_redact_json_stays_json() -> None:
 # Fragments that meet in unfortunate ways: names, quotes, escapes, separators, ends of strings.
 FRAGMENTS = [
     *NAMES,
+    *("password", "api_key", "clientSecret", "Set-Cookie", "cookie", "session", "token=", "token: ", "curl -b a=b"),
+    *("whsec_", WEBHOOK_SECRET, "1234", "-1.5e9", '\\\\\\"', "=\\n", "=\n> ", KEY[:40], KEY[40:], "&", ";"),
     *('"', "'", "\\", '\\"', "b'", ": ", "=", " => ", "[", "]", "(", ")", "{", "}", ", ", "\n", "\r\n", "\\n", " "),
     *("Bearer ", "Basic ", MASK, "***", HANDLE, KEY, JWT, OPAQUE, "://a:", "@", "/", "sealed.", "hvs.", "s.", "é"),
     *("\ud800", "null", ">", "kv_", "_prv_", "sbx_", "%5F", "A" * 40, "0a0a0a0a0a0a0a0a0a0a0a0a"),
@@ -281,7 +498,13 @@ def test_redact_tangled_text_leaks_no_key(text: str) -> None:
     assert SECRET not in redact(text)
 
 
-@given(st.dictionaries(tangles, tangles | st.lists(tangles, max_size=3), max_size=4), st.sampled_from([None, 2]))
+scalars = st.none() | st.booleans() | st.integers() | st.floats()
+
+
+@given(
+    st.dictionaries(tangles, tangles | scalars | st.lists(tangles | scalars, max_size=3), max_size=4),
+    st.sampled_from([None, 2]),
+)
 def test_redact_tangled_json_stays_json(value: dict[str, object], indent: int | None) -> None:
     """No text that somebody sends us can break a line of the JSON log open."""
     clean = redact(json.dumps(value, indent=indent))
@@ -416,6 +639,18 @@ HOSTILE = {
     "letters": "a",
     "backslashes": "\\",
     "vault": "s.hvs.b.",
+    "members": '"password": "',
+    "members in JSON": '\\\\"password\\\\": \\\\"',
+    "parameters": "token=",
+    "long names": "a-" * 40 + "token",
+    "lists": '"cookie": ["a", "',
+    "numbers": '"pin_token": 1',
+    "keys over lines": "_prv_sbx_" + "A\n> " * 60,
+    "ends of lines": "_\n>  \t",
+    "soft ends": "_p=\\r\\n" + " " * 16,
+    "yaml": "\n  password: ",
+    "webhook secrets": "whsec_",
+    "curl": " -b a",
     "digits": "A1",
 }
 

@@ -93,13 +93,29 @@ def _configuration_fault(configuration: object) -> str | None:
         return "a JSON object"
     try:
         text = canonical_bytes(configuration)
+        looks_secret = _looks_secret(configuration)
     except (TypeError, ValueError, RecursionError):
         return "JSON of texts, whole numbers, true, false and null; any other number as a text"
     if len(text) > LARGEST_BYTES:
         return f"at most {LARGEST_BYTES} bytes"
     if b"\\u0000" in text:
         return "no NUL character"
-    decoded = text.decode()
-    if redact(decoded) != decoded:
+    if looks_secret:
         return "nothing that looks like a secret: everybody who has a public key can read this"
     return None
+
+
+def _looks_secret(value: object) -> bool:
+    """Whether a text in it is, or holds, a secret, or is called a credential header.
+
+    Other names are not judged: a payment page's own `apiKey` and `clientToken` are made for browsers.
+    """
+    if isinstance(value, Mapping):
+        names = {str(name).lower().replace("_", "-") for name in value}
+        return bool(names & _CREDENTIAL_HEADERS) or any(map(_looks_secret, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return any(map(_looks_secret, value))
+    return isinstance(value, str) and redact(value) != value
+
+
+_CREDENTIAL_HEADERS = frozenset({"authorization", "proxy-authorization", "x-api-key", "x-service-token", "cookie"})

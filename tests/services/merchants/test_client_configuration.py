@@ -88,6 +88,29 @@ def test_client_configuration_that_does_not_fit_is_refused(scene: Scene, configu
     assert LARGEST_BYTES == 16_384
 
 
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"a": [{"b": mint()}]},
+        {mint(): 1},
+        {"Authorization": "opaque"},
+        {"a": {"x_api_key": "opaque"}},
+        {"a": "x-api-key: b"},
+    ],
+    ids=["value", "name", "header", "header with an underscore", "header in a text"],
+)
+def test_client_configuration_with_a_secret_anywhere_is_refused(scene: Scene, configuration: Any) -> None:
+    with pytest.raises(RequestInvalidError):
+        set_client_configuration(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox, configuration)
+
+
+def test_client_configuration_may_hold_what_others_make_for_browsers(scene: Scene) -> None:
+    """The log hides members with such names; a page that could not have them would not work."""
+    made = {"maps": {"apiKey": "AIzaSyA1"}, "clientToken": "eyJ2ZXJzaW9u"}
+    set_client_configuration(grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox), scene.sandbox, made)
+    assert account("acme", SANDBOX).client_configuration == made
+
+
 def test_client_configuration_is_set_by_those_who_may_and_on_what_they_saw(scene: Scene) -> None:
     for operator in (scene.tam, scene.approver, scene.responder):
         with pytest.raises(PermissionMissingError):

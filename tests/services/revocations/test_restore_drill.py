@@ -238,19 +238,17 @@ def drill_without_journal(folder: Path, database: Database) -> None:
     kept = journal.read_bytes()
     database.restore()
 
-    for left, programs in ((None, PROGRAMS), (b"", {"server": PROGRAMS["server"]})):
-        journal.unlink(missing_ok=True) if left is None else journal.write_bytes(left)
-        for name, arguments in programs.items():
-            refused = host.start(*arguments)
-            assert refused.returncode != 0, f"the {name} starts, and {made['leaked']} is good again"
-            assert "manage.py replay_revocations --accept-loss" in refused.stderr, name
-            assert "Traceback" not in refused.stderr, name
-        replay = host.start("manage.py", "replay_revocations")
-        assert (replay.returncode, "--accept-loss" in replay.stderr) == (1, True)
-        assert host.answer("manage.py", "revoke_key", made["good"], "--by", "admin", "--reason", "superseded", "--json")
-        assert host.start("-c", START).returncode != 0, "a revocation makes no journal that passes for the lost one"
-        assert (journal.read_bytes() if journal.exists() else None) == left
-        database.restore()
+    journal.unlink()
+    for name, arguments in PROGRAMS.items():
+        refused = host.start(*arguments)
+        assert refused.returncode != 0, f"the {name} starts, and {made['leaked']} is good again"
+        assert "manage.py replay_revocations --accept-loss" in refused.stderr, name
+        assert "Traceback" not in refused.stderr, name
+    replay = host.start("manage.py", "replay_revocations")
+    assert (replay.returncode, "--accept-loss" in replay.stderr) == (1, True)
+    assert host.answer("manage.py", "revoke_key", made["good"], "--by", "admin", "--reason", "superseded", "--json")
+    assert not journal.exists(), "a revocation makes no journal that passes for the lost one"
+    database.restore()
 
     journal.write_bytes(kept)
     assert "is behind the revocation journal" in host.start("-c", START).stderr
@@ -266,6 +264,7 @@ def drill_without_journal(folder: Path, database: Database) -> None:
     assert host.answer("-c", LOOK)["audit"] == "None"
 
 
+@pytest.mark.timeout(300)  # some twenty processes
 def test_restore_drill_without_the_journal_starts_nothing(tmp_path: Path, copied: Database) -> None:
     """A backup of before a revocation and no journal beside it: nothing starts until the journal is back, or until
     somebody has accepted the loss by name. So no key that was revoked is good again unnoticed."""
@@ -273,6 +272,7 @@ def test_restore_drill_without_the_journal_starts_nothing(tmp_path: Path, copied
 
 
 @pytest.mark.postgres
+@pytest.mark.timeout(300)
 def test_restore_drill_without_the_journal_on_postgresql_starts_nothing(tmp_path: Path, dumped: Database) -> None:
     """The same with `pg_dump` and `pg_restore`."""
     drill_without_journal(tmp_path, dumped)
