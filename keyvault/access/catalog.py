@@ -25,7 +25,7 @@ class Bearer(StrEnum):
     REQUIRED = "required"
 
 
-class LimiterLoss(StrEnum):
+class LimiterFailurePolicy(StrEnum):
     """What becomes of a request when the shared limiter is lost: never unlimited."""
 
     LOCAL_SHARE = "local_share"
@@ -80,7 +80,7 @@ class Endpoint:
     merchant_from: ContextSource | None = None
     store_from: ContextSource | None = None
     limit: Limit | None = None
-    on_limiter_loss: LimiterLoss = LimiterLoss.LOCAL_SHARE
+    on_limiter_loss: LimiterFailurePolicy = LimiterFailurePolicy.LOCAL_SHARE
     spends: bool = True
     is_built_in: bool = True
 
@@ -135,7 +135,7 @@ def is_variable(segment: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
+class NoMatchingEndpoint:
     """No such endpoint; `allowed` lists the methods of the path when only the method is wrong."""
 
     allowed: tuple[str, ...] = ()
@@ -154,10 +154,10 @@ class Catalog:
     def with_added(self, added: Iterable[Endpoint]) -> "Catalog":
         return Catalog((*self.endpoints, *added))
 
-    def find(self, name: str) -> Endpoint | Miss:
-        return self._by_name.get(name, Miss())
+    def find(self, name: str) -> Endpoint | NoMatchingEndpoint:
+        return self._by_name.get(name, NoMatchingEndpoint())
 
-    def match(self, method: str, path: str, base_path: str = "") -> Endpoint | Miss:
+    def match(self, method: str, path: str, base_path: str = "") -> Endpoint | NoMatchingEndpoint:
         """The endpoint of a request line. `base_path` (say `/sandbox`) may stand before the path or not.
 
         A path that could be read in two ways matches nothing: it is refused, never guessed.
@@ -166,13 +166,13 @@ class Catalog:
         if base_path and route.startswith(f"{base_path}/"):
             route = route.removeprefix(base_path)
         if not is_canonical_path(route):
-            return Miss()
+            return NoMatchingEndpoint()
         segments = tuple(route.split("/"))[1:]
         matched = tuple(endpoint for endpoint in self.endpoints if endpoint.matches_path(segments))
         for endpoint in matched:
             if endpoint.method == method:
                 return endpoint
-        return Miss(tuple(dict.fromkeys(endpoint.method for endpoint in matched)))
+        return NoMatchingEndpoint(tuple(dict.fromkeys(endpoint.method for endpoint in matched)))
 
 
 # What RFC 3986 (section 3.3) lets stand in a segment as it is, less `;`, which some servers cut at.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from keyvault.access.catalog import Bearer, Endpoint, Miss
+from keyvault.access.catalog import Bearer, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder, Operator, Principal, Service, System
@@ -178,10 +178,10 @@ def _is_not_suspended(rule: EndpointRule, holder: KeyHolder, request: EndpointRe
 
 
 def _is_cataloged(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    return deny_miss(rule.endpoint, holder) if isinstance(rule.endpoint, Miss) else None
+    return deny_miss(rule.endpoint, holder) if isinstance(rule.endpoint, NoMatchingEndpoint) else None
 
 
-def deny_miss(miss: Miss, holder: KeyHolder | None) -> Denial:
+def deny_miss(miss: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
     """The verdict on a request that no endpoint answers to."""
     if miss.allowed:
         return Denial(
@@ -284,7 +284,7 @@ def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: End
 
 
 def _endpoint(rule: EndpointRule) -> Endpoint:
-    if isinstance(rule.endpoint, Miss):
+    if isinstance(rule.endpoint, NoMatchingEndpoint):
         raise TypeError("a miss was denied before this step")
     return rule.endpoint
 

@@ -1,7 +1,7 @@
 """The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
 `manage.py catalog` all show this one."""
 
-from keyvault.access.catalog import Bearer, Endpoint, LimiterLoss
+from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.limits import Limit
 
 _BEARER = {
@@ -10,8 +10,8 @@ _BEARER = {
     Bearer.REQUIRED: "required: a customer access token beside the key",
 }
 _ON_LIMITER_LOSS = {
-    LimiterLoss.LOCAL_SHARE: "each process lets a share of the limit pass",
-    LimiterLoss.REFUSE: "refused: dependency_unavailable",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterFailurePolicy.REFUSE: "refused: dependency_unavailable",
 }
 
 

@@ -9,7 +9,7 @@ from keyvault.access.catalog import (
     ContextPlace,
     ContextSource,
     Endpoint,
-    LimiterLoss,
+    LimiterFailurePolicy,
     is_plain_segment,
     is_variable,
     parse_context,
@@ -35,7 +35,7 @@ _NO_CONTEXT = frozenset({"x-api-key", "authorization", "proxy-authorization", "x
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointWish:
+class EndpointDraft:
     """An upstream endpoint as somebody wants it; only the types are certain. Both limit numbers None: no limit."""
 
     name: str
@@ -49,11 +49,11 @@ class EndpointWish:
     store_from: str = ""
     limit_count: int | None = None
     limit_seconds: int | None = None
-    on_limiter_loss: LimiterLoss = LimiterLoss.LOCAL_SHARE
+    on_limiter_loss: LimiterFailurePolicy = LimiterFailurePolicy.LOCAL_SHARE
 
 
 def read_endpoint(
-    wish: EndpointWish, others: Iterable[Endpoint], base_segments: frozenset[str]
+    wish: EndpointDraft, others: Iterable[Endpoint], base_segments: frozenset[str]
 ) -> Endpoint | tuple[Fault, ...]:
     """The endpoint, or what is wrong with it, by the names of its fields.
 
@@ -77,7 +77,7 @@ def read_endpoint(
     return tuple(_overlaps(endpoint, others)) or endpoint
 
 
-def _endpoint(wish: EndpointWish) -> Endpoint:
+def _endpoint(wish: EndpointDraft) -> Endpoint:
     no_limit = wish.limit_count is None or wish.limit_seconds is None
     return Endpoint(
         name=wish.name,
@@ -136,7 +136,7 @@ def _variables(path: str) -> list[str]:
     return [segment[1:-1] for segment in path.split("/") if is_variable(segment)]
 
 
-def _credential_faults(wish: EndpointWish) -> Iterator[Fault]:
+def _credential_faults(wish: EndpointDraft) -> Iterator[Fault]:
     if not wish.credentials:
         yield Fault("/credentials", "at least one kind of key")
     elif wish.bearer is not Bearer.NONE and wish.credentials != {KeyKind.PRIVATE}:

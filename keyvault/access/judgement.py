@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import Protocol
 
-from keyvault.access.catalog import Bearer, Endpoint, LimiterLoss, Miss
+from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy, NoMatchingEndpoint
 from keyvault.access.customers import (
     Customer,
     CustomerFault,
@@ -42,7 +42,7 @@ from keyvault.domain.keystring import STRING_SCOPE, KeyString
 
 
 @dataclass(frozen=True, slots=True)
-class Presented:
+class VerificationRequest:
     """What came with a request for an endpoint; all of it untrusted.
 
     `scope` is the door's, not the client's: a key of a merchant outside it proves nothing there. `is_dry` spends no
@@ -51,7 +51,7 @@ class Presented:
 
     key: str | None
     environment: Environment
-    endpoint: Endpoint | Miss
+    endpoint: Endpoint | NoMatchingEndpoint
     url: str = ""
     merchant: str | None = None
     merchant_context: str | None = None
@@ -111,7 +111,7 @@ class Sources(Protocol):
         """A living key was proved: its digest can be renewed where it leans on an old pepper."""
 
 
-def judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
+def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Judgement:
     """Every rule in order; the first that fails answers. Raises what the sources raise.
 
     A dead key of a pepper version that was retired can no longer be proved: it is `credential_invalid` from then on,
@@ -123,7 +123,7 @@ def judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
     ambiguous = find_ambiguous(presented.key, presented.bearer)
     if ambiguous is not None:
         return before_proof(ambiguous)
-    if presented.key is None and isinstance(presented.endpoint, Miss):
+    if presented.key is None and isinstance(presented.endpoint, NoMatchingEndpoint):
         # Whoever sends no credential learns that there is nothing to send one to.
         return before_proof(deny_miss(presented.endpoint, None))
     keystring = read_key(
@@ -147,7 +147,7 @@ def judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
 
 
 def judge_described(
-    presented: Presented, record: KeyRecord, customer: CustomerRecord | None, sources: Sources, now: datetime
+    presented: VerificationRequest, record: KeyRecord, customer: CustomerRecord | None, sources: Sources, now: datetime
 ) -> Judgement:
     """What a request would be answered if it came with this key: for whoever is asked why.
 
@@ -172,7 +172,7 @@ def _is_proved(judged: KeyHolder | Denial, scope: frozenset[str] | None) -> bool
 
 
 def _judge_proved(
-    presented: Presented,
+    presented: VerificationRequest,
     record: KeyRecord,
     judged: KeyHolder | Denial,
     now: datetime,
@@ -206,12 +206,12 @@ def _judge_proved(
     return judgement if isinstance(verdict, Denial) else _spent(judgement, presented, sources)
 
 
-def _takes_bearer(endpoint: Endpoint | Miss) -> bool:
+def _takes_bearer(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
     return isinstance(endpoint, Endpoint) and endpoint.bearer is not Bearer.NONE
 
 
 def _judge_bearer(
-    presented: Presented, holder: KeyHolder, *, sources: Sources, now: datetime
+    presented: VerificationRequest, holder: KeyHolder, *, sources: Sources, now: datetime
 ) -> Customer | CustomerFault | None:
     """None where there is no Bearer, or none is taken: then nothing is looked up."""
     if presented.bearer is None or not _takes_bearer(presented.endpoint):
@@ -226,10 +226,10 @@ def _judge_bearer(
     return judge_customer_token(keystring, record, holder, peppers, now)
 
 
-def _spent(judgement: Judgement, presented: Presented, sources: Sources) -> Judgement:
+def _spent(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
     """The judgement once both limits have had their say; a request that is refused spends from neither."""
     endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
-    if isinstance(endpoint, Miss) or record is None or holder is None:
+    if isinstance(endpoint, NoMatchingEndpoint) or record is None or holder is None:
         raise TypeError("a grant is for an endpoint, after proof")
     if not endpoint.spends:
         return judgement
@@ -242,7 +242,9 @@ def _spent(judgement: Judgement, presented: Presented, sources: Sources) -> Judg
     if presented.is_dry:
         return judgement
     try:
-        spend = sources.spend(buckets, presented.cost, refuse_on_loss=endpoint.on_limiter_loss is LimiterLoss.REFUSE)
+        spend = sources.spend(
+            buckets, presented.cost, refuse_on_loss=endpoint.on_limiter_loss is LimiterFailurePolicy.REFUSE
+        )
     except DependencyUnavailableError as error:
         # Asked for by the endpoint's failure policy: without its limiter it lets nobody in.
         denial = Denial(error.code, error.detail, holder=holder, retry_after_seconds=error.retry_after_seconds)
@@ -260,7 +262,7 @@ def _spent(judgement: Judgement, presented: Presented, sources: Sources) -> Judg
     return replace(judgement, verdict=denial, spend=spend)
 
 
-def _prove_exposed(presented: Presented, sources: Sources, now: datetime) -> str | None:
+def _prove_exposed(presented: VerificationRequest, sources: Sources, now: datetime) -> str | None:
     """The id of the key in the URL if it is a real one of this environment, and of a merchant in scope."""
     keystring = read_exposed(presented.url, sources.brand)
     if keystring is None or keystring.scope is not STRING_SCOPE[presented.environment]:
@@ -291,7 +293,7 @@ def deny_stale(detail: str, internal: str = "") -> Judgement:
     return before_proof(Denial(ErrorCode.VERIFIER_STALE, detail, internal, retry_after_seconds=1))
 
 
-def _refused_before_proof(denial: Denial, presented: Presented, sources: Sources) -> Judgement:
+def _refused_before_proof(denial: Denial, presented: VerificationRequest, sources: Sources) -> Judgement:
     """Failed proofs are counted by the client's address, all alike: too many are told to come back later."""
     if denial.code is ErrorCode.CREDENTIAL_INVALID and not presented.is_dry:
         denial = replace(denial, retry_after_seconds=sources.note_failed_proof(presented.client_address))

@@ -88,7 +88,7 @@ class Bucket:
     limit: Limit
 
 
-class Arrival(NamedTuple):
+class BucketState(NamedTuple):
     """When a bucket will be full again; compares as the moment that it is."""
 
     micros: int
@@ -100,7 +100,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BucketStatus:
     """One bucket afterwards: whole tokens left, and when it will be full again (rounded up).
 
     `wait_us`: how long until it alone would let the same request pass; 0 when it does.
@@ -118,11 +118,11 @@ class Spend:
     """`retry_after_seconds` (1 or more when refused, else 0) is enough for all buckets if nobody else spends."""
 
     allowed: bool
-    standings: tuple[Standing, ...]
+    standings: tuple[BucketStatus, ...]
     retry_after_seconds: int
 
     @property
-    def binding(self) -> Standing:
+    def binding(self) -> BucketStatus:
         """The standing that matters: of the bucket with the least left, or of the one that refuses longest."""
         if self.allowed:
             return min(self.standings, key=lambda standing: standing.remaining)
@@ -143,8 +143,8 @@ class RateLimitedError(KeyvaultError):
 
 
 def spend(
-    states: Sequence[Arrival | None], buckets: Sequence[Bucket], cost: int, now_us: int
-) -> tuple[Spend, tuple[Arrival, ...]]:
+    states: Sequence[BucketState | None], buckets: Sequence[Bucket], cost: int, now_us: int
+) -> tuple[Spend, tuple[BucketState, ...]]:
     """Takes `cost` tokens from every bucket, or none from any; the states in the buckets' order, None when full.
 
     The new states are to be stored after a refusal too: there they differ only where the clock has stepped back.
@@ -154,8 +154,8 @@ def spend(
 
 
 def spend_each(
-    states: Sequence[Arrival | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
-) -> tuple[Spend, tuple[Arrival, ...]]:
+    states: Sequence[BucketState | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
+) -> tuple[Spend, tuple[BucketState, ...]]:
     """The same with a cost for each bucket."""
     before = tuple(_within(state, bucket.limit, now_us) for state, bucket in zip(states, buckets, strict=True))
     after = tuple(
@@ -171,7 +171,7 @@ def spend_each(
     return Spend(not any(waits), standings, _seconds(max(waits))), kept
 
 
-def stand(bucket: Bucket, state: Arrival, now_us: int) -> Standing:
+def bucket_status(bucket: Bucket, state: BucketState, now_us: int) -> BucketStatus:
     """How that bucket is now, when nothing is asked of it."""
     return _standing(bucket, _within(state, bucket.limit, now_us), 0, now_us)
 
@@ -181,22 +181,22 @@ def fallback(limit: Limit, percent: int) -> Limit:
     return Limit(max(1, limit.count * percent // 100), limit.seconds)
 
 
-def _within(state: Arrival | None, limit: Limit, now_us: int) -> Arrival:
+def _within(state: BucketState | None, limit: Limit, now_us: int) -> BucketState:
     """The state as seen now: never before now, and after a step back of the clock never emptier than empty."""
-    full, empty = Arrival(now_us, 0), Arrival(now_us + limit.window_us, 0)
+    full, empty = BucketState(now_us, 0), BucketState(now_us + limit.window_us, 0)
     return full if state is None else max(full, min(state, empty))
 
 
-def _charged(state: Arrival, limit: Limit, cost: int) -> Arrival:
+def _charged(state: BucketState, limit: Limit, cost: int) -> BucketState:
     micros, fraction = limit.advance(cost)
     carry, fraction = divmod(state.fraction + fraction, limit.count)
-    return Arrival(state.micros + micros + carry, fraction)
+    return BucketState(state.micros + micros + carry, fraction)
 
 
-def _standing(bucket: Bucket, state: Arrival, wait_us: int, now_us: int) -> Standing:
+def _standing(bucket: Bucket, state: BucketState, wait_us: int, now_us: int) -> BucketStatus:
     limit = bucket.limit
     unspent = (now_us + limit.window_us - state.micros) * limit.count - state.fraction
-    return Standing(bucket.policy, limit, unspent // limit.window_us, _seconds(state.ceiling - now_us), wait_us)
+    return BucketStatus(bucket.policy, limit, unspent // limit.window_us, _seconds(state.ceiling - now_us), wait_us)
 
 
 def _seconds(micros: int) -> int:

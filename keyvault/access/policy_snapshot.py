@@ -9,7 +9,7 @@ from keyvault.domain.environments import Environment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RuleBook:
+class PolicySnapshot:
     """`overrides` by account (None: all of the environment), environment and endpoint: the limit, and which setting it
     is. `state` tells one reading of the database from another: what is equal needs not be read again."""
 

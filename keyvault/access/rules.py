@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
@@ -20,7 +20,7 @@ class OperationRule:
 class EndpointRule:
     """A request for a cataloged endpoint, or for something that is none."""
 
-    endpoint: Endpoint | Miss
+    endpoint: Endpoint | NoMatchingEndpoint
 
 
 Rule = OperationRule | EndpointRule

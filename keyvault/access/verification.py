@@ -15,7 +15,7 @@ from keyvault.access.principals import KeyHolder, Service
 from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Peppers
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
-from keyvault.domain.keys import KeyRecord, KeyState, Retirement
+from keyvault.domain.keys import KeyRecord, KeyState, RetirementReason
 from keyvault.domain.keystring import (
     SHAPED,
     STRING_SCOPE,
@@ -159,7 +159,7 @@ def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial 
             "The key is not active: not yet, or suspended. Use its replacement if it has one.",
         )
     elif record.state is KeyState.ACTIVE or (
-        record.state is KeyState.DEACTIVATED and record.retirement is Retirement.EXPIRED
+        record.state is KeyState.DEACTIVATED and record.retirement is RetirementReason.EXPIRED
     ):
         code, detail = Code.KEY_EXPIRED, "The key has expired. Use its replacement."
     else:

@@ -19,9 +19,9 @@ from keyvault.access.permissions import Permission
 from keyvault.access.verification import find_exposed
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
-from keyvault.admin.framework.actions import Act, Ask
+from keyvault.admin.framework.actions import CreateAction, RowAction
 from keyvault.admin.framework.enforcement import grant_for, operator_of
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, problem_page
 from keyvault.admin.framework.sign_in import SignInView
 from keyvault.admin.keys.credentials import CredentialAdmin
@@ -57,7 +57,7 @@ from keyvault.models import (
 )
 from keyvault.services.sessions.sign_in import sign_out
 
-NOUNS: tuple[tuple[type[Model], type[NounAdmin]], ...] = (
+NOUNS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
@@ -125,11 +125,13 @@ class ConsoleSite(AdminSite):
         beat's entries, which follow the settings."""
         if admin_class is not None and admin_class.__module__ in _LEFT_OUT:
             return
-        if admin_class is None or not issubclass(admin_class, NounAdmin):
+        if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model_or_iterable} has no guarded admin, so the console does not show it")
         super().register(model_or_iterable, admin_class, **options)
 
-    def extend(self, model: type[Model], actions: Sequence[Act] = (), create_actions: Sequence[Ask] = ()) -> None:
+    def extend(
+        self, model: type[Model], actions: Sequence[RowAction] = (), create_actions: Sequence[CreateAction] = ()
+    ) -> None:
         """Add another app's actions to the pages of a registered model.
 
         Args:
@@ -137,7 +139,7 @@ class ConsoleSite(AdminSite):
             create_actions: for the list.
         """
         registered = self._registry[model]
-        if not isinstance(registered, NounAdmin):
+        if not isinstance(registered, ConsoleModelAdmin):
             raise ImproperlyConfigured(f"{model} has no guarded admin that could be extended")
         names = {action.name for action in registered.acts}
         replacements = {action.name: action for action in actions if action.name in names}
@@ -260,8 +262,8 @@ class ConsoleSite(AdminSite):
         """Django's own log of changes stays empty: the audit chains are the log."""
         return LogEntry.objects.none()
 
-    def _nouns(self) -> list[NounAdmin]:
-        return [noun for noun in self._registry.values() if isinstance(noun, NounAdmin)]
+    def _nouns(self) -> list[ConsoleModelAdmin]:
+        return [noun for noun in self._registry.values() if isinstance(noun, ConsoleModelAdmin)]
 
 
 def _protected(response: Response) -> Response:

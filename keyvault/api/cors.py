@@ -7,7 +7,7 @@ is for the origins of the key's own account.
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.access.catalog import BUILT_IN, Endpoint, Miss
+from keyvault.access.catalog import BUILT_IN, Endpoint, NoMatchingEndpoint
 from keyvault.access.principals import KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
@@ -44,11 +44,13 @@ def cors_headers(origin: str | None, endpoint: Endpoint, holder: KeyHolder | Non
     return headers
 
 
-def _is_public(endpoint: Endpoint | Miss) -> bool:
+def _is_public(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
     return isinstance(endpoint, Endpoint) and KeyKind.PUBLIC in endpoint.credentials
 
 
 def _is_public_path(path: str) -> bool:
     """Whether a public endpoint answers to the path, with whichever method."""
     found = BUILT_IN.match("OPTIONS", path)
-    return isinstance(found, Miss) and any(_is_public(BUILT_IN.match(method, path)) for method in found.allowed)
+    return isinstance(found, NoMatchingEndpoint) and any(
+        _is_public(BUILT_IN.match(method, path)) for method in found.allowed
+    )

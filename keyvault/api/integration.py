@@ -23,7 +23,7 @@ from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.views import APIView
 
-from keyvault.access.catalog import BUILT_IN, Endpoint, Miss
+from keyvault.access.catalog import BUILT_IN, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer
 from keyvault.access.decision import Denial, Grant
 from keyvault.access.permissions import Permission
@@ -40,7 +40,7 @@ from keyvault.services.idempotency import Effect
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import usage_log
-from keyvault.services.verification.judging import Judgement, Presented, judge_presented, note_use
+from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented, note_use
 from keyvault.services.verification.refusals import refusal_log
 from keyvault.wire.headers import API_KEY, came_twice, client_address, read_bearer
 from keyvault.wire.limits import limit_headers
@@ -68,7 +68,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Server:
+class EndpointServer:
     """What answers for one endpoint: `answers` at once, or `prepares` the effect of a request that creates.
 
     `serves_denied` says which denied requests, after proof, are answered all the same: whoever ends a leaked key may
@@ -88,7 +88,7 @@ class Server:
     codes: Sequence[ErrorCode] = ()
 
 
-Servers = Mapping[str, Server]
+Servers = Mapping[str, EndpointServer]
 
 
 def require_whole(servers: Servers) -> None:
@@ -147,19 +147,19 @@ class IntegrationView(APIView):
         variables = endpoint.variables(self._path(request))
         return _serve(server, Call(request, endpoint, holder, judgement.customer, variables, now))
 
-    def _endpoint(self, request: Request) -> Endpoint | Miss:
+    def _endpoint(self, request: Request) -> Endpoint | NoMatchingEndpoint:
         return BUILT_IN.match(request.method or "", self._path(request))
 
     def _path(self, request: Request) -> str:
         """Relative to the base URL, see `EnvironmentMiddleware`."""
         return str(request._request.path_info).removeprefix(f"/{self.environment}")
 
-    def _judge(self, request: Request, endpoint: Endpoint | Miss, now: datetime) -> Judgement:
+    def _judge(self, request: Request, endpoint: Endpoint | NoMatchingEndpoint, now: datetime) -> Judgement:
         headers = request.headers
         authorization = headers.get("Authorization")
         address = _address(request)
         name = endpoint.name if isinstance(endpoint, Endpoint) else ""
-        presented = Presented(
+        presented = VerificationRequest(
             key=headers.get(API_KEY),
             environment=self.environment,
             endpoint=endpoint,
@@ -179,7 +179,9 @@ class IntegrationView(APIView):
         )
         return judgement
 
-    def _note_refusal(self, request: Request, endpoint: Endpoint | Miss, judgement: Judgement, now: datetime) -> None:
+    def _note_refusal(
+        self, request: Request, endpoint: Endpoint | NoMatchingEndpoint, judgement: Judgement, now: datetime
+    ) -> None:
         refusal_log.note(
             judgement,
             request_id=request_id_of(request._request),
@@ -190,8 +192,8 @@ class IntegrationView(APIView):
             at=now,
         )
 
-    def _cors(self, request: Request, endpoint: Endpoint | Miss, judgement: Judgement) -> dict[str, str]:
-        if isinstance(endpoint, Miss):
+    def _cors(self, request: Request, endpoint: Endpoint | NoMatchingEndpoint, judgement: Judgement) -> dict[str, str]:
+        if isinstance(endpoint, NoMatchingEndpoint):
             return {}
         return cors_headers(request.headers.get("Origin"), endpoint, judgement.holder)
 
@@ -202,7 +204,7 @@ def _address(request: Request) -> str | None:
     return client_address(peer, forwarded, settings.TRUSTED_PROXIES)
 
 
-def _serve(server: Server, call: Call) -> Response:
+def _serve(server: EndpointServer, call: Call) -> Response:
     if server.prepares is not None:
         prepare = server.prepares
         return answer_once(

@@ -11,7 +11,7 @@ _NO_NUL = r"^[^\u0000]*$"
 class VerifyRequestExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]  # untyped package
     """The endpoint by its name, or by its request line."""
 
-    target_class = "keyvault.api.serializers.VerifyRequest"
+    target_class = "keyvault.api.serializers.VerifyRequestBody"
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Any:
         schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)

@@ -11,7 +11,7 @@ from rest_framework.views import APIView
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint
 from keyvault.access.endpoint_description import authorization_panel
-from keyvault.api.integration import IntegrationView, Server
+from keyvault.api.integration import EndpointServer, IntegrationView
 from keyvault.api.openapi import (
     NEEDED,
     PUBLIC_CODES,
@@ -22,7 +22,7 @@ from keyvault.api.openapi import (
     is_based_on_origin,
 )
 from keyvault.api.schemas import DecisionBody, DecisionsBody
-from keyvault.api.serializers import VerifyBatchRequest, VerifyRequest
+from keyvault.api.serializers import VerifyBatchRequestBody, VerifyRequestBody
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.domain.keys import KeyKind
 from keyvault.wire.gateways import AUTH_CODE, AUTH_STATUS, NAMES, Dialect, nginx_status
@@ -79,10 +79,10 @@ def _integration_plane() -> Iterator[Any]:
         yield _stand_in(_template(endpoint), endpoint.method, _document(endpoint, servers[endpoint.name]))
 
 
-def _servers() -> Mapping[str, Server]:
+def _servers() -> Mapping[str, EndpointServer]:
     for pattern in get_resolver().url_patterns:
         if isinstance(pattern, URLPattern) and getattr(pattern.callback, "cls", None) is IntegrationView:
-            servers: Mapping[str, Server] = pattern.callback.initkwargs["servers"]  # type: ignore[attr-defined]  # REST framework's
+            servers: Mapping[str, EndpointServer] = pattern.callback.initkwargs["servers"]  # type: ignore[attr-defined]  # REST framework's
             return servers
     raise LookupError("the integration plane has no route")
 
@@ -93,7 +93,7 @@ def _template(endpoint: Endpoint) -> str:
     return f"{prefix}{endpoint.path}".replace("<", "{").replace(">", "}")
 
 
-def _document(endpoint: Endpoint, server: Server) -> Documenter:
+def _document(endpoint: Endpoint, server: EndpointServer) -> Documenter:
     panel = dict(authorization_panel(endpoint))
     return documented(
         endpoint.name.replace(".", "_"),
@@ -155,9 +155,9 @@ def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
 
 
 def _verify() -> Iterator[Any]:
-    one = documented("keys_verify", summary="Judges one key.", takes=VerifyRequest, answers={200: DecisionBody})
+    one = documented("keys_verify", summary="Judges one key.", takes=VerifyRequestBody, answers={200: DecisionBody})
     several = documented(
-        "keys_verify_batch", summary="Judges up to 100.", takes=VerifyBatchRequest, answers={200: DecisionsBody}
+        "keys_verify_batch", summary="Judges up to 100.", takes=VerifyBatchRequestBody, answers={200: DecisionsBody}
     )
     yield _stand_in("/v1/keys/verify", "POST", one)
     yield _stand_in("/v1/keys/verify-batch", "POST", several)

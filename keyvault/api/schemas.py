@@ -9,9 +9,9 @@ from keyvault.api.serializers import OneOf
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
-from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.services.change_feed.receipts import Standing
+from keyvault.services.change_feed.receipts import VerifierProgress
 
 
 class HealthBody(serializers.Serializer[Any]):
@@ -39,7 +39,7 @@ class KeyBody(serializers.Serializer[Any]):
     expires_at = serializers.DateTimeField(allow_null=True)
     first_used_at = serializers.DateTimeField(allow_null=True)
     last_used_at = serializers.DateTimeField(allow_null=True)
-    retirement = OneOf(Retirement, allow_null=True)
+    retirement = OneOf(RetirementReason, allow_null=True)
     reason = OneOf(RevocationReason, allow_null=True)
 
 
@@ -65,7 +65,7 @@ class VerifierBody(serializers.Serializer[Any]):
 
     verifier_id = serializers.CharField()
     door = serializers.CharField()
-    state = OneOf(Standing)
+    state = OneOf(VerifierProgress)
     confirmed_at = serializers.DateTimeField(allow_null=True)
     seen_at = serializers.DateTimeField()
 

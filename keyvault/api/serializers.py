@@ -108,7 +108,7 @@ class ClientAddress(StrictText):
         return str(mapped or address)
 
 
-class VerifyRequest(StrictSerializer):
+class VerifyRequestBody(StrictSerializer):
     key = RawText(allow_null=True)
     environment = OneOf(Environment)
     endpoint = StrictText(required=False, max_length=100)
@@ -130,8 +130,8 @@ class VerifyRequest(StrictSerializer):
         return attrs
 
 
-class VerifyBatchRequest(StrictSerializer):
-    requests = serializers.ListField(child=VerifyRequest(), min_length=1, max_length=100)
+class VerifyBatchRequestBody(StrictSerializer):
+    requests = serializers.ListField(child=VerifyRequestBody(), min_length=1, max_length=100)
 
 
 class RevokeRequest(StrictSerializer):

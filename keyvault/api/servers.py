@@ -8,7 +8,7 @@ from rest_framework.response import Response
 from keyvault.access.customers import CUSTOMER_ID
 from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission
-from keyvault.api.integration import Call, Server, Servers, read_json
+from keyvault.api.integration import Call, EndpointServer, Servers, read_json
 from keyvault.api.integration_serializers import (
     ConfigurationBody,
     CustomerBody,
@@ -24,7 +24,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Order
-from keyvault.services.idempotency import Answer, Effect
+from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.keys.lifecycle import get_key, revoke_own_key
 from keyvault.services.merchants.orders import create_order, find_order
 from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
@@ -41,9 +41,9 @@ def _read(form: type[StrictSerializer], call: Call) -> dict[str, Any]:
 def _create_order(call: Call) -> Effect:
     asked = _read(OrderRequest, call)
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         order = create_order(call.grant(Permission.ORDERS_CREATE), call.account, **asked)
-        return Answer(201, order_as_json(order))
+        return StoredResponse(201, order_as_json(order))
 
     return effect
 
@@ -81,7 +81,7 @@ def _read_configuration(call: Call) -> Response:
 def _create_customer_token(call: Call) -> Effect:
     asked = _read(CustomerTokenRequest, call)
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         key = get_key(call.holder.key_id)
         if key is None:
             raise NotFoundError
@@ -94,7 +94,7 @@ def _create_customer_token(call: Call) -> Effect:
             "customer_id": token.customer_id,
             "expires_at": _as_text(token.expires_at),
         }
-        return Answer(201, body, secret_field="token", secret=text, secret_of=token.token_id)  # noqa: S106  its name
+        return StoredResponse(201, body, secret_field="token", secret=text, secret_of=token.token_id)  # noqa: S106  its name
 
     return effect
 
@@ -133,23 +133,23 @@ def _may_still_end(judgement: Judgement) -> bool:
 
 
 SERVERS: Servers = {
-    "orders.retrieve": Server(
+    "orders.retrieve": EndpointServer(
         answers=_retrieve_order, gives=OrderBody, parameters=(in_path("order_token", "^ord_[0-9A-Za-z]{20}$"),)
     ),
-    "orders.create": Server(prepares=_create_order, status=201, takes=OrderRequest, gives=OrderBody),
-    "client.configuration": Server(answers=_read_configuration, gives=ConfigurationBody),
-    "customer_tokens.create": Server(
+    "orders.create": EndpointServer(prepares=_create_order, status=201, takes=OrderRequest, gives=OrderBody),
+    "client.configuration": EndpointServer(answers=_read_configuration, gives=ConfigurationBody),
+    "customer_tokens.create": EndpointServer(
         prepares=_create_customer_token,
         status=201,
         takes=CustomerTokenRequest,
         gives=CustomerTokenBody,
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
-    "customer_tokens.revoke": Server(
+    "customer_tokens.revoke": EndpointServer(
         answers=_revoke_customer_token, status=204, parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),)
     ),
-    "customers.me": Server(answers=_show_customer, gives=CustomerBody),
-    "credentials.revoke_self": Server(
+    "customers.me": EndpointServer(answers=_show_customer, gives=CustomerBody),
+    "credentials.revoke_self": EndpointServer(
         answers=_revoke_self,
         serves_denied=_may_still_end,
         status=202,

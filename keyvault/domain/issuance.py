@@ -65,7 +65,7 @@ HANDED_OVER = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
 """Ways that end with the collection: our copy goes then, and the key itself if nobody comes in time."""
 
 
-def may_become(current: IssuanceState, new: IssuanceState) -> bool:
+def can_transition_issuance(current: IssuanceState, new: IssuanceState) -> bool:
     return new in TRANSITIONS[current]
 
 

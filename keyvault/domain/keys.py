@@ -30,7 +30,7 @@ class KeyState(StrEnum):
     DESTROYED = "destroyed"
 
 
-class Retirement(StrEnum):
+class RetirementReason(StrEnum):
     """Why a deactivated key is so: the verdict tells the two apart."""
 
     EXPIRED = "expired"
@@ -50,7 +50,7 @@ DEAD_STATES = frozenset({KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DE
 """States that no key ever leaves for a living one."""
 
 
-def may_become(current: KeyState, new: KeyState) -> bool:
+def can_transition(current: KeyState, new: KeyState) -> bool:
     return new in TRANSITIONS[current]
 
 
@@ -69,7 +69,7 @@ class KeyRecord(Struct, frozen=True, gc=False):
     digest: bytes
     pepper_version: int
     state: KeyState
-    retirement: Retirement | None
+    retirement: RetirementReason | None
     expires_at: datetime | None
     merchant_active: bool
     account_active: bool

@@ -21,7 +21,7 @@ from keyvault.services.merchants.operators import find_operator
 from keyvault.services.recording.authorization import authorize
 
 
-class AnsweringCommand(BaseCommand):
+class JsonCommand(BaseCommand):
     """A subclass says its arguments in `add_options`, does its work in `answer`, and may word it in `words`."""
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -187,7 +187,7 @@ class Migration(migrations.Migration):
                 ('store_from', models.CharField(blank=True, max_length=100)),
                 ('limit_count', models.PositiveIntegerField(blank=True, null=True)),
                 ('limit_seconds', models.PositiveIntegerField(blank=True, null=True)),
-                ('on_limiter_loss', models.CharField(choices=[('local_share', 'local share'), ('refuse', 'refuse')], default=keyvault.access.catalog.LimiterLoss['LOCAL_SHARE'], max_length=32)),
+                ('on_limiter_loss', models.CharField(choices=[('local_share', 'local share'), ('refuse', 'refuse')], default=keyvault.access.catalog.LimiterFailurePolicy['LOCAL_SHARE'], max_length=32)),
                 ('created_at', models.DateTimeField()),
                 ('withdrawn_at', models.DateTimeField(blank=True, null=True)),
             ],

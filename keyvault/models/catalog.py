@@ -3,7 +3,7 @@
 from django.db import models
 from django.db.models import Q
 
-from keyvault.access.catalog import Bearer, LimiterLoss
+from keyvault.access.catalog import Bearer, LimiterFailurePolicy
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
 from keyvault.domain.environments import Environment
 from keyvault.models.columns import at, choice, choices_check, created_at
@@ -39,14 +39,14 @@ class CatalogEndpoint(RecordedModel):
     store_from = models.CharField(max_length=100, blank=True)
     limit_count = models.PositiveIntegerField(null=True, blank=True)
     limit_seconds = models.PositiveIntegerField(null=True, blank=True)
-    on_limiter_loss = choice(LimiterLoss, default=LimiterLoss.LOCAL_SHARE)
+    on_limiter_loss = choice(LimiterFailurePolicy, default=LimiterFailurePolicy.LOCAL_SHARE)
     created_at = created_at()
     withdrawn_at = at()
 
     class Meta:
         constraints = [
             choices_check("endpoint_bearer", "bearer", Bearer),
-            choices_check("endpoint_on_limiter_loss", "on_limiter_loss", LimiterLoss),
+            choices_check("endpoint_on_limiter_loss", "on_limiter_loss", LimiterFailurePolicy),
             _limit_check("endpoint_limit_whole"),
         ]
 

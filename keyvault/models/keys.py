@@ -7,7 +7,7 @@ from django.db.models.functions import Length
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.merchants import Account
@@ -93,7 +93,7 @@ class Key(RecordedModel):
     digest = models.BinaryField(max_length=DIGEST_BYTES)
     pepper_version = models.PositiveIntegerField()
     state = choice(KeyState, default=KeyState.PRE_ACTIVATION)
-    retirement = choice(Retirement, null=True, blank=True)
+    retirement = choice(RetirementReason, null=True, blank=True)
     reason = choice(RevocationReason, null=True, blank=True)
     created_at = created_at()
     activated_at = at()
@@ -123,10 +123,10 @@ class Key(RecordedModel):
             models.CheckConstraint(
                 name="key_retirement",
                 condition=~Q(state=KeyState.DEACTIVATED.value)
-                | Q(retirement__isnull=False, retirement=Retirement.EXPIRED.value, reason__isnull=True)
+                | Q(retirement__isnull=False, retirement=RetirementReason.EXPIRED.value, reason__isnull=True)
                 | Q(
                     retirement__isnull=False,
-                    retirement=Retirement.REVOKED.value,
+                    retirement=RetirementReason.REVOKED.value,
                     reason__isnull=False,
                     reason__in=[r.value for r in RevocationReason],
                 ),
@@ -156,4 +156,4 @@ class Key(RecordedModel):
 
     def has_ended(self) -> bool:
         """An expiry needs no journal: it is judged from the key's own deadline."""
-        return self.state in DEAD_STATES and self.retirement != Retirement.EXPIRED
+        return self.state in DEAD_STATES and self.retirement != RetirementReason.EXPIRED

@@ -56,7 +56,7 @@ _APPROVED = "('approved', 'issued', 'collected')"
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class WriteGuard:
     """Refuses `when` (insert, update or delete) a row of `table` for which `condition` holds."""
 
     name: str
@@ -66,13 +66,13 @@ class Refusal:
     message: str
 
 
-def _conditions() -> Iterator[Refusal]:
+def _conditions() -> Iterator[WriteGuard]:
     for table in _APPEND_ONLY:
         short = table.split("_", 1)[1]
-        yield Refusal(f"{short}_no_update", table, "UPDATE", "1 = 1", f"{short} is append-only")
-        yield Refusal(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} is append-only")
+        yield WriteGuard(f"{short}_no_update", table, "UPDATE", "1 = 1", f"{short} is append-only")
+        yield WriteGuard(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} is append-only")
     # REPLACE deletes the old row of SQLite without asking a delete trigger; so a taken number is refused first.
-    yield Refusal(
+    yield WriteGuard(
         "auditentry_no_replace",
         "keyvault_auditentry",
         "INSERT",
@@ -80,7 +80,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR (e.chain_id = NEW.chain_id AND e.sequence = NEW.sequence))",
         "auditentry is append-only",
     )
-    yield Refusal(
+    yield WriteGuard(
         "auditcheckpoint_no_replace",
         "keyvault_auditcheckpoint",
         "INSERT",
@@ -88,14 +88,14 @@ def _conditions() -> Iterator[Refusal]:
         "OR (c.scope = NEW.scope AND c.number = NEW.number))",
         "auditcheckpoint is append-only",
     )
-    yield Refusal(
+    yield WriteGuard(
         "installation_no_replace",
         "keyvault_installation",
         "INSERT",
         "EXISTS (SELECT 1 FROM keyvault_installation i WHERE i.id = NEW.id)",
         "installation is append-only",
     )
-    yield Refusal(
+    yield WriteGuard(
         "change_no_replace",
         "keyvault_change",
         "INSERT",
@@ -108,7 +108,7 @@ def _conditions() -> Iterator[Refusal]:
         ("rotation_campaignapproval", "campaign_id"),
     ):
         short = approval.split("_", 1)[1]
-        yield Refusal(
+        yield WriteGuard(
             f"{short}_no_replace",
             approval,
             "INSERT",
@@ -116,7 +116,7 @@ def _conditions() -> Iterator[Refusal]:
             f"OR (v.{request} = NEW.{request} AND v.person = NEW.person))",
             f"{short} is append-only",
         )
-    yield Refusal(
+    yield WriteGuard(
         "evidence_no_replace",
         "rotation_evidence",
         "INSERT",
@@ -125,8 +125,8 @@ def _conditions() -> Iterator[Refusal]:
     )
     for table, unique in _KEPT.items():
         short = table.split("_", 1)[1]
-        yield Refusal(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} rows are never deleted")
-        yield Refusal(
+        yield WriteGuard(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} rows are never deleted")
+        yield WriteGuard(
             f"{short}_no_replace",
             table,
             "INSERT",
@@ -135,7 +135,7 @@ def _conditions() -> Iterator[Refusal]:
         )
     for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD")):
         # Unique among the open ones: REPLACE would delete the open one to make room.
-        yield Refusal(
+        yield WriteGuard(
             f"rotation_one_open_{when.lower()}",
             "rotation_rotation",
             when,
@@ -144,22 +144,22 @@ def _conditions() -> Iterator[Refusal]:
             f"AND r.state NOT IN {_CLOSED})",
             "a credential has one open rotation",
         )
-    yield Refusal("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted")
-    yield Refusal(
+    yield WriteGuard("auditchain_no_delete", "keyvault_auditchain", "DELETE", "1 = 1", "a chain is never deleted")
+    yield WriteGuard(
         "auditchain_no_replace",
         "keyvault_auditchain",
         "INSERT",
         "EXISTS (SELECT 1 FROM keyvault_auditchain c WHERE c.name = NEW.name)",
         "a chain is opened once",
     )
-    yield Refusal(
+    yield WriteGuard(
         "auditchain_forward",
         "keyvault_auditchain",
         "UPDATE",
         "NEW.name <> OLD.name OR NEW.sequence <> OLD.sequence + 1",
         "a chain moves one entry at a time",
     )
-    yield Refusal(
+    yield WriteGuard(
         "providerconnection_stays",
         "keyvault_providerconnection",
         "UPDATE",
@@ -167,14 +167,14 @@ def _conditions() -> Iterator[Refusal]:
         "OR NEW.backend_path <> OLD.backend_path OR (OLD.removed_at IS NOT NULL AND NEW.removed_at IS NULL)",
         "a connection keeps its account, its provider and its place, and does not come back once removed",
     )
-    yield Refusal(
+    yield WriteGuard(
         "connection_mode_insert",
         "keyvault_providerconnection",
         "INSERT",
         _WRONG_MODE,
         "test mode is for sandbox, live mode for production",
     )
-    yield Refusal(
+    yield WriteGuard(
         "connection_mode_update",
         "keyvault_providerconnection",
         "UPDATE",
@@ -182,7 +182,7 @@ def _conditions() -> Iterator[Refusal]:
         "test mode is for sandbox, live mode for production",
     )
     # Unique among those that are there: REPLACE would delete the one to make room.
-    yield Refusal(
+    yield WriteGuard(
         "providerconnection_one",
         "keyvault_providerconnection",
         "INSERT",
@@ -190,7 +190,7 @@ def _conditions() -> Iterator[Refusal]:
         "AND c.account_id = NEW.account_id AND c.provider = NEW.provider)",
         "an account has one connection to a provider",
     )
-    yield Refusal(
+    yield WriteGuard(
         "merchant_stays_gone",
         "keyvault_merchant",
         "UPDATE",
@@ -198,7 +198,7 @@ def _conditions() -> Iterator[Refusal]:
         "a merchant that has left does not come back",
     )
     for when in ("INSERT", "UPDATE"):
-        yield Refusal(
+        yield WriteGuard(
             f"key_of_a_merchant_{when.lower()}",
             "keyvault_key",
             when,
@@ -208,21 +208,21 @@ def _conditions() -> Iterator[Refusal]:
             + ("" if when == "INSERT" else " AND OLD.state <> 'active'"),
             "a merchant that has left gets no keys",
         )
-    yield Refusal(
+    yield WriteGuard(
         "account_stays",
         "keyvault_account",
         "UPDATE",
         "NEW.id <> OLD.id OR NEW.environment <> OLD.environment OR NEW.merchant_id <> OLD.merchant_id",
         "an account never changes its merchant or environment",
     )
-    yield Refusal(
+    yield WriteGuard(
         "operator_stays",
         "keyvault_operator",
         "UPDATE",
         "NEW.id <> OLD.id OR NEW.username <> OLD.username OR NEW.person <> OLD.person",
         "a log-in never passes to another person",
     )
-    yield Refusal(
+    yield WriteGuard(
         "credential_stays",
         "keyvault_credential",
         "UPDATE",
@@ -230,7 +230,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR NEW.delivery <> OLD.delivery",
         "a credential never changes its account, its kind or its delivery",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_stays",
         "keyvault_breakglass",
         "UPDATE",
@@ -239,7 +239,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR (NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
         "an act under break-glass stays as it was noted",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_requester",
         "keyvault_breakglass",
         "INSERT",
@@ -247,7 +247,7 @@ def _conditions() -> Iterator[Refusal]:
         "WHERE r.request_id = NEW.subject AND r.requester_person <> NEW.requester_person)",
         "an act under break-glass names who asked for it",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_rotation_requester",
         "keyvault_breakglass",
         "INSERT",
@@ -259,21 +259,21 @@ def _conditions() -> Iterator[Refusal]:
         "WHERE c.campaign_id = NEW.subject AND c.requester_person <> NEW.requester_person)",
         "an act about a rotation or a campaign names who asked for that",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_not_reviewed_yet",
         "keyvault_breakglass",
         "INSERT",
         "NEW.reviewed_at IS NOT NULL OR NEW.reviewer_id IS NOT NULL OR NEW.reviewer_person IS NOT NULL",
         "an act under break-glass is noted before it is reviewed",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_second_person",
         "keyvault_breakglass",
         "UPDATE",
         "NEW.reviewer_person IN (NEW.person, NEW.requester_person)",
         "whoever did or asked for an act under break-glass does not review it",
     )
-    yield Refusal(
+    yield WriteGuard(
         "breakglass_reviewer_is_person",
         "keyvault_breakglass",
         "UPDATE",
@@ -281,14 +281,14 @@ def _conditions() -> Iterator[Refusal]:
         "WHERE o.id = NEW.reviewer_id AND o.person = NEW.reviewer_person)",
         "a review is in the name of its reviewer",
     )
-    yield Refusal(
+    yield WriteGuard(
         "servicetoken_no_revival",
         "keyvault_servicetoken",
         "UPDATE",
         "OLD.revoked_at IS NOT NULL AND (NEW.revoked_at IS NULL OR NEW.revoked_at <> OLD.revoked_at)",
         "a revoked token stays revoked",
     )
-    yield Refusal(
+    yield WriteGuard(
         "servicetoken_stays",
         "keyvault_servicetoken",
         "UPDATE",
@@ -296,14 +296,14 @@ def _conditions() -> Iterator[Refusal]:
         "OR (OLD.lineage <> '' AND NEW.lineage <> OLD.lineage)",
         "a token keeps its name, its lineage and who answers for it, and never lives longer",
     )
-    yield Refusal(
+    yield WriteGuard(
         "customertoken_no_revival",
         "keyvault_customertoken",
         "UPDATE",
         "OLD.revoked_at IS NOT NULL AND (NEW.revoked_at IS NULL OR NEW.revoked_at <> OLD.revoked_at)",
         "a revoked token stays revoked",
     )
-    yield Refusal(
+    yield WriteGuard(
         "customertoken_stays",
         "keyvault_customertoken",
         "UPDATE",
@@ -311,7 +311,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR NEW.expires_at <> OLD.expires_at",
         "a token keeps its account, its customer and its expiry",
     )
-    yield Refusal(
+    yield WriteGuard(
         "order_stays",
         "keyvault_order",
         "UPDATE",
@@ -320,7 +320,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR coalesce(NEW.customer_id, '') <> coalesce(OLD.customer_id, '') OR NEW.created_at <> OLD.created_at",
         "an order is not changed afterwards",
     )
-    yield Refusal(
+    yield WriteGuard(
         "catalogendpoint_stays",
         "keyvault_catalogendpoint",
         "UPDATE",
@@ -328,7 +328,7 @@ def _conditions() -> Iterator[Refusal]:
         "an endpoint keeps its name",
     )
     # Unique among those of no account: REPLACE would delete the one that is there.
-    yield Refusal(
+    yield WriteGuard(
         "limitoverride_one_of_endpoint",
         "keyvault_limitoverride",
         "INSERT",
@@ -336,7 +336,7 @@ def _conditions() -> Iterator[Refusal]:
         "AND o.environment = NEW.environment AND o.endpoint = NEW.endpoint)",
         "an endpoint has one limit in an environment",
     )
-    yield Refusal(
+    yield WriteGuard(
         "limitoverride_stays",
         "keyvault_limitoverride",
         "UPDATE",
@@ -344,21 +344,21 @@ def _conditions() -> Iterator[Refusal]:
         "OR NEW.environment <> OLD.environment OR NEW.endpoint <> OLD.endpoint",
         "a limit stays with its account and endpoint",
     )
-    yield Refusal(
+    yield WriteGuard(
         "key_no_revival",
         "keyvault_key",
         "UPDATE",
         f"OLD.state IN {_DEAD} AND NEW.state NOT IN {_DEAD}",
         "a dead key never verifies again",
     )
-    yield Refusal(
+    yield WriteGuard(
         "key_never_pre_active_again",
         "keyvault_key",
         "UPDATE",
         "OLD.state <> 'pre_activation' AND NEW.state = 'pre_activation'",
         "activation is not undone",
     )
-    yield Refusal(
+    yield WriteGuard(
         "key_stays",
         "keyvault_key",
         "UPDATE",
@@ -368,7 +368,7 @@ def _conditions() -> Iterator[Refusal]:
     )
     yield from _peppers()
     for when in ("INSERT", "UPDATE"):
-        yield Refusal(
+        yield WriteGuard(
             f"key_two_active_{when.lower()}",
             "keyvault_key",
             when,
@@ -393,7 +393,7 @@ def _conditions() -> Iterator[Refusal]:
             "requested_via_id",
         ),
     )
-    yield Refusal(
+    yield WriteGuard(
         "notice_stays",
         "keyvault_notice",
         "UPDATE",
@@ -403,21 +403,21 @@ def _conditions() -> Iterator[Refusal]:
         "OR NEW.created_at <> OLD.created_at OR OLD.seen_at IS NOT NULL",
         "what was announced stays as it was, and is seen once",
     )
-    yield Refusal(
+    yield WriteGuard(
         "webhookendpoint_stays",
         "keyvault_webhookendpoint",
         "UPDATE",
         "NEW.id <> OLD.id OR NEW.account_id <> OLD.account_id OR NEW.url <> OLD.url",
         "an endpoint keeps its account and its address",
     )
-    yield Refusal(
+    yield WriteGuard(
         "rotation_bypass_stays",
         "rotation_rotation",
         "UPDATE",
         "OLD.bypassed_at IS NOT NULL AND NEW.bypassed_at IS NULL",
         "a bypass stays in sight",
     )
-    yield Refusal(
+    yield WriteGuard(
         "rotation_retirement_approved",
         "rotation_rotation",
         "UPDATE",
@@ -429,7 +429,7 @@ def _conditions() -> Iterator[Refusal]:
         "WHERE c.credential_id = NEW.credential_id AND a.environment = 'sandbox')))",
         "a date is approved before it counts",
     )
-    yield Refusal(
+    yield WriteGuard(
         "retirement_stays",
         "rotation_retirement",
         "UPDATE",
@@ -459,14 +459,14 @@ def _conditions() -> Iterator[Refusal]:
         frozen=("environment", "selection", "wish", "pace"),
         by_services=False,
     )
-    yield Refusal(
+    yield WriteGuard(
         "campaign_no_reopening",
         "rotation_campaign",
         "UPDATE",
         "OLD.state IN ('completed', 'rejected', 'expired', 'cancelled') AND NEW.state <> OLD.state",
         "a campaign that is closed stays closed",
     )
-    yield Refusal(
+    yield WriteGuard(
         "campaignmember_as_asked",
         "rotation_campaignmember",
         "INSERT",
@@ -475,7 +475,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR EXISTS (SELECT 1 FROM rotation_campaignapproval v WHERE v.campaign_id = NEW.campaign_id)",
         "a campaign is about what was selected when it was asked for",
     )
-    yield Refusal(
+    yield WriteGuard(
         "campaignmember_stays",
         "rotation_campaignmember",
         "UPDATE",
@@ -483,7 +483,7 @@ def _conditions() -> Iterator[Refusal]:
         "OR (OLD.rotation_id IS NOT NULL AND coalesce(NEW.rotation_id, '') <> OLD.rotation_id)",
         "a member stays with its campaign, and gets one rotation",
     )
-    yield Refusal(
+    yield WriteGuard(
         "rotation_of_campaign",
         "rotation_rotation",
         "INSERT",
@@ -508,11 +508,11 @@ _DIGESTED = (
 """Tables of digests, each with the pepper set of a row and whether the row may still prove something."""
 
 
-def _peppers() -> Iterator[Refusal]:
+def _peppers() -> Iterator[WriteGuard]:
     """A digest only ever moves to a newer pepper, and a pepper goes only when nothing that lives leans on it."""
     for table, pepper_set, _ in _DIGESTED:
         short = table.split("_", 1)[1]
-        yield Refusal(
+        yield WriteGuard(
             f"{short}_digest_stays",
             table,
             "UPDATE",
@@ -521,7 +521,7 @@ def _peppers() -> Iterator[Refusal]:
             f"a digest of {short} is only replaced by one of a newer pepper",
         )
         for when, moved in (("INSERT", ""), ("UPDATE", "NEW.pepper_version <> OLD.pepper_version AND ")):
-            yield Refusal(
+            yield WriteGuard(
                 f"{short}_pepper_{when.lower()}",
                 table,
                 when,
@@ -532,7 +532,7 @@ def _peppers() -> Iterator[Refusal]:
             )
     for table, pepper_set, living in _DIGESTED:
         short = table.split("_", 1)[1]
-        yield Refusal(
+        yield WriteGuard(
             f"pepperversion_of_{short}",
             "keyvault_pepperversion",
             "UPDATE",
@@ -541,7 +541,7 @@ def _peppers() -> Iterator[Refusal]:
             f"AND {living.format(row='d')} AND {pepper_set.format(row='d')} = NEW.pepper_set)",
             f"a pepper that a living {short} is hashed with is not retired",
         )
-    yield Refusal(
+    yield WriteGuard(
         "pepperversion_newest",
         "keyvault_pepperversion",
         "UPDATE",
@@ -550,7 +550,7 @@ def _peppers() -> Iterator[Refusal]:
         "AND p.number > NEW.number AND p.retired_at IS NULL AND p.hashes_from_at <= NEW.retired_at)",
         "a pepper is retired once a newer one makes the digests",
     )
-    yield Refusal(
+    yield WriteGuard(
         "pepperversion_stays",
         "keyvault_pepperversion",
         "UPDATE",
@@ -560,7 +560,7 @@ def _peppers() -> Iterator[Refusal]:
         "AND (OLD.number = 1 OR OLD.hashes_from_at IS NOT NULL OR OLD.retired_at IS NOT NULL))",
         "a pepper version stays what it is",
     )
-    yield Refusal(
+    yield WriteGuard(
         "pepperversion_no_revival",
         "keyvault_pepperversion",
         "UPDATE",
@@ -592,28 +592,28 @@ def _four_eyes(
     environment: str,
     frozen: tuple[str, ...],
     by_services: bool = True,
-) -> Iterator[Refusal]:
+) -> Iterator[WriteGuard]:
     """Who asked does not approve, each person once and on the digest as asked, and only enough approvals count.
 
     `by_services`: a service token may have asked, and the person who answers for it stands for it.
     """
     short = request.split("_", 1)[1]
     asked = f"SELECT 1 FROM {request} r WHERE r.{key} = NEW.{foreign_key}"  # noqa: S608  our own names only
-    yield Refusal(
+    yield WriteGuard(
         f"{short}_second_person",
         approval,
         "INSERT",
         f"EXISTS ({asked} AND r.requester_person = NEW.person)",
         "whoever asked cannot approve",
     )
-    yield Refusal(
+    yield WriteGuard(
         f"{short}_same_digest",
         approval,
         "INSERT",
         f"NOT EXISTS ({asked} AND r.plan_digest = NEW.plan_digest)",
         "an approval is bound to exactly what was asked",
     )
-    yield Refusal(
+    yield WriteGuard(
         f"{short}_approver_is_person",
         approval,
         "INSERT",
@@ -626,7 +626,7 @@ def _four_eyes(
         if by_services
         else ""
     )
-    yield Refusal(
+    yield WriteGuard(
         f"{short}_requester_is_person",
         request,
         "INSERT",
@@ -639,8 +639,8 @@ def _four_eyes(
         f"WHERE v.{foreign_key} = NEW.{key} AND v.plan_digest = NEW.plan_digest AND v.person <> NEW.requester_person)"
     )
     for when in ("INSERT", "UPDATE"):
-        yield Refusal(f"{short}_enough_{when.lower()}", request, when, counted, "not enough persons have approved")
-    yield Refusal(
+        yield WriteGuard(f"{short}_enough_{when.lower()}", request, when, counted, "not enough persons have approved")
+    yield WriteGuard(
         f"{short}_production_policy",
         request,
         "INSERT",
@@ -651,7 +651,7 @@ def _four_eyes(
         f"coalesce(CAST(NEW.{column} AS TEXT), '') <> coalesce(CAST(OLD.{column} AS TEXT), '')"
         for column in (key, "plan_digest", "approvals_needed", "requester_person", *frozen)
     )
-    yield Refusal(f"{short}_stays", request, "UPDATE", changed, "what was asked is not changed afterwards")
+    yield WriteGuard(f"{short}_stays", request, "UPDATE", changed, "what was asked is not changed afterwards")
 
 
 _CONDITIONS = tuple(_conditions())
@@ -732,13 +732,13 @@ def _prefixed(name: str) -> str:
     return f"kv_{name}"
 
 
-def _reads_only(refusal: Refusal, tables: set[str]) -> bool:
+def _reads_only(refusal: WriteGuard, tables: set[str]) -> bool:
     """Whether every table of ours that the condition reads exists by now."""
     words = set(refusal.condition.replace("(", " ").replace(")", " ").split())
     return all(word in tables for word in words if word.startswith(("keyvault_", "rotation_")))
 
 
-def _create(refusal: Refusal, vendor: str) -> Iterator[str]:
+def _create(refusal: WriteGuard, vendor: str) -> Iterator[str]:
     name = _prefixed(refusal.name)
     if vendor == "postgresql":
         # A refused row is a constraint violation to the caller (SQLSTATE 23514), as on SQLite.

@@ -6,7 +6,7 @@ from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
 
 
-class Outcome(models.TextChoices):
+class UseOutcome(models.TextChoices):
     """What became of a presented key, once possession was proved.
 
     `denied`: the key was good, but the request was refused for another reason; `refused`: the key was suspended.
@@ -20,10 +20,10 @@ class Outcome(models.TextChoices):
     EXPOSED_IN_BROWSER = "exposed_in_browser"
 
 
-SIGNS_OF_LIFE = (Outcome.ALLOWED, Outcome.DENIED)
+SIGNS_OF_LIFE = (UseOutcome.ALLOWED, UseOutcome.DENIED)
 """Somebody holds the key and goes on using it: no silence. Only what was allowed proves anything."""
 
-EXPOSURES = (Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER)
+EXPOSURES = (UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER)
 
 
 class KeyUse(models.Model):
@@ -52,7 +52,7 @@ class UseBucket(models.Model):
     user_agent = models.CharField(max_length=120, blank=True)
     endpoint = models.CharField(max_length=100, blank=True)
     origin = models.CharField(max_length=120, blank=True)
-    outcome = choice(Outcome)
+    outcome = choice(UseOutcome)
     count = models.PositiveIntegerField(default=0)
     first_at = models.DateTimeField()
     last_at = models.DateTimeField()
@@ -63,7 +63,7 @@ class UseBucket(models.Model):
                 fields=["key", "minute", "source", "user_agent", "endpoint", "origin", "outcome"],
                 name="use_bucket_unique",
             ),
-            choices_check("use_outcome", "outcome", Outcome),
+            choices_check("use_outcome", "outcome", UseOutcome),
         ]
         indexes = [
             # Of columns that never change, so that a count going up touches no index (PostgreSQL: as long as its page

@@ -41,7 +41,7 @@ from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.hotpath.http1.framing import refusal
 from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.messages.questions import VERIFY
-from keyvault.hotpath.messages.responses import Answer as EngineAnswer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.deadline import Deadline
 from keyvault.project.engine_view import is_welcome
 from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
@@ -88,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WsgiResponse:
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
@@ -152,7 +152,7 @@ class Bridge:
         await self._probe_pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _admit(self, scope: Scope, receive: Receive) -> Answer | None:
+    async def _admit(self, scope: Scope, receive: Receive) -> WsgiResponse | None:
         """Answer the request unless too many are in progress; None where nobody waits for the answer."""
         if self._in_progress >= self._capacity.requests:
             return _refuse_as_busy(scope)
@@ -167,7 +167,7 @@ class Bridge:
         finally:
             self._in_progress -= 1
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _answer(self, scope: Scope, receive: Receive) -> WsgiResponse:
         """Raises QueueFullError, ClientGoneError."""
         raw_path, query = _target(scope)
         if len(raw_path) + len(query) > TARGET_BYTES:
@@ -195,7 +195,7 @@ class Bridge:
             return self._console_pool
         return self._probe_pool if path in PROBES else self._pool
 
-    def _known(self, headers: dict[str, str], body: io.BytesIO) -> Answer | None:
+    def _known(self, headers: dict[str, str], body: io.BytesIO) -> WsgiResponse | None:
         authorization = headers.get("authorization")
         if self._verify_known is None or authorization is None or not authorization.isascii():
             return None
@@ -208,11 +208,11 @@ class Bridge:
         except Exception:  # noqa: BLE001  whatever it was: the whole way answers, be it with a problem
             _log.exception("unhandled")
             return None
-        if not isinstance(known, EngineAnswer):
+        if not isinstance(known, HttpResponse):
             return None
         return _encode(known)
 
-    def _run(self, environ: dict[str, Any]) -> Answer:
+    def _run(self, environ: dict[str, Any]) -> WsgiResponse:
         try:
             return _call(self._wsgi, environ)
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
@@ -221,7 +221,7 @@ class Bridge:
             return answer
 
 
-def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> Answer:
+def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> WsgiResponse:
     started: list[tuple[int, list[tuple[bytes, bytes]]]] = []
     written: list[bytes] = []
 
@@ -237,7 +237,7 @@ def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> Answer:
         if close := getattr(response, "close", None):
             close()  # Django's, which puts the thread's database connection in order
     code, encoded = started[-1]
-    return Answer(code, encoded, b"".join(written))
+    return WsgiResponse(code, encoded, b"".join(written))
 
 
 async def _read_body(headers: dict[str, str], receive: Receive) -> tuple[Body, int]:
@@ -320,14 +320,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
+def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiResponse:
     """An answer without Django: nothing of the request is looked at."""
     found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)
 
 
-def _refuse_slow_body(seconds: float) -> Answer:
+def _refuse_slow_body(seconds: float) -> WsgiResponse:
     """Answer 408 and close the connection: the rest of the body may still come."""
     detail = (
         f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
@@ -337,7 +337,7 @@ def _refuse_slow_body(seconds: float) -> Answer:
     return answer
 
 
-def _refuse_as_busy(scope: Scope) -> Answer:
+def _refuse_as_busy(scope: Scope) -> WsgiResponse:
     """Answer 503: a page in the console, a problem document elsewhere."""
     busy = "The service has as many requests in progress as it can take. Nothing was done."
     answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait as long as Retry-After says, then send it again.")
@@ -346,7 +346,7 @@ def _refuse_as_busy(scope: Scope) -> Answer:
     headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}
     page = _BUSY_PAGE % (busy.encode(), headers[b"x-request-id"])
     headers[b"content-length"] = b"%d" % len(page)
-    return Answer(answer.status, list(headers.items()), page)
+    return WsgiResponse(answer.status, list(headers.items()), page)
 
 
 _BUSY_PAGE = b"""<!doctype html>
@@ -359,6 +359,6 @@ _BUSY_PAGE = b"""<!doctype html>
 """
 
 
-def _encode(found: EngineAnswer) -> Answer:
+def _encode(found: HttpResponse) -> WsgiResponse:
     encoded = [(name.lower().encode(), value.encode()) for name, value in found.all_headers().items()]
-    return Answer(found.status, encoded, found.body)
+    return WsgiResponse(found.status, encoded, found.body)

@@ -228,7 +228,7 @@ class _Claims(virtual.QoS):
     A claim that this process does not hold (a forked child's, an emptied folder's) is left alone.
     """
 
-    channel: "Channel"
+    channel: "SpoolChannel"
 
     def ack(self, delivery_tag: str) -> None:
         self.channel.claim(delivery_tag).unlink(missing_ok=True)
@@ -240,7 +240,7 @@ class _Claims(virtual.QoS):
         super().ack(delivery_tag)
 
 
-class Channel(virtual.Channel):
+class SpoolChannel(virtual.Channel):
     """kombu's virtual channel with queues, claims and bindings in the folder.
 
     Publishing returns once the message survives kill -9 and, unless its delivery_mode is transient, a power cut.
@@ -399,7 +399,7 @@ class Channel(virtual.Channel):
 class Transport(virtual.Transport):
     """kombu's way in. Raises ValueError when the URL names a host or no path."""
 
-    Channel = Channel
+    SpoolChannel = SpoolChannel
     polling_interval = 0.1
     driver_type = driver_name = "spool"
     connection_errors = (*virtual.Transport.connection_errors, OSError)  # a full disk: workers wait and try again

@@ -35,7 +35,7 @@ SEALED_FOR = timedelta(minutes=15)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoredResponse:
     """What is answered. A show-once secret is not in `body`, where None stands in its field: it is `secret`,
     and `secret_of` names the key or customer token whose first use shreds it. `secret_field`: its name."""
 
@@ -46,15 +46,15 @@ class Answer:
     secret_of: str = ""
 
 
-Effect = Callable[[], Answer]
+Effect = Callable[[], StoredResponse]
 """What is done once, inside the transaction that also stores its answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class IdempotentResult:
     """`is_secret_available` is False for the replay of a secret that was shredded: the body says so too."""
 
-    answer: Answer
+    answer: StoredResponse
     is_replay: bool
     is_secret_available: bool
 
@@ -68,7 +68,7 @@ def run_once(
     body: bytes,
     now: datetime,
     prepare: Callable[[], Effect],
-) -> Outcome:
+) -> IdempotentResult:
     """The effect's answer, or that of the request before with this key of this holder at this endpoint.
 
     `environment` is whose peppers seal a secret in the answer; None for an endpoint whose answers hold none.
@@ -85,7 +85,7 @@ def run_once(
         # Somebody was faster, a moment ago: either at work or, already, done.
         return _answered(place, _find(place), now) or _refuse_for_now()
     try:
-        return Outcome(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
+        return IdempotentResult(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
     except BaseException:
         with suppress(
             DatabaseError, InterfaceError
@@ -122,7 +122,7 @@ def _find(place: _Place) -> IdempotentRequest | None:
     ).first()
 
 
-def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> Outcome | None:
+def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
     """What is known already. None: nothing, or nothing that counts any more. Raises IdempotencyError."""
     if found is None or found.expires_at <= now:
         return None
@@ -169,7 +169,7 @@ def _claim(place: _Place, found: IdempotentRequest | None, now: datetime) -> Que
     return at_work.filter(pk=made.pk, fence=made.fence)
 
 
-def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, now: datetime) -> Answer:
+def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, now: datetime) -> StoredResponse:
     """The effect and its stored answer: both or neither."""
     with transaction.atomic(durable=True):
         answer = effect()
@@ -186,18 +186,18 @@ def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, no
     return answer
 
 
-def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime) -> Outcome:
+def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
     """The stored answer, with its secret while that is still sealed."""
     stored = json.loads(found.body)
     body, field = stored["body"], stored["secret_field"]
     if not field:
-        return Outcome(Answer(status, body), is_replay=True, is_secret_available=True)
+        return IdempotentResult(StoredResponse(status, body), is_replay=True, is_secret_available=True)
     if found.sealed is None or found.sealed_until is None or found.sealed_until <= now:
         body["secret_available"] = False
-        return Outcome(Answer(status, body, field), is_replay=True, is_secret_available=False)
+        return IdempotentResult(StoredResponse(status, body, field), is_replay=True, is_secret_available=False)
     secret = unseal(place.peppers, bytes(found.sealed), place.context)
-    answer = Answer(status, body, field, secret, found.secret_of)
-    return Outcome(answer, is_replay=True, is_secret_available=True)
+    answer = StoredResponse(status, body, field, secret, found.secret_of)
+    return IdempotentResult(answer, is_replay=True, is_secret_available=True)
 
 
 # --- what goes, and when --------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def issue_one(request: IssuanceRequest) -> bool:
         return False
     except KeyvaultError as error:
         if isinstance(error, BackendDeniedError):
-            stored_copies.tell_of_refusal(_grant(request.account, now), request.account, "issuing", error)
+            stored_copies.report_refusal(_grant(request.account, now), request.account, "issuing", error)
         leases.postpone(lease, now, error.internal or error.detail)
         _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
         return False
@@ -146,7 +146,7 @@ def forget_due() -> None:
 
 def mend_journal() -> None:
     """Appends to this host's journal of revocations what it lacks, a bounded number at a time."""
-    log_backfill.heal_journal(datetime.now(UTC))
+    log_backfill.backfill_log(datetime.now(UTC))
 
 
 def destroy_due() -> None:
@@ -175,7 +175,7 @@ def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
                 raise
             except BackendDeniedError as error:
                 unanswered = _FAILURES
-                stored_copies.tell_of_refusal(_grant(account, now), account, "destroying copies", error)
+                stored_copies.report_refusal(_grant(account, now), account, "destroying copies", error)
                 raise
 
 
@@ -281,7 +281,7 @@ def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime]
         _log.warning("put off", extra={"subject": subject, "why": error.internal or error.detail})
         if isinstance(error, BackendDeniedError):
             account = row.credential.account if isinstance(row, Key) else row.account
-            stored_copies.tell_of_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
+            stored_copies.report_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
             return False
     else:
         leases.release(lease, due_at=due_at)

@@ -54,7 +54,7 @@ _WHY = "the merchant was offboarded"
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class StoredAssets:
     """How much an account has that is good for something."""
 
     keys: int = 0
@@ -74,10 +74,10 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
+class MerchantAssets:
     """What a merchant has that is good for something; `service_tokens`: those that are for it alone."""
 
-    accounts: Mapping[Environment, Holdings]
+    accounts: Mapping[Environment, StoredAssets]
     service_tokens: int = 0
 
     def __bool__(self) -> bool:
@@ -102,8 +102,8 @@ class Offboarding:
     """What this run ended, and what it left (nothing, unless somebody else was at work on it meanwhile)."""
 
     merchant_id: str
-    ended: Belongings
-    left: Belongings
+    ended: MerchantAssets
+    left: MerchantAssets
 
 
 def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding:
@@ -114,7 +114,7 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
     """
     told = clean_text(why, 300)
     _shut(grant, merchant, told)
-    ended = Belongings(
+    ended = MerchantAssets(
         {Environment(account.environment): _end_account(grant, account) for account in _accounts(merchant)},
         service_tokens=_end_each(_service_tokens(merchant, grant.at), lambda token: _revoke_token(grant, token)),
     )
@@ -132,11 +132,11 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
     return Offboarding(merchant.merchant_id, ended, left)
 
 
-def count_belongings(merchant: Merchant, now: datetime) -> Belongings:
+def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
     """What offboarding it would end, or has left."""
-    return Belongings(
+    return MerchantAssets(
         {
-            Environment(account.environment): Holdings(
+            Environment(account.environment): StoredAssets(
                 keys=_keys(account).count(),
                 customer_tokens=_customer_tokens(account, now).count(),
                 issuance_requests=_requests(account).count(),
@@ -242,9 +242,9 @@ def _shut(grant: Grant, merchant: Merchant, why: str) -> None:
             merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
-def _end_account(grant: Grant, account: Account) -> Holdings:
+def _end_account(grant: Grant, account: Account) -> StoredAssets:
     own = authorize(grant.principal, P.MERCHANTS_OFFBOARD, account, now=grant.at)
-    return Holdings(
+    return StoredAssets(
         keys=_end_each(_keys(account), lambda key: revoke_key(own, key, RevocationReason.CESSATION_OF_OPERATION)),
         customer_tokens=_revoke_customer_tokens(own, account),
         issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _WHY)),

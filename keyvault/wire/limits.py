@@ -1,6 +1,6 @@
 """Limits on the wire: the RateLimit fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
 
-from keyvault.access.limits import Spend, Standing
+from keyvault.access.limits import BucketStatus, Spend
 
 
 def limit_headers(spend: Spend | None) -> dict[str, str]:
@@ -13,9 +13,9 @@ def limit_headers(spend: Spend | None) -> dict[str, str]:
     }
 
 
-def _policy(standing: Standing) -> str:
+def _policy(standing: BucketStatus) -> str:
     return f'"{standing.policy}";q={standing.limit.count};w={standing.limit.seconds}'
 
 
-def _standing(standing: Standing) -> str:
+def _standing(standing: BucketStatus) -> str:
     return f'"{standing.policy}";r={standing.remaining};t={standing.reset_seconds}'

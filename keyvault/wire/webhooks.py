@@ -100,7 +100,7 @@ def _key(secret: str) -> bytes:
 # --- delivery ---------------------------------------------------------------------------------------------------
 
 
-class Verdict(StrEnum):
+class DeliveryOutcome(StrEnum):
     """`gone`: the endpoint wants no message any more, ever."""
 
     DELIVERED = "delivered"
@@ -109,22 +109,22 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class DeliveryAssessment:
     """`wait`: how long the endpoint asked to be left alone, at least."""
 
-    verdict: Verdict
+    verdict: DeliveryOutcome
     wait: timedelta = timedelta()
 
 
-def judge_answer(status: int, retry_after: str | None, now: datetime) -> Judgement:
+def judge_answer(status: int, retry_after: str | None, now: datetime) -> DeliveryAssessment:
     """What an answer means. Only 2xx is a yes; a redirect is none, and is not followed."""
     if 200 <= status <= 299:
-        return Judgement(Verdict.DELIVERED)
+        return DeliveryAssessment(DeliveryOutcome.DELIVERED)
     if status == 410:
-        return Judgement(Verdict.GONE)
+        return DeliveryAssessment(DeliveryOutcome.GONE)
     if status in {429, 503} and retry_after is not None:
-        return Judgement(Verdict.RETRY, min(_read_retry_after(retry_after, now), LONGEST_RETRY_AFTER))
-    return Judgement(Verdict.RETRY)
+        return DeliveryAssessment(DeliveryOutcome.RETRY, min(_read_retry_after(retry_after, now), LONGEST_RETRY_AFTER))
+    return DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
 def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None:

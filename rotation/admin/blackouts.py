@@ -11,30 +11,30 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done
-from keyvault.admin.framework.model_admin import NounAdmin
-from keyvault.admin.framework.widgets import NOTHING, Detail, Facts, Table, badge, link, mono, short_moment
+from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
 from rotation.admin.schedule_widgets import scope_words, state_of
 from rotation.models import BlackoutCalendar
 from rotation.services.schedules.schedules import save_calendar
 
 
-def _save_calendar(grant: Grant, cleaned: Cleaned) -> Done:
-    return Done("Saved.", row=save_calendar(grant, cleaned["name"], periods_from(cleaned["periods"])))
+def _save_calendar(grant: Grant, cleaned: Cleaned) -> ActionResult:
+    return ActionResult("Saved.", row=save_calendar(grant, cleaned["name"], periods_from(cleaned["periods"])))
 
 
-def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> Done:
+def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> ActionResult:
     save_calendar(grant, row.name, periods_from(cleaned["periods"]), known=row)
-    return Done("Saved. Rotations that are asked for from now on go by it.")
+    return ActionResult("Saved. Rotations that are asked for from now on go by it.")
 
 
 @admin.register(BlackoutCalendar)
-class BlackoutCalendarAdmin(NounAdmin):
+class BlackoutCalendarAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Blackout calendar", "Blackout calendars"
     asks = (
-        Ask(
+        CreateAction(
             "save",
             "Make a blackout calendar",
             P.SCHEDULES_WRITE,
@@ -45,7 +45,7 @@ class BlackoutCalendarAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "edit",
             "Edit",
             P.SCHEDULES_WRITE,
@@ -78,8 +78,8 @@ class BlackoutCalendarAdmin(NounAdmin):
     def used_by(self, row: Any) -> int:
         return int(row.schedules_count)
 
-    def summary(self, row: BlackoutCalendar) -> Facts:
-        return Facts("Calendar", [("Name", mono(row)), ("Periods", len(row.periods))])
+    def summary(self, row: BlackoutCalendar) -> FactTable:
+        return FactTable("Calendar", [("Name", mono(row)), ("Periods", len(row.periods))])
 
     def detail(self, request: HttpRequest, row: BlackoutCalendar) -> Detail:
         now = datetime.now(UTC)

@@ -14,14 +14,23 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
+from keyvault.admin.framework.actions import (
+    ActForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    SeenForm,
+    Tone,
+    WhyForm,
+)
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Line,
     Table,
     Waiting,
@@ -47,7 +56,7 @@ from rotation.services.campaigns.campaigns import (
     resume_campaign,
 )
 from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
@@ -134,13 +143,13 @@ class SeenMaybeWhyForm(SeenForm, MaybeWhyForm):
     """Both."""
 
 
-def _request(grant: Grant, cleaned: Cleaned) -> Done:
+def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     campaign = request_campaign(
         grant,
         environment=Environment(cleaned["environment"]),
         merchants=cleaned["merchants"] or None,
         older_than_days=cleaned["older_than_days"],
-        wish=Wish(
+        wish=PlanOverrides(
             proof=Proof(cleaned["proof"]),
             quiet_seconds=cleaned["quiet_seconds"],
             quarantine_seconds=cleaned["quarantine_seconds"],
@@ -156,35 +165,37 @@ def _request(grant: Grant, cleaned: Cleaned) -> Done:
     )
     count = _credentials(campaign.members.count())
     if campaign.state == C.AWAITING_APPROVAL:
-        return Done(f"Asked, for {count}. It now waits for the approval of a second person.", row=campaign)
-    return Done(f"Asked, for {count}. This environment wants no second person: the worker begins now.", row=campaign)
+        return ActionResult(f"Asked, for {count}. It now waits for the approval of a second person.", row=campaign)
+    return ActionResult(
+        f"Asked, for {count}. This environment wants no second person: the worker begins now.", row=campaign
+    )
 
 
-def _approve(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+def _approve(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     approve_campaign(grant, campaign, cleaned["plan_digest"])
     if campaign.state == C.RUNNING:
-        return Done("Approved. The worker begins at the pace that you saw.")
-    return Done("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker begins at the pace that you saw.")
+    return ActionResult("Your approval is noted; it takes another person's too.")
 
 
-def _reject(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+def _reject(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     reject_campaign(grant, campaign, cleaned["why"])
-    return Done("Rejected.")
+    return ActionResult("Rejected.")
 
 
-def _pause(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+def _pause(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     pause_campaign(grant, campaign, cleaned["why"])
-    return Done("Paused: no more rotations begin. Those under way go on.")
+    return ActionResult("Paused: no more rotations begin. Those under way go on.")
 
 
-def _resume(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+def _resume(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     resume_campaign(grant, campaign, cleaned["why"])
-    return Done("It goes on.")
+    return ActionResult("It goes on.")
 
 
-def _cancel(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> Done:
+def _cancel(grant: Grant, campaign: Campaign, cleaned: Cleaned) -> ActionResult:
     cancel_campaign(grant, campaign, cleaned["why"])
-    return Done("Cancelled: no more rotations begin. Those under way go on.")
+    return ActionResult("Cancelled: no more rotations begin. Those under way go on.")
 
 
 def _is_undecided(row: Campaign) -> bool:
@@ -192,11 +203,11 @@ def _is_undecided(row: Campaign) -> bool:
 
 
 @admin.register(Campaign)
-class CampaignAdmin(NounAdmin):
+class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Campaign", "Campaigns"
     asks = (
-        Ask(
+        CreateAction(
             "request",
             "Rotate many keys",
             P.ROTATIONS_WRITE,
@@ -209,7 +220,7 @@ class CampaignAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "approve",
             "Approve",
             P.ROTATIONS_APPROVE,
@@ -222,7 +233,7 @@ class CampaignAdmin(NounAdmin):
             fits=_is_undecided,
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "reject",
             "Reject",
             P.ROTATIONS_APPROVE,
@@ -232,7 +243,7 @@ class CampaignAdmin(NounAdmin):
             fits=_is_undecided,
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "pause",
             "Pause",
             P.ROTATIONS_WRITE,
@@ -241,7 +252,7 @@ class CampaignAdmin(NounAdmin):
             form=MaybeWhyForm,
             fits=lambda row: row.state == C.RUNNING,
         ),
-        Act(
+        RowAction(
             "resume",
             "Resume",
             P.ROTATIONS_WRITE,
@@ -251,7 +262,7 @@ class CampaignAdmin(NounAdmin):
             fits=lambda row: row.state in {C.PAUSED, C.HALTED},
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "cancel",
             "Cancel the campaign",
             P.ROTATIONS_WRITE,
@@ -298,11 +309,11 @@ class CampaignAdmin(NounAdmin):
     def requester_person_of(self, row: Campaign) -> str:
         return row.requester_person
 
-    def summary(self, row: Campaign) -> Facts:
+    def summary(self, row: Campaign) -> FactTable:
         """All that the digest covers."""
         pace, merchants, days = Pace.from_json(row.pace), row.selection["merchants"], row.selection["older_than_days"]
         share = pace.halt_at_failed_percent
-        return Facts(
+        return FactTable(
             "What is asked for",
             [
                 ("Environment", badge(row.environment)),
@@ -327,7 +338,7 @@ class CampaignAdmin(NounAdmin):
             state=row.state,
             notes=list(_notes(request, row, told)),
             sections=[
-                Facts("How far it is", list(_progress(row, told))),
+                FactTable("How far it is", list(_progress(row, told))),
                 _members(row),
                 self.summary(row),
                 approvals_table(row),
@@ -361,7 +372,7 @@ def _left_out(row: Campaign) -> str:
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
     """What was chosen, and what is the default for the rest; of the longer gap of two each credential has its own."""
-    wish, default = Wish.from_json(row.wish), DEFAULTS[Environment(row.environment)]
+    wish, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
     proof = wish.proof or Proof.TRAFFIC
     yield "Proof", PRIVATE_PROOFS.get(proof, proof.value)
     if proof in {Proof.TRAFFIC, Proof.BOTH}:

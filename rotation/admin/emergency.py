@@ -11,12 +11,12 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, Tone
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
 from keyvault.admin.keys.keys import WHAT_REPORTING_DOES, is_last, warn_of_last
 from keyvault.admin.keys.receipts import receipt_url
 from keyvault.admin.site import ConsoleSite
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.domain.keys import DEAD_STATES, KeyState, may_become
+from keyvault.domain.keys import DEAD_STATES, KeyState, can_transition
 from keyvault.domain.redaction import redact
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys.lifecycle import usable_keys
@@ -80,22 +80,22 @@ class ReissueForm(ActForm):
     )
 
 
-def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
     told = f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip()
-    return Done(told, url=receipt_url(key, response.sequence))
+    return ActionResult(told, url=receipt_url(key, response.sequence))
 
 
-def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     living = [str(key.pk) for key in credential.keys.exclude(state__in=DEAD_STATES)]
     return _report_all(grant, living, cleaned)
 
 
-def _report_leak(grant: Grant, cleaned: Cleaned) -> Done:
+def _report_leak(grant: Grant, cleaned: Cleaned) -> ActionResult:
     return _report_all(grant, cleaned["key_ids"].split(), cleaned)
 
 
-def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Done:
+def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> ActionResult:
     """Raises RequestInvalidError when no key was ended."""
     responses = respond_to_leak(
         grant.principal, presented, reason=cleaned["reason"], replace=cleaned["replace"], now=grant.at
@@ -108,7 +108,7 @@ def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> Don
     many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
     not_ended = f"NOT revoked, {len(missed)}: {_some(missed)}." if missed else ""
     told = " ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended))))
-    return Done(told, is_partial=bool(missed))
+    return ActionResult(told, is_partial=bool(missed))
 
 
 _NOTHING_ENDED = (
@@ -130,9 +130,9 @@ def _some(texts: Sequence[str]) -> str:
     return "; ".join(text.removesuffix(".") for text in texts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     rotation = reissue_key(grant, credential, " ".join(cleaned["reason"].split()))
-    return Done(f"Rotation {rotation} is asked for. The key is made as soon as it is approved.")
+    return ActionResult(f"Rotation {rotation} is asked for. The key is made as soon as it is approved.")
 
 
 def _can_be_reissued(credential: Credential) -> bool:
@@ -147,18 +147,18 @@ def _has_living_key(credential: Credential) -> bool:
     return credential.keys.exclude(state__in=DEAD_STATES).exists()
 
 
-REPORT = Act(
+REPORT = RowAction(
     "report-compromise",
     "Report compromise",
     P.KEYS_REPORT_COMPROMISE,
     _report,
     lambda key: WHAT_REPORTING_DOES,
     form=CompromiseForm,
-    fits=lambda key: may_become(KeyState(key.state), KeyState.COMPROMISED),
+    fits=lambda key: can_transition(KeyState(key.state), KeyState.COMPROMISED),
     warn=warn_of_last,
     tone=Tone.DANGER,
 )
-REPORT_CREDENTIAL = Act(
+REPORT_CREDENTIAL = RowAction(
     "compromised",
     "Compromised: revoke now and replace",
     P.KEYS_REPORT_COMPROMISE,
@@ -169,7 +169,7 @@ REPORT_CREDENTIAL = Act(
     warn=lambda credential: "Whoever uses the credential is refused from this moment on, until a new key is there.",
     tone=Tone.DANGER,
 )
-REISSUE = Act(
+REISSUE = RowAction(
     "reissue",
     "Reissue",
     P.ROTATIONS_WRITE,
@@ -182,7 +182,7 @@ REISSUE = Act(
     fits=_can_be_reissued,
     tone=Tone.GOOD,
 )
-REPORT_LEAK = Ask(
+REPORT_LEAK = CreateAction(
     "leak",
     "Report leaked keys",
     P.KEYS_REPORT_COMPROMISE,

@@ -14,13 +14,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may, operator_of
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Line,
     Waiting,
     badge,
@@ -40,9 +40,9 @@ from rotation.services.rotations.interventions import approve_retirement
 _MOST_VERSIONS = 10
 
 
-def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> Done:
+def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionResult:
     approve_retirement(grant, retirement)
-    return Done(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+    return ActionResult(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
 
 
 def _waits(retirement: Retirement) -> bool:
@@ -59,11 +59,11 @@ def _state(retirement: Retirement) -> str:
 
 
 @admin.register(Retirement)
-class RetirementAdmin(NounAdmin):
+class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Retirement", "Retirements"
     acts = (
-        Act(
+        RowAction(
             "approve",
             "Approve the date",
             P.ROTATIONS_APPROVE,
@@ -123,11 +123,11 @@ class RetirementAdmin(NounAdmin):
     def requester_person_of(self, row: Retirement) -> str:
         return row.requester_person
 
-    def summary(self, row: Retirement) -> Facts:
+    def summary(self, row: Retirement) -> FactTable:
         """The date, beside who would be refused from then on."""
         rotation = row.rotation
         url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
-        return Facts(
+        return FactTable(
             "What is asked",
             [
                 ("The old key", key_link(rotation.predecessor)),
@@ -141,7 +141,7 @@ class RetirementAdmin(NounAdmin):
 
     def detail(self, request: HttpRequest, row: Retirement) -> Detail:
         approver = NOTHING if row.approver is None else row.approver.username
-        approval = Facts("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
+        approval = FactTable("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
         notes = []
         if _state(row) == "awaiting_approval" and row.requester_person == operator_of(request).person:
             notes.append("You asked for this: it takes a second person to approve it.")

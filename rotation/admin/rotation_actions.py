@@ -4,7 +4,16 @@ from datetime import UTC, datetime
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done, SeenForm, SeenWhyForm, Tone, WhyForm
+from keyvault.admin.framework.actions import (
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    SeenForm,
+    SeenWhyForm,
+    Tone,
+    WhyForm,
+)
 from keyvault.admin.framework.four_eyes import break_glass_warning
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery
@@ -47,70 +56,74 @@ from rotation.services.rotations.requests import (
 S = RotationState
 
 
-def _request(grant: Grant, cleaned: Cleaned) -> Done:
+def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     rotation = request_rotation(grant, cleaned["credential_id"], wish_of(cleaned))
     if rotation.state == S.AWAITING_APPROVAL:
-        return Done("Asked. It now waits for the approval of a second person.", row=rotation)
-    return Done("Asked. This environment wants no second person: it begins when its time has come.", row=rotation)
+        return ActionResult("Asked. It now waits for the approval of a second person.", row=rotation)
+    return ActionResult(
+        "Asked. This environment wants no second person: it begins when its time has come.", row=rotation
+    )
 
 
-def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _approve(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     approve_rotation(grant, rotation, cleaned["plan_digest"])
     if not is_undecided(rotation):
-        return Done("Approved. The worker begins when its time has come.")
-    return Done("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker begins when its time has come.")
+    return ActionResult("Your approval is noted; it takes another person's too.")
 
 
-def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _reject(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     reject_rotation(grant, rotation, cleaned["why"])
-    return Done("Rejected.")
+    return ActionResult("Rejected.")
 
 
-def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     bypass_rotation(grant, rotation, cleaned["plan_digest"], cleaned["reason"])
-    return Done("It begins without the second person. It stays in sight until somebody else has reviewed it.")
+    return ActionResult("It begins without the second person. It stays in sight until somebody else has reviewed it.")
 
 
-def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if rolls_back(rotation):
         raise StateConflictError("The merchant may use the replacement already: roll back instead.")
     abort_rotation(grant, rotation, cleaned["why"])
     if rotation.state == S.ROLLING_BACK:
-        return Done("The secret backend holds the replacement already, so that it rolls back; the old key stays.")
-    return Done(f"Aborted. {_what_stays(rotation)}")
+        return ActionResult(
+            "The secret backend holds the replacement already, so that it rolls back; the old key stays."
+        )
+    return ActionResult(f"Aborted. {_what_stays(rotation)}")
 
 
-def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _roll_back(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     if not rolls_back(rotation):
         raise StateConflictError("Nobody has the replacement yet: abort it instead.")
     abort_rotation(grant, rotation, cleaned["why"])
-    return Done(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
+    return ActionResult(f"It rolls back, and both keys verify meanwhile. {_where_the_old_key_is(rotation)}")
 
 
-def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _resume(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     resume_rotation(grant, rotation)
-    return Done("It goes on where it stalled, with its timers started anew.")
+    return ActionResult("It goes on where it stalled, with its timers started anew.")
 
 
-def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _extend(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     extend_rotation(grant, rotation, cleaned["deadline"])
-    return Done(f"The deadline is {cleaned['deadline']:%Y-%m-%d %H:%M} UTC now.")
+    return ActionResult(f"The deadline is {cleaned['deadline']:%Y-%m-%d %H:%M} UTC now.")
 
 
-def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _confirm(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     confirm_rotation(grant, rotation, cleaned["why"])
-    return Done("Confirmed, under your name. It goes on when the worker comes by.")
+    return ActionResult("Confirmed, under your name. It goes on when the worker comes by.")
 
 
-def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
+def _retire(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     retirement = ask_retirement(grant, rotation, cleaned["retire_at"])
     if retirement.approved_at is not None:
-        return Done(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
-    return Done("Asked. The date counts once a second person has approved it.")
+        return ActionResult(f"The old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
+    return ActionResult("Asked. The date counts once a second person has approved it.")
 
 
-def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> Done:
-    return Done("The replacement", secret=collect_replacement(grant, rotation))
+def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
+    return ActionResult("The replacement", secret=collect_replacement(grant, rotation))
 
 
 # --- whether a button shows ---------------------------------------------------------------------------------
@@ -217,7 +230,7 @@ def _what_collecting_does(rotation: Rotation) -> str:
     return "The replacement is shown on the next page, this once. The secret backend keeps its copy."
 
 
-ASK = Ask(
+ASK = CreateAction(
     "request",
     IN_WORDS[Remedy.ASK_AGAIN],
     P.ROTATIONS_WRITE,
@@ -231,7 +244,7 @@ ASK = Ask(
 )
 
 ACTS = (
-    Act(
+    RowAction(
         "approve",
         IN_WORDS[Remedy.APPROVE],
         P.ROTATIONS_APPROVE,
@@ -241,7 +254,7 @@ ACTS = (
         fits=_may_be_approved,
         tone=Tone.GOOD,
     ),
-    Act(
+    RowAction(
         "reject",
         IN_WORDS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
@@ -251,7 +264,7 @@ ACTS = (
         fits=_waits_for_approval,
         tone=Tone.DANGER,
     ),
-    Act(
+    RowAction(
         "resume",
         IN_WORDS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
@@ -261,7 +274,7 @@ ACTS = (
         fits=_may_be_resumed,
         tone=Tone.GOOD,
     ),
-    Act(
+    RowAction(
         "confirm",
         IN_WORDS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
@@ -271,7 +284,7 @@ ACTS = (
         fits=may_be_confirmed,
         tone=Tone.GOOD,
     ),
-    Act(
+    RowAction(
         "retire",
         IN_WORDS[Remedy.RETIRE],
         P.ROTATIONS_WRITE,
@@ -283,7 +296,7 @@ ACTS = (
         form=RetireForm,
         fits=_may_be_retired,
     ),
-    Act(
+    RowAction(
         "extend",
         IN_WORDS[Remedy.EXTEND],
         P.ROTATIONS_WRITE,
@@ -296,7 +309,7 @@ ACTS = (
         form=ExtendForm,
         fits=_may_be_extended,
     ),
-    Act(
+    RowAction(
         "collect",
         IN_WORDS[Remedy.COLLECT],
         P.ISSUANCE_COLLECT,
@@ -305,7 +318,7 @@ ACTS = (
         fits=may_be_collected,
         warn=lambda rotation: break_glass_warning(rotation.credential.account),
     ),
-    Act(
+    RowAction(
         "bypass",
         IN_WORDS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
@@ -316,7 +329,7 @@ ACTS = (
         warn=_warn_of_the_bypass,
         tone=Tone.DANGER,
     ),
-    Act(
+    RowAction(
         "abort",
         IN_WORDS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
@@ -326,7 +339,7 @@ ACTS = (
         fits=lambda rotation: may_be_aborted(rotation) and not rolls_back(rotation),
         tone=Tone.DANGER,
     ),
-    Act(
+    RowAction(
         "roll-back",
         IN_WORDS[Remedy.ROLL_BACK],
         P.ROTATIONS_WRITE,

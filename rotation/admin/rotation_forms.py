@@ -15,7 +15,7 @@ from rotation.admin.plan_fields import PeriodField, by_default
 from rotation.domain.policy import DEFAULTS, LONGEST_SECONDS, AtDeadline, DeliveryChannel, Plan, Proof, Reinstatement
 from rotation.domain.windows import Window, read_clock
 from rotation.models import Rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 PROOFS = {
     Proof.TRAFFIC: "traffic: real authentications with the replacement",
@@ -224,14 +224,14 @@ def _by_field(fault: Fault) -> Fault:
     return Fault(_FIELDS.get(fault.pointer, fault.pointer), fault.detail)
 
 
-def wish_of(cleaned: Cleaned) -> Wish:
+def wish_of(cleaned: Cleaned) -> PlanOverrides:
     """Raises RequestInvalidError for a window that cannot be meant."""
     channels = (DeliveryChannel.SECRET_BACKEND, *([DeliveryChannel.WEBHOOK] if cleaned["webhook"] else []))
     same = (
         *("reason", "not_before", "deadline", "proof_count", "proof_sources", "soak_seconds", "quiet_seconds"),
         *("quarantine_seconds", "expires_in_days", "predecessor_may_expire", "retire_at"),
     )
-    return Wish(
+    return PlanOverrides(
         proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
         at_deadline=AtDeadline(cleaned["at_deadline"]),
         reinstatement=Reinstatement(cleaned["reinstatement"]),

@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    Facts,
+    FactTable,
     Step,
     Table,
     badge,
@@ -59,11 +59,11 @@ _RETIRING = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
-def plan_facts(row: Rotation) -> Facts:
+def plan_facts(row: Rotation) -> FactTable:
     """Field by field as the digest covers it."""
     plan, credential = row.readable_plan, row.credential
     if plan is None:
-        return Facts("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
+        return FactTable("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
     for_public = " · without effect for a public key" if credential.kind == KeyKind.PUBLIC else ""
     for_ended = _WITHOUT_EFFECT if has_lost_old_key(row) else ""
     without_effect = for_ended or for_public
@@ -90,7 +90,7 @@ def plan_facts(row: Rotation) -> Facts:
         ("Digest of all this (SHA-256)", mono(plan.digest())),
         ("Asked by", requester_name(row.requester, row.requested_via)),
     ]
-    return Facts("The plan", rows)
+    return FactTable("The plan", rows)
 
 
 _WITHOUT_EFFECT = " · without effect: the old key has ended"
@@ -125,9 +125,9 @@ def _dormant_words(plan: Plan) -> str:
 # --- where it stands ----------------------------------------------------------------------------------------
 
 
-def standing(row: Rotation) -> Facts:
+def standing(row: Rotation) -> FactTable:
     """The four facts, each with its own time, and what is about them."""
-    return Facts("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
+    return FactTable("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -277,7 +277,7 @@ def _time_of(row: Rotation, place: RotationState) -> Any:
 # --- what to do ---------------------------------------------------------------------------------------------
 
 
-def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Facts:
+def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> FactTable:
     """The runbook's advice with links to what it names: acts that are offered now, and pages."""
     links = list(_remedies(row, advice, set(offered)))
     steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
@@ -287,7 +287,7 @@ def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> Fact
     ]
     if links:
         rows.append(("Where", format_html_join(" · ", "{}", ((each,) for each in links))))
-    return Facts(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
+    return FactTable(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 
 def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[SafeString]:

@@ -12,14 +12,14 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act
+from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import approvals_table, requester_name
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Line,
     Link,
     Table,
@@ -83,7 +83,7 @@ class HeldUpFilter(admin.SimpleListFilter):
 
 
 @admin.register(Rotation)
-class RotationAdmin(NounAdmin):
+class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Rotation", "Rotations"
     asks = (ASK,)
@@ -144,7 +144,7 @@ class RotationAdmin(NounAdmin):
     def requester_person_of(self, row: Rotation) -> str:
         return row.requester_person
 
-    def summary(self, row: Rotation) -> Facts:
+    def summary(self, row: Rotation) -> FactTable:
         return plan_facts(row)
 
     # --- one rotation -------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class RotationAdmin(NounAdmin):
             ],
         )
 
-    def _runbook(self, request: HttpRequest, row: Rotation, waiting_for: str) -> Iterable[Facts]:
+    def _runbook(self, request: HttpRequest, row: Rotation, waiting_for: str) -> Iterable[FactTable]:
         is_failing = find_failure(row) is not None
         entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
         if entry is not None:
@@ -240,7 +240,7 @@ class RotationAdmin(NounAdmin):
         bypassed = rows.filter(is_unreviewed=True)
         yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
 
-    def _is_open(self, request: HttpRequest, act: Act, row: Any) -> bool:
+    def _is_open(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
         is_for_me = act.name != "collect" or may_collect(row, operator_of(request).person)
         return is_for_me and super()._is_open(request, act, row)
 

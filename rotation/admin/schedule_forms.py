@@ -16,8 +16,8 @@ from rotation.admin.rotation_forms import closes_field, opens_field, time_zone_f
 from rotation.domain.policy import Proof
 from rotation.domain.windows import Window, clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.rotations.planning import Wish
-from rotation.services.schedules.schedules import ScheduleWish, Scope, find_wish, readable_wish
+from rotation.services.rotations.planning import PlanOverrides
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_wish, readable_wish
 
 _WHOLE_DAY = 24 * 60
 
@@ -182,15 +182,15 @@ def scope_from(cleaned: Cleaned) -> Scope:
     return Scope(environment, credential=credential)
 
 
-def terms_from(cleaned: Cleaned, before: Wish | None = None) -> ScheduleWish:
+def terms_from(cleaned: Cleaned, before: PlanOverrides | None = None) -> ScheduleDraft:
     """Raises RequestInvalidError for a window that cannot be meant."""
     wish = replace(
-        before or Wish(),
+        before or PlanOverrides(),
         proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
         **{name: cleaned[name] for name in ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")},
     )
     numbers = (cleaned["cryptoperiod_days"], cleaned["jitter_days"], cleaned["lead_days"])
-    return ScheduleWish(*numbers, _window(cleaned), cleaned["calendar"], wish)
+    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], wish)
 
 
 def _window(cleaned: Cleaned) -> Window | None:

@@ -8,7 +8,7 @@ from typing import Any
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.widgets import NOTHING, Facts, Table, badge, link, moment, short_moment
+from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, short_moment
 from rotation.admin.rotation_forms import WEEKDAYS
 from rotation.domain.windows import clock_text
 from rotation.models import RotationSchedule
@@ -49,16 +49,16 @@ def months(dates: list[ScheduledDate]) -> Iterable[Table]:
         yield Table("Nothing", columns, [], empty="No key on a schedule is replaced in that time.")
 
 
-def next_facts(date: ScheduledDate | None) -> Facts:
+def next_facts(date: ScheduledDate | None) -> FactTable:
     if date is None:
-        return Facts("Next scheduled rotation", [("State", "it is on no schedule")])
+        return FactTable("Next scheduled rotation", [("State", "it is on no schedule")])
     rows: list[tuple[str, Any]] = [
         ("State", badge(date.state)),
         ("Begins", moment(date.begins_at, missing="no date")),
         ("Asked for", moment(date.ask_at)),
         ("By", date.schedule),
     ]
-    return Facts("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
+    return FactTable("Next scheduled rotation", [*rows, *([("Why", date.why)] if date.why else [])])
 
 
 def credential_link(credential_id: str, words: str) -> SafeString:

@@ -13,15 +13,15 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Link,
     Table,
     badge,
@@ -65,25 +65,25 @@ from rotation.services.schedules.schedules import (
 )
 
 
-def _save(grant: Grant, cleaned: Cleaned) -> Done:
+def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
     row = save_schedule(grant, scope_from(cleaned), terms_from(cleaned))
-    return Done("Saved. The calendar shows what it comes to.", row=row)
+    return ActionResult("Saved. The calendar shows what it comes to.", row=row)
 
 
-def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     saved = find_wish(row) or readable_wish(row)
     save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
-    return Done("Saved. What it asks for from now on is asked in your name.")
+    return ActionResult("Saved. What it asks for from now on is asked in your name.")
 
 
-def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+def _disable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     disable_schedule(grant, row)
-    return Done("Disabled. The next wider schedule counts again, if there is one.")
+    return ActionResult("Disabled. The next wider schedule counts again, if there is one.")
 
 
-def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> Done:
+def _enable(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
     enable_schedule(grant, row)
-    return Done("Enabled. What it asks for from now on is asked in your name.")
+    return ActionResult("Enabled. What it asks for from now on is asked in your name.")
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -98,12 +98,12 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(RotationSchedule)
-class RotationScheduleAdmin(NounAdmin):
+class RotationScheduleAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     section, singular, plural = "Keys", "Schedule", "Schedules"
     change_list_template = "console/change_list_more.html"
     asks = (
-        Ask(
+        CreateAction(
             "save",
             "Put keys on a schedule",
             P.SCHEDULES_WRITE,
@@ -121,7 +121,7 @@ class RotationScheduleAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "edit",
             "Edit",
             P.SCHEDULES_WRITE,
@@ -129,7 +129,7 @@ class RotationScheduleAdmin(NounAdmin):
             lambda row: "Rotations that it has asked for already stay as they are.",
             form=EditForm,
         ),
-        Act(
+        RowAction(
             "disable",
             "Disable",
             P.SCHEDULES_WRITE,
@@ -138,7 +138,7 @@ class RotationScheduleAdmin(NounAdmin):
             fits=lambda row: row.is_enabled,
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "enable",
             "Enable",
             P.SCHEDULES_WRITE,
@@ -194,7 +194,7 @@ class RotationScheduleAdmin(NounAdmin):
     def account_of(self, row: RotationSchedule) -> Account | None:
         return place_of(row)
 
-    def summary(self, row: RotationSchedule) -> Facts:
+    def summary(self, row: RotationSchedule) -> FactTable:
         wish = (find_wish(row) or readable_wish(row)).wish
         rows: list[tuple[str, Any]] = [
             ("For", scope_words(row)),
@@ -211,7 +211,7 @@ class RotationScheduleAdmin(NounAdmin):
             ("In the name of", self.asked_by(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))
-        return Facts("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
+        return FactTable("Schedule", [*rows, *([("Stalled", fault)] if fault else [])])
 
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
         notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]

@@ -10,12 +10,12 @@ from rest_framework.response import Response
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
-from keyvault.api.integration import Call, Server
+from keyvault.api.integration import Call, EndpointServer
 from keyvault.api.openapi import MAY_BE_SENT, documented, in_path
 from keyvault.api.serializers import OneOf, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
 from keyvault.models import Credential
-from keyvault.services.idempotency import Answer, Effect
+from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY
 from rotation.api.schemas import RotationBody
@@ -24,7 +24,7 @@ from rotation.domain.policy import LONGEST_SECONDS, AtDeadline, DeliveryChannel,
 from rotation.domain.windows import Window
 from rotation.services.rotations.facts import ACKNOWLEDGEMENT
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, find_introduction, get_rotation
 from rotation.services.rotations.requests import request_rotation
 
@@ -68,7 +68,7 @@ class RotationRequest(StrictSerializer):
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
     predecessor_may_expire = StrictBoolean(required=False)
 
-    def wish(self) -> Wish:
+    def wish(self) -> PlanOverrides:
         """Raises RequestInvalidError for a window that cannot be meant."""
         values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
         for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
@@ -78,7 +78,7 @@ class RotationRequest(StrictSerializer):
             values["channels"] = tuple(dict.fromkeys(map(DeliveryChannel, values["channels"])))
         if "window" in values:
             values["window"] = _read_window(values["window"])
-        return Wish(**values)
+        return PlanOverrides(**values)
 
 
 def _read_window(values: dict[str, Any]) -> Window:
@@ -125,9 +125,9 @@ class RotationsView(ServiceView):
             raise NotFoundError
         grant = self.grant_for(credential.account)
 
-        def create() -> Answer:
+        def create() -> StoredResponse:
             rotation = request_rotation(grant, credential, form.wish())
-            return Answer(201, describe(get_rotation(rotation.rotation_id), self.now))
+            return StoredResponse(201, describe(get_rotation(rotation.rotation_id), self.now))
 
         return create
 
@@ -182,5 +182,5 @@ def _acknowledge(call: Call) -> Response:
     return Response(status=204)
 
 
-SERVERS = {ACKNOWLEDGEMENT: Server(answers=_acknowledge, status=204)}
+SERVERS = {ACKNOWLEDGEMENT: EndpointServer(answers=_acknowledge, status=204)}
 """What rotation serves of the integration plane."""

@@ -59,7 +59,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class CampaignTally:
     """What became of a campaign's rotations since it was approved, or resumed after a halt."""
 
     proved: int = 0
@@ -83,7 +83,7 @@ def count_to_begin(pace: Pace, *, unproved: int, begun_in_last_minute: int) -> i
     return max(0, min(each_tick, pace.per_minute - begun_in_last_minute, pace.concurrency - unproved))
 
 
-def judge_halt(pace: Pace, tally: Tally) -> str | None:
+def judge_halt(pace: Pace, tally: CampaignTally) -> str | None:
     """Why the campaign is to halt; None: it goes on."""
     if pace.halt_on_stall and tally.stalled:
         return "a rotation stalled" if tally.stalled == 1 else f"{tally.stalled} rotations stalled"
@@ -95,9 +95,9 @@ def judge_halt(pace: Pace, tally: Tally) -> str | None:
     return None
 
 
-def tally_of(counts: Mapping[RotationState, int]) -> Tally:
+def tally_of(counts: Mapping[RotationState, int]) -> CampaignTally:
     """Of rotations counted by the state that each is in."""
-    return Tally(
+    return CampaignTally(
         proved=sum(count for state, count in counts.items() if state in PROVED),
         failed=sum(count for state, count in counts.items() if state in FAILED),
         stalled=counts.get(S.STALLED, 0),

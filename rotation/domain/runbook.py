@@ -99,7 +99,7 @@ class Only:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RunbookEntry:
     """`says`: how the `why`, or what is waited for, begins. `steps`: in the order in which to try them.
 
     `besides`: what is also true, of some rotations. `only_failing`: nothing is wrong with waiting for that, until a
@@ -154,7 +154,7 @@ _END_IT = (
 
 
 STALLS = (
-    Entry(
+    RunbookEntry(
         "The deadline has passed",
         ("the deadline has passed",),
         "The deadline came before the rotation was done. Nothing was taken away for that.",
@@ -180,7 +180,7 @@ STALLS = (
             ),
         ),
     ),
-    Entry(
+    RunbookEntry(
         "Nobody takes the news of the replacement",
         ("the merchant's webhook endpoint does not take the news",),
         "The plan wants the merchant's endpoint to take the message before the replacement counts as delivered, and "
@@ -197,7 +197,7 @@ STALLS = (
             Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT),
         ),
     ),
-    Entry(
+    RunbookEntry(
         "The replacement was suspended",
         (WHY[Event.REPLACEMENT_SUSPENDED],),
         "Somebody suspended the new key by hand. Whoever has switched to it is refused.",
@@ -221,7 +221,7 @@ STALLS = (
             Only(OLD_KEY_ENDED, "The old key has ended, too: nobody gets in with either."),
         ),
     ),
-    Entry(
+    RunbookEntry(
         "The old key was suspended",
         (WHY[Event.PREDECESSOR_SUSPENDED],),
         "Somebody suspended the old key by hand, before it was due for quarantine. Whoever has not switched is "
@@ -238,7 +238,7 @@ STALLS = (
         ),
         (R.PREDECESSOR, R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "The quarantine was lifted by hand",
         (WHY[Event.QUARANTINE_LIFTED],),
         "Somebody resumed the key that the rotation had suspended. Both keys verify.",
@@ -253,7 +253,7 @@ STALLS = (
         ),
         (R.PREDECESSOR, R.RESUME, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "A step kept failing",
         ("a step kept failing",),
         "The same step failed a dozen times in a row, and not because the backend was away. No key that verified was "
@@ -266,7 +266,7 @@ STALLS = (
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "The secret backend refuses us",
         ("the secret backend refuses us",),
         "The worker logged in anew and tried once more, and was refused again: a policy is too narrow, a role is gone, "
@@ -280,7 +280,7 @@ STALLS = (
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "The secret backend holds something that is not ours",
         ("The secret backend holds something at this credential's place that Keyvault did not write",),
         "Somebody else wrote to the credential's path. It is never overwritten: it may be what the merchant runs on.",
@@ -291,7 +291,7 @@ STALLS = (
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "This release cannot read the plan",
         (PLAN_UNREADABLE,),
         "The plan has a field or a value of a newer release, or names a time zone that the worker's host does not "
@@ -306,7 +306,7 @@ STALLS = (
         ),
         (R.RESUME, R.ABORT),
     ),
-    Entry(
+    RunbookEntry(
         "Its window does not open any more",
         ("its window does not open any more",),
         "The hours, weekdays and blackouts of the approved plan leave no time in which it may begin. Nothing was "
@@ -320,7 +320,7 @@ STALLS = (
 )
 """Every way in which a rotation stalls."""
 
-UNKNOWN = Entry(
+UNKNOWN = RunbookEntry(
     "It stalled",
     (),
     "For the reason that stands above. No key that verified was taken away.",
@@ -330,7 +330,7 @@ UNKNOWN = Entry(
 """For a reason that no entry knows."""
 
 WAITS = (
-    Entry(
+    RunbookEntry(
         "Nobody has approved it yet",
         ("approval by a second person",),
         "It begins once another person than the one who asked has approved exactly this plan. Unapproved, it expires.",
@@ -343,7 +343,7 @@ WAITS = (
         ),
         (R.APPROVE, R.BYPASS, R.REJECT, R.ABORT),
     ),
-    Entry(
+    RunbookEntry(
         "Not every verifier would accept the replacement",
         ("every verifier to accept the replacement",),
         "A verifier has not heard of the new key yet. It is delivered once all have, or are too old to count.",
@@ -353,7 +353,7 @@ WAITS = (
         ),
         (R.ABORT,),
     ),
-    Entry(
+    RunbookEntry(
         "The secret backend does not take it",
         ("the secret backend to", "the replacement to be made"),
         "A step that needs the secret backend, or our peppers, is tried again and again. While the backend is away "
@@ -369,7 +369,7 @@ WAITS = (
             Only(OLD_KEY_ENDED, "The old key has ended: the merchant has no key until the replacement is delivered."),
         ),
     ),
-    Entry(
+    RunbookEntry(
         "The merchant's webhook endpoint does not take the news",
         ("the merchant's webhook endpoint to take the news",),
         "The replacement is ready, but the plan counts it as delivered only once the merchant's endpoint has taken the "
@@ -386,7 +386,7 @@ WAITS = (
         (R.ACCOUNT, R.ROLL_BACK),
         besides=(*_WHERE_IT_IS, Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT)),
     ),
-    Entry(
+    RunbookEntry(
         "The merchant has not taken the replacement up",
         ("traffic on the replacement", "the merchant to acknowledge"),
         "The replacement is not proved in use. Nothing is taken away before it is.",
@@ -400,7 +400,7 @@ WAITS = (
         (R.COLLECT, R.CONFIRM, R.EXTEND, R.ROLL_BACK),
         besides=_WHERE_IT_IS,
     ),
-    Entry(
+    RunbookEntry(
         "It waits for an operator's word",
         ("an operator to confirm",),
         "No traffic can prove this one.",
@@ -419,14 +419,14 @@ WAITS = (
             *_WHERE_IT_IS,
         ),
     ),
-    Entry(
+    RunbookEntry(
         "The replacement is in use, but not for long enough",
         ("the replacement to be in use for its soak time",),
         "The traffic on it suffices; the plan wants it to last for the soak time.",
         ("Wait: it goes on by itself.",),
         (R.ROLL_BACK,),
     ),
-    Entry(
+    RunbookEntry(
         "A key is still in use, or its silence is not seen yet",
         ("silence of ",),
         "Each use of the key that is to go starts the time of silence anew, and only what every verifier has reported "
@@ -446,7 +446,7 @@ WAITS = (
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "The key that is to stay was not used last",
         ("the replacement to be used after", "the predecessor to be used after"),
         "The key that is to go was used later than the one that is to stay: somebody has not switched, or both are "
@@ -459,14 +459,14 @@ WAITS = (
         ),
         (R.EXTEND, R.CONFIRM, R.ROLL_BACK),
     ),
-    Entry(
+    RunbookEntry(
         "No verifier reports",
         ("a verifier that reports uses",),
         "Silence is observed, not assumed: without a process that verifies and reports, nothing is known.",
         ("Start the service, or see why it cannot write its reports to the database.",),
         (),
     ),
-    Entry(
+    RunbookEntry(
         "The old public key waits for its date",
         ("a date on which the old public key is retired", "the date on which the old public key is retired"),
         "Shipped apps hold a public key for months. It is retired on an approved date and on nothing else; until then "
@@ -484,18 +484,18 @@ WAITS = (
 _WIDTH = 118
 
 
-def find_stall(why: str) -> Entry:
+def find_stall(why: str) -> RunbookEntry:
     """Of a stalled rotation; `UNKNOWN` for a reason that is not in the book."""
     return next(_matching(STALLS, why), UNKNOWN)
 
 
-def find_wait(waiting_for: str, *, is_failing: bool) -> Entry | None:
+def find_wait(waiting_for: str, *, is_failing: bool) -> RunbookEntry | None:
     """None: it waits for its time, or for its next turn. `is_failing`: the last try of its step failed."""
     entry = next(_matching(WAITS, waiting_for), None)
     return None if entry is not None and entry.only_failing and not is_failing else entry
 
 
-def fitted(entry: Entry, case: Case) -> Advice:
+def fitted(entry: RunbookEntry, case: Case) -> Advice:
     """What the entry says of such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)
@@ -510,7 +510,7 @@ def _text_for(step: str | Only, case: Case) -> str:
     return step.text if step.group.includes(case) else ""
 
 
-def _matching(entries: tuple[Entry, ...], said: str) -> Iterator[Entry]:
+def _matching(entries: tuple[RunbookEntry, ...], said: str) -> Iterator[RunbookEntry]:
     return (entry for entry in entries if said.startswith(entry.says))
 
 
@@ -528,7 +528,7 @@ def runbook_markdown() -> str:
     )
 
 
-def _lines(entry: Entry) -> Iterator[str]:
+def _lines(entry: RunbookEntry) -> Iterator[str]:
     yield f"#### {entry.title}"
     yield from textwrap.wrap(f"Says: {', '.join(f'`{said.strip()} …`' for said in entry.says)}", _WIDTH)
     yield ""

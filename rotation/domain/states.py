@@ -148,7 +148,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class RotationAction:
     """Do the side effect of the present state, then look again.
 
     scheduled, emergency: make the replacement. publishing: deliver it. rolling_back: deliver the predecessor again.
@@ -158,7 +158,7 @@ class Act:
     waiting_for: str
 
 
-def next_step(facts: Facts, now: datetime) -> Wait | Move | Act:
+def next_step(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
     """The one thing to do next. Reads top to bottom: what ends or stops a rotation, then its way forward."""
     if facts.state in CLOSED:
         return Wait("nothing: it is closed")
@@ -260,7 +260,7 @@ def _no_approval(facts: Facts, now: datetime) -> Wait | Move:
     return Wait("approval by a second person", facts.approval_expires_at)
 
 
-def _when_scheduled(facts: Facts, now: datetime) -> Wait | Act | Move:
+def _when_scheduled(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     begins_at = max(now, facts.plan.not_before)
     window = facts.plan.window
     opens_at = begins_at if window is None else window.next_opening(begins_at)
@@ -268,12 +268,12 @@ def _when_scheduled(facts: Facts, now: datetime) -> Wait | Act | Move:
         return Move(S.STALLED, "its window does not open any more")
     if now < opens_at:
         return Wait(f"its time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
-    return Act("the replacement to be made")
+    return RotationAction("the replacement to be made")
 
 
-def _in_emergency(facts: Facts, now: datetime) -> Wait | Act | Move:
+def _in_emergency(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     """No window and no deadline: the merchant has no key that is good."""
-    return Act("the replacement to be made") if facts.has_approval else _no_approval(facts, now)
+    return RotationAction("the replacement to be made") if facts.has_approval else _no_approval(facts, now)
 
 
 def _when_staged(facts: Facts, now: datetime) -> Wait | Move:
@@ -291,9 +291,9 @@ def _named(waited_for: tuple[str, ...]) -> str:
     return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
 
 
-def _when_publishing(facts: Facts, now: datetime) -> Wait | Act | Move:
+def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     if not facts.is_delivered:
-        return Act("the secret backend to hold the replacement")
+        return RotationAction("the secret backend to hold the replacement")
     if not facts.is_told and facts.telling_failed:
         return Move(S.STALLED, "the merchant's webhook endpoint does not take the news of the replacement")
     if not facts.is_told:
@@ -370,18 +370,18 @@ def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
     )
 
 
-def _when_revoking(facts: Facts, now: datetime) -> Act | Move:
+def _when_revoking(facts: Facts, now: datetime) -> RotationAction | Move:
     if not facts.predecessor.material_destroyed:
-        return Act("the secret backend to destroy the predecessor's copy")
+        return RotationAction("the secret backend to destroy the predecessor's copy")
     return Move(S.COMPLETED, "the predecessor is revoked and its copy destroyed")
 
 
-def _when_rolling_back(facts: Facts, now: datetime) -> Wait | Act | Move:
+def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     """The same way with the roles changed: the predecessor is delivered, the replacement falls silent and goes."""
     replacement = facts.replacement
     assert replacement is not None  # noqa: S101  nothing is rolled back before there is one
     if facts.written_back_at is None:
-        return Act("the secret backend to hold the predecessor again")
+        return RotationAction("the secret backend to hold the predecessor again")
     if facts.quarantined_at is None:
         last_at = max(filter(None, (replacement.last_used_at, facts.acknowledged_at)), default=None)
         # Where nobody ever had the replacement in use, nobody has to come back from it.

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
 from keyvault.domain.redaction import redact
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import CLOSED, get_campaign
 from rotation.services.campaigns.reports import describe_campaign
@@ -22,7 +22,7 @@ STOPPED = frozenset({*CLOSED, CampaignState.HALTED})
 """Nothing more will happen by itself."""
 
 
-class WatchingCommand(AnsweringCommand):
+class WatchingCommand(JsonCommand):
     """A command that may watch a campaign. Exit 1, after the answer, when it was watched to anything but its end."""
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import Fault, RequestInvalidError
 from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstatement
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 _NUMBERS = {
     "proof_count": "so many authentications prove it",
@@ -44,7 +44,7 @@ def add_plan_options(parser: CommandParser) -> None:
     )
 
 
-def read_wish(options: Mapping[str, Any]) -> Wish:
+def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
     """Raises RequestInvalidError for a time that is none."""
     values: dict[str, Any] = {"reason": options["reason"]}
     values |= {name: options[name] for name in _NUMBERS}
@@ -52,7 +52,7 @@ def read_wish(options: Mapping[str, Any]) -> Wish:
     values |= {name: read_time(name, options[name]) for name in _TIMES if options[name]}
     if options["webhook"]:
         values["channels"] = (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)
-    return Wish(**values)
+    return PlanOverrides(**values)
 
 
 def read_time(name: str, text: str) -> datetime:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 
-from keyvault.access.catalog import BUILT_IN, Bearer, ContextPlace, ContextSource, Endpoint, Miss
+from keyvault.access.catalog import BUILT_IN, Bearer, ContextPlace, ContextSource, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import (
     Customer,
     CustomerFault,
@@ -21,7 +21,7 @@ from keyvault.access.rules import EndpointRequest, EndpointRule
 from keyvault.access.verification import find_ambiguous, find_exposed, judge_key, read_key
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
+from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, RetirementReason
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, StringKind, StringScope
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.plaintext import Plaintext
@@ -76,14 +76,14 @@ class Case:
 
     kind: KeyKind = KeyKind.PRIVATE
     state: KeyState = KeyState.ACTIVE
-    retirement: Retirement | None = None
+    retirement: RetirementReason | None = None
     expires_at: datetime | None = NOW + timedelta(days=1)
     is_stored: bool = True
     is_presented: bool = True
     presented: str | None = None
     environment: Environment = SANDBOX
     url: str = ""
-    endpoint: Endpoint | Miss | None = None
+    endpoint: Endpoint | NoMatchingEndpoint | None = None
     named_merchant: str | None = None
     merchant_context: str | None = "acme"
     store_context: str | None = "store-1"
@@ -103,7 +103,7 @@ class Case:
         return replace(self, **changes)  # type: ignore[arg-type]  # a test's own words
 
     @property
-    def own_endpoint(self) -> Endpoint | Miss:
+    def own_endpoint(self) -> Endpoint | NoMatchingEndpoint:
         """The endpoint, or one that takes this kind of key."""
         if self.endpoint is not None:
             return self.endpoint
@@ -155,7 +155,7 @@ def judge(case: Case, trace: list[Check] | None = None) -> Grant | Denial:
     if early is not None:
         return early
     endpoint = case.own_endpoint
-    if case.text is None and isinstance(endpoint, Miss):
+    if case.text is None and isinstance(endpoint, NoMatchingEndpoint):
         return deny_miss(endpoint, None)
     holder = _judge_key(case.text, case.record() if case.is_stored else None, case.environment)
     if isinstance(holder, Denial):
@@ -181,9 +181,11 @@ def _judge_key(text: str | None, stored: KeyRecord | None, environment: Environm
     return judge_key(keystring, record, PEPPERS[environment], NOW)
 
 
-def judge_bearer(case: Case, endpoint: Endpoint | Miss, holder: KeyHolder) -> Customer | CustomerFault | None:
+def judge_bearer(
+    case: Case, endpoint: Endpoint | NoMatchingEndpoint, holder: KeyHolder
+) -> Customer | CustomerFault | None:
     """None where there is no Bearer, or none is taken."""
-    if case.bearer is None or isinstance(endpoint, Miss) or endpoint.bearer is Bearer.NONE:
+    if case.bearer is None or isinstance(endpoint, NoMatchingEndpoint) or endpoint.bearer is Bearer.NONE:
         return None
     return _judge_token(case.bearer, case.customer_record() if case.is_customer_stored else None, holder)
 

@@ -15,8 +15,8 @@ from keyvault.access.catalog import (
     ContextPlace,
     ContextSource,
     Endpoint,
-    LimiterLoss,
-    Miss,
+    LimiterFailurePolicy,
+    NoMatchingEndpoint,
     parse_context,
 )
 from keyvault.domain.keys import KeyKind
@@ -48,7 +48,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
 
 
-def name_of(found: Endpoint | Miss) -> str | None:
+def name_of(found: Endpoint | NoMatchingEndpoint) -> str | None:
     return found.name if isinstance(found, Endpoint) else None
 
 
@@ -102,8 +102,8 @@ def test_catalog_only_ending_a_leaked_credential_spends_no_limit() -> None:
 
 
 def test_catalog_losing_the_limiter_is_never_unlimited() -> None:
-    assert {each.on_limiter_loss for each in ENDPOINTS} == {LimiterLoss.LOCAL_SHARE}
-    assert set(LimiterLoss) == {LimiterLoss.LOCAL_SHARE, LimiterLoss.REFUSE}
+    assert {each.on_limiter_loss for each in ENDPOINTS} == {LimiterFailurePolicy.LOCAL_SHARE}
+    assert set(LimiterFailurePolicy) == {LimiterFailurePolicy.LOCAL_SHARE, LimiterFailurePolicy.REFUSE}
 
 
 @endpoints
@@ -115,7 +115,7 @@ def test_endpoint_is_found_by_its_name(endpoint: Endpoint) -> None:
     "name", ["", "orders", "orders.Retrieve", "orders.retrieve ", "GET", "/merchants/orders", "\x00"]
 )
 def test_endpoint_of_another_name_is_a_miss(name: str) -> None:
-    assert BUILT_IN.find(name) == Miss()
+    assert BUILT_IN.find(name) == NoMatchingEndpoint()
 
 
 # --- matching ---------------------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ def test_match_known_path_with_another_method_tells_the_right_ones(endpoint: End
     if method == endpoint.method:
         assert found is endpoint
     else:
-        assert isinstance(found, Miss)
+        assert isinstance(found, NoMatchingEndpoint)
         assert endpoint.method in found.allowed
         assert method not in found.allowed
 
 
 def test_match_path_that_fits_two_templates_allows_both_methods() -> None:
     found = BUILT_IN.match("PUT", "/customers/access-tokens/access-tokens")
-    assert isinstance(found, Miss)
+    assert isinstance(found, NoMatchingEndpoint)
     assert set(found.allowed) == {"POST", "DELETE"}
 
 
@@ -222,7 +222,7 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("base_path", ["", "/sandbox"], ids=["bare", "with base"])
 def test_match_path_that_could_be_read_in_two_ways_is_a_miss(path: str, base_path: str) -> None:
     """What a proxy, a framework and we might read differently reaches no rule at all (endpoint_unknown)."""
-    assert BUILT_IN.match("GET", base_path + path, base_path) == Miss()
+    assert BUILT_IN.match("GET", base_path + path, base_path) == NoMatchingEndpoint()
 
 
 @given(st.text(max_size=30), st.sampled_from(sorted(EXAMPLES.values())), st.text(max_size=10))
@@ -241,7 +241,7 @@ def test_match_any_text_matches_plain_paths_only(before: str, middle: str, after
 def test_match_query_string_makes_no_difference(query: str) -> None:
     """The query is the endpoint's business; it chooses no rule."""
     assert name_of(BUILT_IN.match("GET", f"/merchants/orders/a{query}")) == "orders.retrieve"
-    assert BUILT_IN.match("GET", f"/merchants/other{query}") == Miss()
+    assert BUILT_IN.match("GET", f"/merchants/other{query}") == NoMatchingEndpoint()
 
 
 # --- under a base URL -------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_match_path_with_or_without_its_base_path_is_the_same(endpoint: Endpoint
 )
 def test_match_path_under_anything_but_its_base_path_is_a_miss(path: str) -> None:
     """A request for one environment is never matched under another's base URL, nor under it twice."""
-    assert BUILT_IN.match("GET", path, "/sandbox") == Miss()
+    assert BUILT_IN.match("GET", path, "/sandbox") == NoMatchingEndpoint()
 
 
 # --- endpoints that operators add -------------------------------------------------------------------------
@@ -286,10 +286,10 @@ REFUND = Endpoint(
 def test_catalog_with_added_endpoints_finds_them_beside_its_own() -> None:
     catalog = BUILT_IN.with_added([REFUND])
     assert catalog.find("refunds.create") is catalog.match("POST", "/shops/s/refunds/1") is REFUND
-    assert catalog.match("GET", "/shops/s/refunds/1") == Miss(("POST",))
+    assert catalog.match("GET", "/shops/s/refunds/1") == NoMatchingEndpoint(("POST",))
     assert all(catalog.find(each.name) is each for each in ENDPOINTS)
-    assert BUILT_IN.find("refunds.create") == Miss()
-    assert Catalog(()).match("GET", "/customers/me") == Miss()
+    assert BUILT_IN.find("refunds.create") == NoMatchingEndpoint()
+    assert Catalog(()).match("GET", "/customers/me") == NoMatchingEndpoint()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, Miss
+from keyvault.access.catalog import ENDPOINTS, Bearer, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.decision import Check, Denial, Grant, decide
 from keyvault.access.principals import KeyHolder
@@ -64,7 +64,7 @@ FAILURES: dict[str, dict[str, object]] = {
     "key_not_active": {"state": KeyState.SUSPENDED},
     "merchant_mismatch": {"named_merchant": "globex"},
     "merchant_suspended": {"merchant_active": False},
-    "endpoint_unknown": {"endpoint": Miss()},
+    "endpoint_unknown": {"endpoint": NoMatchingEndpoint()},
     "method_not_supported": {"endpoint": ENDPOINT["client.configuration"]},
     "bearer_not_supported": {"endpoint": RATES, "bearer": CUSTOMER_TOKEN},
     "private_key_in_browser": {"has_origin": True},
@@ -108,7 +108,11 @@ holders = st.builds(
     networks=st.sampled_from([(), OFFICE]),
 )
 CUSTOMER = Customer("cust-1", CUSTOMER_TOKEN[11:27], NOW)
-REQUESTED: list[Endpoint | Miss] = [*CATALOG.endpoints, Miss(), Miss(("GET", "POST"))]
+REQUESTED: list[Endpoint | NoMatchingEndpoint] = [
+    *CATALOG.endpoints,
+    NoMatchingEndpoint(),
+    NoMatchingEndpoint(("GET", "POST")),
+]
 rules = st.sampled_from([EndpointRule(each) for each in REQUESTED])
 requests = st.builds(
     EndpointRequest,
@@ -319,8 +323,8 @@ def test_decide_customer_without_a_bearer_is_missing() -> None:
     assert code_of(verdict) == "customer_token_missing"
 
 
-@pytest.mark.parametrize("miss", [Miss(), Miss(("GET",))])
-def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: Miss) -> None:
+@pytest.mark.parametrize("miss", [NoMatchingEndpoint(), NoMatchingEndpoint(("GET",))])
+def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: NoMatchingEndpoint) -> None:
     """Unauthenticated requests to an unknown path answer `endpoint_unknown` too, or which methods there are; with
     a key that proves nothing the order of the table holds."""
     expected = "method_not_allowed" if miss.allowed else "endpoint_unknown"
@@ -335,7 +339,7 @@ def test_request_without_any_key_learns_that_there_is_no_endpoint(miss: Miss) ->
 
 
 def test_decide_wrong_method_tells_the_right_ones() -> None:
-    verdict = judge(Case(endpoint=Miss(("GET", "DELETE"))))
+    verdict = judge(Case(endpoint=NoMatchingEndpoint(("GET", "DELETE"))))
     assert isinstance(verdict, Denial)
     assert verdict.code is Code.METHOD_NOT_ALLOWED
     assert verdict.allowed_methods == ("GET", "DELETE")

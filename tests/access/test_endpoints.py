@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Catalog, Endpoint, is_canonical_path
 from keyvault.access.endpoint_description import authorization_panel
-from keyvault.access.endpoints import RESERVED, EndpointWish, read_endpoint
+from keyvault.access.endpoints import RESERVED, EndpointDraft, read_endpoint
 from keyvault.domain.keys import KeyKind
 from tests.domain.minting import mint
 
 PRIVATE = frozenset({KeyKind.PRIVATE})
-GOOD = EndpointWish("refunds.create", "POST", "/refunds/<refund_id>", PRIVATE)
+GOOD = EndpointDraft("refunds.create", "POST", "/refunds/<refund_id>", PRIVATE)
 
 
-def read(wish: EndpointWish = GOOD, others: tuple[Endpoint, ...] = BUILT_IN.endpoints, **changed: Any) -> Any:
+def read(wish: EndpointDraft = GOOD, others: tuple[Endpoint, ...] = BUILT_IN.endpoints, **changed: Any) -> Any:
     return read_endpoint(replace(wish, **changed), others, frozenset({"live"}))
 
 

@@ -14,16 +14,16 @@ from keyvault.access.limits import (
     FAILED_PROOF_LIMIT,
     LARGEST_COUNT,
     LONGEST_SECONDS,
-    Arrival,
     Bucket,
+    BucketState,
+    BucketStatus,
     Limit,
     Spend,
-    Standing,
+    bucket_status,
     fallback,
     find_limit_fault,
     spend,
     spend_each,
-    stand,
 )
 from keyvault.domain.environments import Environment
 
@@ -71,7 +71,7 @@ def bucket(limit: Limit, policy: str = "account") -> Bucket:
     return Bucket(policy, f"{policy}:{limit}", limit)
 
 
-def spend_one(state: Arrival | None, limit: Limit, cost: int, now_us: int) -> tuple[Spend, Arrival]:
+def spend_one(state: BucketState | None, limit: Limit, cost: int, now_us: int) -> tuple[Spend, BucketState]:
     outcome, (kept,) = spend([state], [bucket(limit)], cost, now_us)
     return outcome, kept
 
@@ -104,7 +104,7 @@ def test_spend_agrees_with_a_token_bucket_that_never_rounds(visit: tuple[Limit, 
         wait_us = 0 if outcome.allowed else ceil((cost - tokens.left) * us_per_token)
         reset_us = (limit.count - tokens.left) * us_per_token
         assert outcome.standings == (
-            Standing("account", limit, floor(tokens.left), ceil(reset_us / SECOND_US), wait_us),
+            BucketStatus("account", limit, floor(tokens.left), ceil(reset_us / SECOND_US), wait_us),
         )
         assert outcome.retry_after_seconds == ceil(Fraction(wait_us, SECOND_US))
 
@@ -184,7 +184,7 @@ def test_spend_from_several_buckets_takes_from_all_or_from_none(
 ) -> None:
     """A request that one limit refuses costs the others nothing."""
     buckets = [bucket(limit) for limit in chosen]
-    states: tuple[Arrival | None, ...] = (None,) * len(chosen)
+    states: tuple[BucketState | None, ...] = (None,) * len(chosen)
     now_us = NOW_US
     for gap_us in gaps:
         now_us += gap_us
@@ -193,7 +193,7 @@ def test_spend_from_several_buckets_takes_from_all_or_from_none(
         outcome, kept = spend(states, buckets, cost, now_us)
         assert outcome.allowed == all(one.allowed for one, _ in alone)
         assert outcome.retry_after_seconds == max(one.retry_after_seconds for one, _ in alone)
-        full = Arrival(now_us, 0)
+        full = BucketState(now_us, 0)
         untouched = tuple(max(full, state or full) for state in states)
         assert kept == (tuple(state for _, state in alone) if outcome.allowed else untouched)
         states = kept
@@ -205,7 +205,7 @@ def test_spend_from_an_empty_bucket_and_a_full_one_leaves_the_full_one_full() ->
     _, states = spend([None, None], buckets, 2, NOW_US)
     refused, _ = spend([None, states[1]], buckets, 1, NOW_US)
     assert refused == Spend(
-        False, (Standing("account", account, 10, 0), Standing("endpoint", endpoint, 0, 60, 30 * SECOND_US)), 30
+        False, (BucketStatus("account", account, 10, 0), BucketStatus("endpoint", endpoint, 0, 60, 30 * SECOND_US)), 30
     )
 
 
@@ -228,13 +228,16 @@ def test_stand_tells_what_could_be_spent_now(visit: tuple[Limit, list[Request]],
         now_us += gap_us
         _, state = spend_one(state, limit, cost, now_us)
     assert state is not None
-    told = stand(bucket(limit), state, now_us + later_us)
+    told = bucket_status(bucket(limit), state, now_us + later_us)
     assert told.wait_us == 0
     if told.remaining:
         assert spend_one(state, limit, told.remaining, now_us + later_us)[0].allowed
     if told.remaining < limit.count:
         assert not spend_one(state, limit, told.remaining + 1, now_us + later_us)[0].allowed
-        assert stand(bucket(limit), state, now_us + later_us + told.reset_seconds * SECOND_US).remaining == limit.count
+        assert (
+            bucket_status(bucket(limit), state, now_us + later_us + told.reset_seconds * SECOND_US).remaining
+            == limit.count
+        )
 
 
 def test_binding_of_an_allowed_request_is_the_bucket_with_the_least_left() -> None:
@@ -245,7 +248,7 @@ def test_binding_of_an_allowed_request_is_the_bucket_with_the_least_left() -> No
 def test_binding_of_a_refused_request_is_the_bucket_that_refuses_longest() -> None:
     """The one with less left may be one that does not refuse, or that is ready again before."""
     short, long = Limit(2, 2), Limit(100, LONGEST_SECONDS)
-    used_up = [Arrival(NOW_US + short.window_us, 0), Arrival(NOW_US + long.window_us - 864 * SECOND_US, 0)]
+    used_up = [BucketState(NOW_US + short.window_us, 0), BucketState(NOW_US + long.window_us - 864 * SECOND_US, 0)]
     outcome, _ = spend(used_up, [bucket(short), bucket(long, "endpoint")], 2, NOW_US)
     assert [standing.remaining for standing in outcome.standings] == [0, 1]
     assert outcome.binding is outcome.standings[1]

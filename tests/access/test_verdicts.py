@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from keyvault.access.catalog import Bearer, Miss
+from keyvault.access.catalog import Bearer, NoMatchingEndpoint
 from keyvault.domain.errors import ErrorCode
-from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.keystring import STRING_KIND, StringKind, StringScope, checksum
 from keyvault.domain.networks import parse_network
 from tests.domain.minting import mint
@@ -52,7 +52,7 @@ Column = Mapping[str, Changes]
 
 def keys_of(kind: KeyKind) -> dict[str, Changes]:
     """What is presented and stored: each makes a good case into that one."""
-    expired, revoked = Retirement.EXPIRED, Retirement.REVOKED
+    expired, revoked = RetirementReason.EXPIRED, RetirementReason.REVOKED
     return {
         "no_key": {"is_presented": False},
         "empty": {"presented": ""},
@@ -94,8 +94,8 @@ STANDINGS: Column = {
 }
 REQUESTED: Column = {
     **{endpoint.name: {"endpoint": endpoint} for endpoint in CATALOG.endpoints},
-    "(unknown)": {"endpoint": Miss()},
-    "(other_method)": {"endpoint": Miss(("GET",))},
+    "(unknown)": {"endpoint": NoMatchingEndpoint()},
+    "(other_method)": {"endpoint": NoMatchingEndpoint(("GET",))},
 }
 BEARERS: Column = {
     "no_bearer": {},
@@ -199,7 +199,7 @@ def test_verdicts_allow_what_fits_in_every_way_and_nothing_else(requests: dict[R
         kind, merchant, standing, name, origin, address, context, bearer = row
         endpoint = CATALOG.find(name)
         fits = (
-            not isinstance(endpoint, Miss)
+            not isinstance(endpoint, NoMatchingEndpoint)
             and kind in endpoint.credentials
             and "other" not in merchant
             and standing == "in_good_standing"

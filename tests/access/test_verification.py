@@ -24,7 +24,7 @@ from keyvault.access.verification import (
 from keyvault.domain.digests import DECOY_DIGEST, DECOY_VERSION, Mac
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
-from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.keystring import KeyString, StringKind, StringScope, checksum
 from tests.domain.minting import ALPHANUMERIC, keystrings, mint
 
@@ -297,7 +297,7 @@ def test_judge_key_unknown_and_wrong_give_the_identical_denial() -> None:
 @pytest.mark.parametrize("state", KeyState)
 def test_judge_key_without_proof_tells_nothing_of_its_state(state: KeyState) -> None:
     """Whoever does not hold the secret does not learn that a key was revoked, or ever was."""
-    for retirement in (None, *Retirement):
+    for retirement in (None, *RetirementReason):
         assert judge_stored(Case(state=state, retirement=retirement, expires_at=NOW), forged(key_string())) is INVALID
 
 
@@ -328,7 +328,7 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
     if how == "wrong secret":
         text = forged(text)
     if how == "revoked":
-        record = replace(record, state=KeyState.DEACTIVATED, retirement=Retirement.REVOKED)
+        record = replace(record, state=KeyState.DEACTIVATED, retirement=RetirementReason.REVOKED)
     if how == "unknown pepper":
         record = replace(record, pepper_version=7)
     presented = keystring(text)
@@ -349,7 +349,7 @@ def test_judge_key_costs_one_digest_whatever_comes_of_it(how: str, monkeypatch: 
 
 # --- state ------------------------------------------------------------------------------------------------
 
-S, EXPIRED, REVOKED = KeyState, Retirement.EXPIRED, Retirement.REVOKED
+S, EXPIRED, REVOKED = KeyState, RetirementReason.EXPIRED, RetirementReason.REVOKED
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ S, EXPIRED, REVOKED = KeyState, Retirement.EXPIRED, Retirement.REVOKED
     ],
 )
 def test_judge_key_by_its_state(
-    state: KeyState, retirement: Retirement | None, expires_at: object, code: str | None
+    state: KeyState, retirement: RetirementReason | None, expires_at: object, code: str | None
 ) -> None:
     """The contract's row of `key_*` verdicts: expiry deactivated what is expired; a compromise is a revocation."""
     found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
@@ -391,10 +391,10 @@ def test_judge_key_by_its_state(
 
 
 @pytest.mark.parametrize("state", KeyState)
-@pytest.mark.parametrize("retirement", [None, *Retirement])
+@pytest.mark.parametrize("retirement", [None, *RetirementReason])
 @pytest.mark.parametrize("expires_at", [None, NOW - DAY, NOW, NOW + DAY])
 def test_judge_key_allows_an_active_unexpired_key_only(
-    state: KeyState, retirement: Retirement | None, expires_at: object
+    state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
     """All states, all retirements, both sides of the last moment: there is one way to be good."""
     found = judge_stored(Case().but(state=state, retirement=retirement, expires_at=expires_at))
@@ -403,10 +403,10 @@ def test_judge_key_allows_an_active_unexpired_key_only(
 
 
 @pytest.mark.parametrize("state", KeyState)
-@pytest.mark.parametrize("retirement", [None, *Retirement])
+@pytest.mark.parametrize("retirement", [None, *RetirementReason])
 @pytest.mark.parametrize("expires_at", [None, NOW - DAY, NOW, NOW + DAY])
 def test_judge_record_explains_what_judge_key_answers_after_proof(
-    state: KeyState, retirement: Retirement | None, expires_at: object
+    state: KeyState, retirement: RetirementReason | None, expires_at: object
 ) -> None:
     """Explaining a verdict without the secret says exactly what whoever holds it is told."""
     case = Case().but(state=state, retirement=retirement, expires_at=expires_at)

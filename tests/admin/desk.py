@@ -10,7 +10,7 @@ from django.test import Client
 from django.urls import reverse
 
 from keyvault.access import principals
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
@@ -67,7 +67,7 @@ def make_endpoint(name: str = "refunds.create", **wished: Any) -> CatalogEndpoin
         "credentials": frozenset({KeyKind.PRIVATE}),
     }
     adding = the_operator("admin", Role.KEY_ADMINISTRATOR)
-    return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointWish(name, **{**wish, **wished}))
+    return add_endpoint(grant(adding, Permission.CATALOG_WRITE), EndpointDraft(name, **{**wish, **wished}))
 
 
 def make_refusal(request_id: str = "R" * 22, **told: Any) -> Refusal:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from django.test import Client
 
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.api.middleware import RAW_PATH
@@ -361,7 +361,7 @@ def test_gateway_clients_failed_proofs_are_counted_by_their_address(dialect: Dia
 
 @EVERY
 def test_gateway_protects_an_upstream_with_its_contexts(dialect: Dialect, gateway: Gateway) -> None:
-    wish = EndpointWish(
+    wish = EndpointDraft(
         "refunds.create",
         method="POST",
         path="/refunds/<merchant_id>",

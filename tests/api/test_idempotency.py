@@ -12,7 +12,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import IdempotencyError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services.idempotency import HOLD_SECONDS, SEALED_FOR, Answer, Effect
+from keyvault.services.idempotency import HOLD_SECONDS, SEALED_FOR, Effect, StoredResponse
 from rotation.models import Rotation
 from tests.factories import account, have_peppers, issue, now
 
@@ -94,8 +94,8 @@ SECRET = "kv_cat_sbx_" + "s" * 60
 def ask(path: str = "/make", body: bytes = b"{}", *, at: Any = None) -> Any:
     moment = at or now()
 
-    def effect() -> Answer:
-        return Answer(201, {"token": None, "token_id": "1"}, "token", Plaintext(SECRET), "1")
+    def effect() -> StoredResponse:
+        return StoredResponse(201, {"token": None, "token_id": "1"}, "token", Plaintext(SECRET), "1")
 
     def prepare() -> Effect:
         return effect

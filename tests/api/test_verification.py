@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
@@ -400,7 +400,7 @@ def test_verify_address_outside_the_credentials_networks_is_ip_not_allowed(call:
 
 
 def add(name: str, path: str, **rule: Any) -> None:
-    wish = EndpointWish(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
+    wish = EndpointDraft(name, "GET", path, frozenset({KeyKind.PRIVATE}), **rule)
     add_endpoint(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE), wish)
 
 

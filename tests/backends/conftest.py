@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keyvault.backends.base import BackendMissingError, SecretBackend
-from keyvault.backends.vault.layout import ENGINE_OF, PEPPER_PATH, Engine, Role, scopes_of
+from keyvault.backends.vault.layout import ENGINE_OF, PEPPER_PATH, SecretsEngine, VaultRole, scopes_of
 from tests.servers.openbao import RunningVault
 
 from .stores import BACKENDS, leave_vault
@@ -52,7 +52,7 @@ def shared_vault(vault: RunningVault, tmp_path_factory: pytest.TempPathFactory) 
 def lay_fake(fake: FakeVault, folder: Path) -> None:
     """Logins of every role."""
     logins = leave_vault(folder, fake.address, "kv")
-    for role in Role:
+    for role in VaultRole:
         for scope in scopes_of(ENGINE_OF[role]):
             name = f"kv-{role}-{scope}"
             role_id, secret_id = fake.make_role(name)
@@ -63,10 +63,10 @@ def lay_fake(fake: FakeVault, folder: Path) -> None:
 def lay_real(made: InstalledVault, folder: Path) -> None:
     logins = leave_vault(folder, made.server.address, made.layout.prefix)
     shutil.copytree(made.logins, logins, dirs_exist_ok=True)
-    for scope in scopes_of(Engine.KEYS):
-        _empty(made.admin, made.layout.mount(Engine.KEYS, scope), "")
-    for scope in scopes_of(Engine.PEPPERS):
-        _forget(made.admin, made.layout.mount(Engine.PEPPERS, scope), PEPPER_PATH)
+    for scope in scopes_of(SecretsEngine.KEYS):
+        _empty(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), "")
+    for scope in scopes_of(SecretsEngine.PEPPERS):
+        _forget(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), PEPPER_PATH)
 
 
 def _empty(admin: Any, mount: str, folder: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keyvault.backends.base import BackendConflictError, Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
-from keyvault.backends.vault.client import Server
+from keyvault.backends.vault.client import VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
 from keyvault.backends.vault.logins import AppRoleLogin
@@ -24,7 +24,7 @@ CONNECTION = "vault.json"
 def open_vault(folder: Path) -> VaultBackend:
     """The one that `leave_vault` left word of in the folder, with the logins that lie there."""
     about = json.loads((folder / CONNECTION).read_text())
-    server, logins = Server(about["address"]), folder / "logins"
+    server, logins = VaultServer(about["address"]), folder / "logins"
     return VaultBackend(server, lambda name: AppRoleLogin(logins, name), Layout(about["prefix"]))
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from keyvault.hotpath.http1 import server
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 
 BODY = b'{"hello":"world"}'
 
@@ -19,8 +19,10 @@ class Hello:
     async def stop(self) -> None:
         return
 
-    def handle(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Answer:
-        return Answer(200, BODY, "0" * 32)
+    def handle(
+        self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
+    ) -> HttpResponse:
+        return HttpResponse(200, BODY, "0" * 32)
 
 
 if __name__ == "__main__":

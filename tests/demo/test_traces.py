@@ -7,7 +7,7 @@ import pytest
 
 from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
-from rotation.management.demo.report import Report
+from rotation.management.demo.report import DemoReport
 from rotation.management.demo.traces import find_secrets, find_trouble
 
 
@@ -49,7 +49,7 @@ def test_traces_trouble_in_a_log_is_found(tmp_path: Path) -> None:
 
 def test_report_shows_no_secret(secret: Plaintext, capsys: pytest.CaptureFixture[str]) -> None:
     """Guarantee: what is told on the terminal goes through the redactor."""
-    report = Report()
+    report = DemoReport()
     report.step(f"collected {secret.reveal()}")
     with report.waiting(secret.reveal()):
         report.now(secret.reveal())

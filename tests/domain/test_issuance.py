@@ -17,7 +17,7 @@ from keyvault.domain.issuance import (
     Delivery,
     IssuancePlan,
     IssuanceState,
-    may_become,
+    can_transition_issuance,
 )
 from keyvault.domain.keys import KeyKind
 
@@ -55,7 +55,7 @@ def test_transitions_cell_by_cell(old: IssuanceState, new: IssuanceState) -> Non
         "approved": {"issued", "withdrawn"},
         "issued": {"collected", "burned", "approved"},
     }
-    assert may_become(old, new) == (new in ways.get(old, ()))
+    assert can_transition_issuance(old, new) == (new in ways.get(old, ()))
 
 
 def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
@@ -63,7 +63,7 @@ def test_transitions_nothing_is_issued_that_was_not_approved() -> None:
 
     Back from `issued`: a key that may have been intercepted on its way is made anew under the same approval.
     """
-    ways_in = {state: {old for old in IssuanceState if may_become(old, state)} for state in IssuanceState}
+    ways_in = {state: {old for old in IssuanceState if can_transition_issuance(old, state)} for state in IssuanceState}
     assert ways_in[IssuanceState.COLLECTED] == {IssuanceState.ISSUED}
     assert ways_in[IssuanceState.ISSUED] == {IssuanceState.APPROVED}
     assert ways_in[IssuanceState.APPROVED] == {IssuanceState.PENDING, IssuanceState.ISSUED}

@@ -11,7 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import CONNECTION_MODE, ConnectionMode, Environment
-from keyvault.domain.keys import DEAD_STATES, TRANSITIONS, KeyKind, KeyRecord, KeyState, Retirement, may_become
+from keyvault.domain.keys import (
+    DEAD_STATES,
+    TRANSITIONS,
+    KeyKind,
+    KeyRecord,
+    KeyState,
+    RetirementReason,
+    can_transition,
+)
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 MOMENT = timedelta(microseconds=1)
@@ -73,14 +81,14 @@ def test_transitions_cell_by_cell(old: KeyState, new: KeyState) -> None:
         "compromised": {"destroyed"},
         "destroyed": set[str](),
     }
-    assert may_become(old, new) == (new in ours[old])
-    if may_become(old, new):
+    assert can_transition(old, new) == (new in ours[old])
+    if can_transition(old, new):
         assert new in NIST[old]
 
 
 def test_transitions_no_state_becomes_itself() -> None:
     """A repeated act is told from a first one: it is no transition."""
-    assert not [state for state in KeyState if may_become(state, state)]
+    assert not [state for state in KeyState if can_transition(state, state)]
 
 
 def test_transitions_nothing_leads_from_a_dead_state_to_a_living_one() -> None:
@@ -92,7 +100,7 @@ def test_transitions_nothing_leads_from_a_dead_state_to_a_living_one() -> None:
 
 def test_transitions_a_compromise_can_be_reported_until_the_key_is_destroyed() -> None:
     """An incident responder is never told that the table does not allow it."""
-    refusing = {state for state in KeyState if not may_become(state, KeyState.COMPROMISED)}
+    refusing = {state for state in KeyState if not can_transition(state, KeyState.COMPROMISED)}
     assert refusing == {KeyState.COMPROMISED, KeyState.DESTROYED}
 
 
@@ -129,8 +137,8 @@ def test_key_verifies_only_while_active_and_unexpired(
 
 
 @pytest.mark.parametrize("state", KeyState)
-@pytest.mark.parametrize("retirement", [None, *Retirement])
-def test_key_verification_ignores_what_is_only_told(state: KeyState, retirement: Retirement | None) -> None:
+@pytest.mark.parametrize("retirement", [None, *RetirementReason])
+def test_key_verification_ignores_what_is_only_told(state: KeyState, retirement: RetirementReason | None) -> None:
     """Whether a key verifies hangs on its state and the clock alone."""
     found = key_record(state, retirement=retirement, reports_origin=True)
     assert found.may_verify(NOW) == (state is KeyState.ACTIVE)
@@ -148,7 +156,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from(KeyState))
     def asked_to_become(self, wanted: KeyState) -> None:
-        if may_become(self.state, wanted):
+        if can_transition(self.state, wanted):
             self.past.append(self.state)
             self.state = wanted
 

@@ -1,7 +1,7 @@
 """The verifier's two doors, each asked like Django's test client.
 
 WsgiClient     door one: `mounted`, called with an environ
-LoopClient     door two: `WaitingDoor` in an event loop, and the bytes that its server writes
+LoopClient     door two: `AsyncioFrontend` in an event loop, and the bytes that its server writes
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from weakref import finalize
 
 from django.conf import settings
 
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.hotpath.adapters.assembly import make_engine
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.frontends.asyncio_frontend import SoonStore, WaitingDoor
-from keyvault.hotpath.frontends.threaded_frontend import BlockingDoor
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore
+from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
 from keyvault.hotpath.frontends.wsgi import RAW_PATH, mounted
 from keyvault.hotpath.messages.questions import Found
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.engine_view import is_welcome
 from keyvault.services.limits.budgets import LocalBudgets
 from keyvault.services.limits.limiter import Limiter, failed_proofs
@@ -88,7 +88,7 @@ class EngineClient:
 class WsgiClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
-        door = BlockingDoor(self.engine, DatabaseStore(), self.budgets)
+        door = ThreadedFrontend(self.engine, DatabaseStore(), self.budgets)
         self._mounted = mounted(_nobody, door, is_welcome)
 
     def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Response:
@@ -122,7 +122,7 @@ def _nobody(environ: object, start_response: object) -> NoReturn:
     raise AssertionError("the engine is asked, and not what is behind it")
 
 
-class LoopStore(SoonStore):
+class LoopStore(AsyncStore):
     """The database, by the connection of the test and its transaction."""
 
     def __init__(self) -> None:
@@ -131,14 +131,14 @@ class LoopStore(SoonStore):
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         return outside_the_loop(lambda: self._store.find(kind, ids, None))
 
-    async def read_rules(self, known: RuleBook | None) -> RuleBook:
+    async def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
         return outside_the_loop(lambda: self._store.read_rules(known))
 
 
 class LoopClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
-        self._door = WaitingDoor(self.engine, LoopStore(), self.budgets, failed_proofs().is_over)
+        self._door = AsyncioFrontend(self.engine, LoopStore(), self.budgets, failed_proofs().is_over)
         self._loop = asyncio.new_event_loop()
         finalize(self, self._loop.close)
 
@@ -148,7 +148,7 @@ class LoopClient(EngineClient):
 
     async def _ask(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
         found = self._door.answer(method, target, headers, body)
-        answer = found if isinstance(found, Answer) else await found
+        answer = found if isinstance(found, HttpResponse) else await found
         return answer.on_the_wire()
 
 

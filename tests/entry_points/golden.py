@@ -10,8 +10,8 @@ from datetime import timedelta
 from itertools import combinations, product
 from typing import NamedTuple
 
-from keyvault.access.catalog import Miss
-from keyvault.domain.keys import KeyKind, KeyState, Retirement
+from keyvault.access.catalog import NoMatchingEndpoint
+from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.keystring import StringKind, checksum
 from keyvault.domain.networks import parse_network
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -69,8 +69,8 @@ STORED: Column = {
     "active_reporting": {"reports_origin": True},
     "suspended": {"state": KeyState.SUSPENDED},
     "expired": {"expires_at": NOW - timedelta(days=1)},
-    "deactivated": {"state": KeyState.DEACTIVATED, "retirement": Retirement.EXPIRED, "expires_at": NOW},
-    "revoked": {"state": KeyState.DEACTIVATED, "retirement": Retirement.REVOKED},
+    "deactivated": {"state": KeyState.DEACTIVATED, "retirement": RetirementReason.EXPIRED, "expires_at": NOW},
+    "revoked": {"state": KeyState.DEACTIVATED, "retirement": RetirementReason.REVOKED},
     "compromised": {"state": KeyState.COMPROMISED},
     "destroyed": {"state": KeyState.DESTROYED},
     "merchant_suspended": {"merchant_active": False},
@@ -86,8 +86,8 @@ MERCHANTS: Column = {
 }
 ENDPOINTS: Column = {
     **{endpoint.name: {"endpoint": endpoint} for endpoint in CATALOG.endpoints},
-    "(unknown)": {"endpoint": Miss()},
-    "(other_method)": {"endpoint": Miss(("POST",))},
+    "(unknown)": {"endpoint": NoMatchingEndpoint()},
+    "(other_method)": {"endpoint": NoMatchingEndpoint(("POST",))},
 }
 ORIGINS: Column = {"no_origin": {}, "origin": {"has_origin": True}}
 BEARERS: Column = {

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from django.test import Client
 
-from keyvault.access.catalog import Bearer, Endpoint, Miss
+from keyvault.access.catalog import Bearer, Endpoint, NoMatchingEndpoint
 from keyvault.access.decision import Denial
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.services.catalog.catalog import find_endpoint, match_endpoint
-from keyvault.services.verification.judging import Presented, explain_described
+from keyvault.services.verification.judging import VerificationRequest, explain_described
 from keyvault.wire.problems import PROBLEM_TYPES
 from tests.access.judging import ADDED
 from tests.entry_points.golden import ADDRESS, STATUS, UNPROVED, Row
@@ -292,7 +292,7 @@ class Explain(Door):
     def ask_one(self, asked: Asked) -> Outcome:
         row = asked.row
         merchant = self.rows.merchant(row)
-        presented = Presented(
+        presented = VerificationRequest(
             key=None,
             environment=asked.environment,
             endpoint=self._endpoint(asked),
@@ -311,7 +311,7 @@ class Explain(Door):
         code = judgement.verdict.code.value if isinstance(judgement.verdict, Denial) else "allowed"
         return STATUS[code], code
 
-    def _endpoint(self, asked: Asked) -> Endpoint | Miss:
+    def _endpoint(self, asked: Asked) -> Endpoint | NoMatchingEndpoint:
         if asked.row.endpoint in SPECIAL:
             return match_endpoint(*self.rows.path(asked.environment, asked.row))
         return find_endpoint(asked.row.endpoint)

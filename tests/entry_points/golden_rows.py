@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from keyvault.access.catalog import BUILT_IN, Endpoint
 from keyvault.access.decision import Grant
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, KeyHolder
 from keyvault.access.roles import Role
@@ -19,7 +19,7 @@ from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.endpoints import add_endpoint
 from keyvault.services.keys.credentials import restrict_credential
 from keyvault.services.keys.lifecycle import (
-    burn_key,
+    discard_key,
     expire_key,
     get_key,
     report_compromise,
@@ -136,7 +136,7 @@ def make_rows() -> Rows:
             with recorded(grant(HOST, P.MERCHANTS_WRITE, row), P.MERCHANTS_WRITE, "test.unlimited", account=row):
                 row.compare_and_swap(limit_count=1_000_000, limit_seconds=1)
     for endpoint in ADDED:
-        wish = EndpointWish(
+        wish = EndpointDraft(
             endpoint.name,
             endpoint.method,
             endpoint.path,
@@ -197,7 +197,7 @@ def _bring(key: Key, state: str, place: Account) -> None:
     elif state == "compromised":
         report_compromise(_may(P.KEYS_REPORT_COMPROMISE, place), key)
     elif state == "destroyed":
-        burn_key(_may(P.KEYS_REVOKE, place), key)
+        discard_key(_may(P.KEYS_REVOKE, place), key)
     elif state == "active_reporting":
         _restrict(key, place, [], OriginHeader.REPORT)
     elif state == "active_from_here":

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind
@@ -22,7 +22,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, CatalogEndpoint, Change, Key, ServiceToken
 from keyvault.models.recording import Subject
 from keyvault.services.catalog.endpoints import add_endpoint, restore_endpoint, withdraw_endpoint
-from keyvault.services.change_feed.receipts import Standing, find_receipt
+from keyvault.services.change_feed.receipts import VerifierProgress, find_receipt
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.limits.overrides import set_account_limit
 from keyvault.services.merchants.merchants import resume_account, suspend_account
@@ -124,7 +124,7 @@ def make_cast(victims: int, tokens: int) -> Cast:
         asked[name] = question(name, text, token)
         act, undo = _at(name, away), _at(name, back)
         others.append(Target(name, ("account", f"{name}/sandbox"), act, undo, wrong))
-    wish = EndpointWish("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
+    wish = EndpointDraft("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
     add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), wish)
     asked["faults.list"] = question("faults.list", steady, token, "faults.list")
     others.append(
@@ -282,7 +282,7 @@ def watch_receipts(acts: Acts, stop: threading.Event) -> None:
                     receipt = find_receipt(ban.sequence or 0)
                     if receipt is not None and receipt.is_complete:
                         ban.complete_at = time.monotonic()
-                        ban.expired = {each.verifier_id for each in receipt.of(Standing.EXPIRED)}
+                        ban.expired = {each.verifier_id for each in receipt.of(VerifierProgress.EXPIRED)}
     finally:
         connections.close_all()
 

@@ -11,7 +11,7 @@ from rotation.domain.policy import Proof
 from rotation.domain.states import CLOSED
 from rotation.models import Campaign, Rotation
 from rotation.services.campaigns.campaigns import get_campaign, request_campaign
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from tests.faults import truth
 from tests.faults.results import Result
 from tests.rotation import scene
@@ -29,7 +29,7 @@ def begin_campaign() -> Campaign:
         environment=Environment.SANDBOX,
         merchants=None,
         older_than_days=None,
-        wish=Wish(proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1),
+        wish=PlanOverrides(proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1),
         pace=Pace(per_minute=FASTEST_PER_MINUTE, concurrency=MOST_AT_ONCE),
         reason="an experiment",
     )

@@ -24,7 +24,7 @@ from tests.rotation.scene import admin
 def main(key_id: str, *, dies: bool) -> None:
     key = Key.objects.select_related("credential__account__merchant").get(pk=key_id)
     permitted = grant(admin(), Permission.KEYS_REVOKE, key.credential.account)
-    with mock.patch.object(changes, "tell_host", _die if dies else changes.tell_host):
+    with mock.patch.object(changes, "notify_host", _die if dies else changes.notify_host):
         revoke_key(permitted, key, RevocationReason.SUPERSEDED)
 
 

@@ -25,7 +25,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services.idempotency import HOLD_SECONDS, Answer, Outcome, run_once
+from keyvault.services.idempotency import HOLD_SECONDS, IdempotentResult, StoredResponse, run_once
 from keyvault.services.merchants.merchants import create_merchant
 from keyvault.services.recording.audit_chain import verify_audit
 from tests.factories import grant, have_peppers
@@ -87,11 +87,11 @@ def ask_with_bomb(point: int, at: datetime) -> None:
     ask(point, at)
 
 
-def ask(point: int, at: datetime) -> Outcome:
-    def effect() -> Answer:
+def ask(point: int, at: datetime) -> IdempotentResult:
+    def effect() -> StoredResponse:
         name = f"f{point}-{os.getpid()}"
         create_merchant(grant(HOST, P.MERCHANTS_WRITE, at=at), merchant_id=name, name=f"point {point}")
-        return Answer(201, {"merchant_id": name, "token": None}, "token", Plaintext(name), "0000000000000001")
+        return StoredResponse(201, {"merchant_id": name, "token": None}, "token", Plaintext(name), "0000000000000001")
 
     return run_once(
         holder="crd_faults",

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvloop
 
-from keyvault.hotpath.http1.server import BACKLOG, Server
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.http1.server import BACKLOG, Http1Server
+from keyvault.hotpath.messages.responses import HttpResponse
 
 UNREAD = "unread"
 """In place of a digest, when the request was answered without its body."""
@@ -38,9 +38,9 @@ def understood(
     return UNREAD if body is None else hashlib.blake2b(text.encode(), digest_size=12).hexdigest(), text.encode()
 
 
-def handle(method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Answer:
+def handle(method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> HttpResponse:
     digest, text = understood(method, target, headers, body)
-    return Answer(200, text, "0" * 22, (("X-Echo", digest),))
+    return HttpResponse(200, text, "0" * 22, (("X-Echo", digest),))
 
 
 Scope = MutableMapping[str, Any]
@@ -74,7 +74,7 @@ async def _serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(BACKLOG)
-        server = Server(handle)
+        server = Http1Server(handle)
         await server.start([listening])
         await asyncio.Event().wait()
 

@@ -18,9 +18,9 @@ from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import Freshness
 from keyvault.hotpath.engine.memory import Subject
 from keyvault.hotpath.engine.ports import Ports
-from keyvault.hotpath.frontends.threaded_frontend import BlockingDoor
+from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
 from keyvault.hotpath.messages.questions import VERIFY, Headers
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.services.limits.budgets import LocalBudgets
 from keyvault.services.limits.limiter import Limiter, failed_proofs
 from keyvault.services.limits.stores import LocalStore
@@ -74,19 +74,19 @@ class Primed:
     """An engine and its blocking door. `ask` of one that may not remember reads the database for each question."""
 
     engine: Engine
-    door: BlockingDoor
+    door: ThreadedFrontend
     may_remember: bool
 
-    def ask(self, token: str, asked: Mapping[str, Any], path: str = VERIFY) -> Answer:
+    def ask(self, token: str, asked: Mapping[str, Any], path: str = VERIFY) -> HttpResponse:
         return self.send("POST", path, {"authorization": f"Bearer {token}"}, encode(asked))
 
-    def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+    def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> HttpResponse:
         if self.may_remember:
             self.engine.freshness.confirm(time.monotonic(), time.time())
         if method == "POST" and target == VERIFY and "authorization" in headers:
             # As the servers do.
             known = self.door.verify_known(headers["authorization"].encode(), body)
-            if isinstance(known, Answer):
+            if isinstance(known, HttpResponse):
                 return known
         return self.door.answer(method, target, Headers({"content-type": "application/json", **headers}), body)
 
@@ -104,7 +104,7 @@ def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None 
     budgets = LocalBudgets(limiter, store)
     made: Ports = replace(make_engine(failed_proofs().note, load_peppers).ports, **{"budgets": budgets, **ports})
     engine = Engine(made, Freshness(settings.MAX_STALENESS_SECONDS), capacity or settings.VERIFIER_KEYS)
-    return Primed(engine, BlockingDoor(engine, DatabaseStore(), budgets), may_remember)
+    return Primed(engine, ThreadedFrontend(engine, DatabaseStore(), budgets), may_remember)
 
 
 def prime_by(clock: Clock, *, capacity: int | None = None, **ports: Any) -> Primed:
@@ -114,18 +114,18 @@ def prime_by(clock: Clock, *, capacity: int | None = None, **ports: Any) -> Prim
     return primed
 
 
-def decision(answer: Answer) -> tuple[int, str]:
+def decision(answer: HttpResponse) -> tuple[int, str]:
     found = json.loads(answer.body)
     return found["status"], found["code"] or "allowed"
 
 
-def masked(answer: Answer) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
+def masked(answer: HttpResponse) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
     """All of it but for the request's id."""
     body = answer.body.replace(answer.request_id.encode(), b"*")
     return answer.status, tuple(sorted(answer.headers)), body
 
 
-def unnumbered(answer: Answer) -> tuple[int, bytes]:
+def unnumbered(answer: HttpResponse) -> tuple[int, bytes]:
     """Its status and body but for ids, and for what is left of the limits."""
     status, _, body = masked(answer)
     body = re.sub(rb"r=\d+;t=\d+", b"r=*;t=*", body)

@@ -13,8 +13,8 @@ import uvloop
 
 from keyvault.hotpath.http1.framing import Header
 from keyvault.hotpath.http1.protocol import Bounds
-from keyvault.hotpath.http1.server import Server
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.http1.server import Http1Server
+from keyvault.hotpath.messages.responses import HttpResponse
 
 SECONDS = 20
 """Long enough for anything that happens; what waits longer hangs."""
@@ -30,8 +30,8 @@ class Asked:
     body: bytes | None
 
 
-def plain(request: Asked) -> Answer:
-    return Answer(200, b"%b %b %b" % (request.method, request.target, request.body or b""), REQUEST_ID)
+def plain(request: Asked) -> HttpResponse:
+    return HttpResponse(200, b"%b %b %b" % (request.method, request.target, request.body or b""), REQUEST_ID)
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Served:
 
     port: int
     loop: asyncio.AbstractEventLoop
-    server: Server
+    server: Http1Server
     asked: list[Asked] = field(default_factory=list)
-    misses: list["asyncio.Future[Answer]"] = field(default_factory=list)
+    misses: list["asyncio.Future[HttpResponse]"] = field(default_factory=list)
     has_asked: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def connect(self) -> "Client":
@@ -51,7 +51,7 @@ class Served:
     def wait_until_asked(self) -> None:
         assert self.has_asked.acquire(timeout=SECONDS)
 
-    def settle(self, miss: int, answer: Answer | BaseException) -> None:
+    def settle(self, miss: int, answer: HttpResponse | BaseException) -> None:
         future = self.misses[miss]
         if isinstance(answer, BaseException):
             self.loop.call_soon_threadsafe(future.set_exception, answer)
@@ -103,13 +103,15 @@ class Client:
 
 @contextmanager
 def serving(
-    respond: Callable[[Asked], Answer] = plain, *, bounds: Bounds | None = None, misses: tuple[bytes, ...] = ()
+    respond: Callable[[Asked], HttpResponse] = plain, *, bounds: Bounds | None = None, misses: tuple[bytes, ...] = ()
 ) -> Iterator[Served]:
     """Requests for a target of `misses` are answered when the test settles them."""
     listening = socket.create_server(("127.0.0.1", 0))
     loop = uvloop.new_event_loop()
 
-    def handle(method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> Answer | Awaitable[Answer]:
+    def handle(
+        method: bytes, target: bytes, headers: list[Header], body: bytes | None
+    ) -> HttpResponse | Awaitable[HttpResponse]:
         request = Asked(method, target, headers, body)
         served.asked.append(request)
         try:
@@ -120,7 +122,7 @@ def serving(
         finally:
             served.has_asked.release()
 
-    served = Served(listening.getsockname()[1], loop, Server(handle, bounds))
+    served = Served(listening.getsockname()[1], loop, Http1Server(handle, bounds))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:

@@ -23,14 +23,14 @@ from keyvault.domain.digests import Peppers, PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, VerifierStaleError
 from keyvault.domain.ids import is_merchant_id
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.hotpath.adapters.stores import DatabaseStore
 from keyvault.hotpath.engine.memory import Memory, Subject
-from keyvault.hotpath.engine.ports import Verdict
+from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.messages import rendering
 from keyvault.hotpath.messages.questions import BATCH, KEY, VERIFY
 from keyvault.models import Key, KeyUse, Refusal, ServiceToken, UseBucket
-from keyvault.services.keys.lifecycle import burn_key, expire_key, report_compromise, stage_key, suspend_key
+from keyvault.services.keys.lifecycle import discard_key, expire_key, report_compromise, stage_key, suspend_key
 from keyvault.services.limits.limiter import Limiter
 from keyvault.services.limits.stores import LocalStore
 from keyvault.services.tokens.service_tokens import revoke_service_token
@@ -53,7 +53,7 @@ def _admin() -> Any:
 
 
 def _burn_staged(key: Key) -> None:
-    burn_key(grant(_admin(), P.KEYS_REVOKE, account()), key)
+    discard_key(grant(_admin(), P.KEYS_REVOKE, account()), key)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_denied_again_is_the_whole_answer_to_the_byte(stage: Stage, end: str) ->
     if key.credential.kind == KeyKind.PUBLIC:
         more["origin"] = "https://shop.example/50%25"
     asked = {**stage.asked, "key": text, **more}
-    noted: list[Verdict] = []
+    noted: list[EngineVerdict] = []
     clock = Clock()
     primed = prime_by(clock, note_verdict=noted.append)
     expected = masked(prime(may_remember=False).ask(stage.token, asked))
@@ -452,7 +452,7 @@ def test_denied_question_without_proof_is_judged_each_time(ended: Stage) -> None
 
 def test_denied_questions_of_a_batch_are_judged_each_time(ended: Stage) -> None:
     """Also where the same was asked alone; each under its own number."""
-    noted: list[Verdict] = []
+    noted: list[EngineVerdict] = []
     primed = prime(note_verdict=noted.append)
     together = {"requests": [ended.asked, ended.asked]}
     for _ in range(3):
@@ -532,10 +532,10 @@ def test_denied_question_is_not_remembered_when_it_was_judged_by_what_is_no_long
 ) -> None:
     """Guarantee: a judgement of a record that was replaced while it was made serves its own question alone: nobody
     would hear of that record's end."""
-    noted: list[Verdict] = []
+    noted: list[EngineVerdict] = []
     acts = [MEANWHILE[case]]
 
-    def note(verdict: Verdict) -> None:
+    def note(verdict: EngineVerdict) -> None:
         noted.append(verdict)
         if acts:
             acts.pop()(primed, ended)
@@ -623,9 +623,9 @@ def test_denial_template_is_filled_like_the_answer_itself_whatever_is_in_its_tex
 
 
 @pytest.mark.parametrize("state", sorted(DEAD_STATES))
-@pytest.mark.parametrize("retirement", Retirement)
+@pytest.mark.parametrize("retirement", RetirementReason)
 def test_denial_template_has_two_holes_whatever_a_key_s_record_may_hold(
-    state: KeyState, retirement: Retirement
+    state: KeyState, retirement: RetirementReason
 ) -> None:
     """Its texts are ids, words of enums and sentences of our own: none of them can hold the mark of a hole."""
     assert not is_merchant_id(f"a{rendering._REQUEST_ID}b")

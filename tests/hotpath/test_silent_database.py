@@ -10,7 +10,7 @@ from django.db import connection
 from django.db.models import QuerySet
 
 from keyvault.hotpath.adapters import stores
-from keyvault.hotpath.adapters.stores import ImpatientThread, PostgresStore, Reader
+from keyvault.hotpath.adapters.stores import PostgresStore, Reader, ShortTimeoutThread
 from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
 from keyvault.hotpath.messages.questions import KEY, TOKEN, Found
 from keyvault.models import Account, Credential
@@ -87,7 +87,7 @@ def test_reading_that_waited_for_a_slow_one_keeps_its_own_patience(monkeypatch: 
         return "answered"
 
     async def ask() -> None:
-        thread = ImpatientThread("reads")
+        thread = ShortTimeoutThread("reads")
         assert list(await asyncio.gather(thread.run(sleep), thread.run(sleep))) == ["answered"] * 2
         await thread.close()
 

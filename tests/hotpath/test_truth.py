@@ -21,7 +21,7 @@ from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, Strin
 from keyvault.hotpath.adapters.assembly import make_follower
 from keyvault.hotpath.messages.questions import BATCH
 from keyvault.hotpath.messages.requests import MOST_REQUESTS
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel
 from keyvault.services.keys import lifecycle
@@ -123,7 +123,7 @@ def answers_together(primed: Primed, asked: list[Asked]) -> list[tuple[int, byte
             for place, (number, decided) in enumerate(zip(part, decisions, strict=True)):
                 request_id = f"{answer.request_id}-{place}"
                 assert decided["request_id"] == request_id
-                found[number] = unnumbered(Answer(200, encode(decided), request_id))
+                found[number] = unnumbered(HttpResponse(200, encode(decided), request_id))
     return [found[number] for number in range(len(asked))]
 
 

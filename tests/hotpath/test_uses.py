@@ -13,7 +13,7 @@ from keyvault.hotpath.adapters.assembly import uses_of
 from keyvault.hotpath.engine import engine as engine_module
 from keyvault.hotpath.messages.questions import BATCH
 from keyvault.models import Key, KeyUse, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog, Uses
 from tests.factories import account, issue, make_merchant, make_token
 
@@ -102,7 +102,7 @@ def test_uses_of_a_probe_are_none(keys: dict[KeyKind, tuple[Key, str]], primed: 
         primed.ask(probe.reveal(), question(keys[KeyKind.PRIVATE][1]))
     assert primed.from_memory
     usage.flush()
-    assert set(UseBucket.objects.values_list("outcome", "count")) == {(Outcome.PROBED, 5)}
+    assert set(UseBucket.objects.values_list("outcome", "count")) == {(UseOutcome.PROBED, 5)}
     assert not KeyUse.objects.exists()
 
 

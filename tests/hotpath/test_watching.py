@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Iterator
 import pytest
 
 from keyvault.hotpath.adapters import assembly, stores
-from keyvault.hotpath.adapters.assembly import Verifier
+from keyvault.hotpath.adapters.assembly import AssembledVerifier
 from keyvault.hotpath.http1.server import DRAIN_SECONDS
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.management.supervisor import STOP_SECONDS
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS
 from keyvault.services.usage.recorder import usage_log
@@ -39,9 +39,9 @@ def hanging(goes_on: threading.Event) -> tuple[int, bytes, str]:
     return 200, b'{"status":"ready"}', "application/json"
 
 
-async def told(answer: Answer | Awaitable[Answer]) -> tuple[int, str]:
+async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str]:
     """Status, and what the body says of it."""
-    answer = answer if isinstance(answer, Answer) else await answer
+    answer = answer if isinstance(answer, HttpResponse) else await answer
     found = json.loads(answer.body)
     return answer.status, found["code"] if "code" in found else found["status"]
 
@@ -49,16 +49,16 @@ async def told(answer: Answer | Awaitable[Answer]) -> tuple[int, str]:
 @pytest.mark.parametrize("target", [b"/healthz", b"/healthz?x=1"])
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 def test_health_is_answered_by_the_loop_itself(method: bytes, target: bytes) -> None:
-    answer = Verifier().handle(method, target, [], b"")
-    assert isinstance(answer, Answer)
+    answer = AssembledVerifier().handle(method, target, [], b"")
+    assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.body) == (200, b'{"status":"ok"}')
     assert answer.all_headers()["Cache-Control"] == "no-store"
 
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/readyz", b"/metrics?x=1"])
 def test_watched_address_takes_nothing_but_reads(target: bytes) -> None:
-    answer = Verifier().handle(b"POST", target, [], b"")
-    assert isinstance(answer, Answer)
+    answer = AssembledVerifier().handle(b"POST", target, [], b"")
+    assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.all_headers()["Allow"]) == (405, "GET, HEAD")
 
 
@@ -71,7 +71,7 @@ def test_watch_that_hangs_is_given_up_and_holds_up_no_other(
     monkeypatch.setitem(assembly._WATCHED, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
 
     async def ask() -> None:
-        verifier = Verifier()
+        verifier = AssembledVerifier()
         waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
         await asyncio.sleep(0)
         assert await told(verifier.handle(b"GET", b"/healthz", [], b"")) == (200, "ok")
@@ -103,7 +103,7 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
     """Guarantee: SIGTERM loses no use because somebody asked about health before it. What fails stops nothing else."""
     stopped = list[str]()
     monkeypatch.setitem(assembly._WATCHED, "/readyz", lambda: hanging(goes_on))
-    verifier = Verifier()
+    verifier = AssembledVerifier()
     monkeypatch.setattr(assembly, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
     monkeypatch.setattr(assembly, "refusal_log", Stopped("refusals", stopped))
     monkeypatch.setattr(verifier, "_follower", Stopped("follower", stopped))

@@ -217,7 +217,7 @@ def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, mo
         raise StateConflictError("Somebody else changed this meanwhile.")
 
     with monkeypatch.context() as busy:
-        busy.setattr(revocation_replays, "end_again", lose)
+        busy.setattr(revocation_replays, "reapply_revocation", lose)
         code, answer = replay()
     assert (code, answer["left"]) == (1, [{"kind": "key", "id": key.key_id}])
     assert replay()[0] == 0
@@ -226,7 +226,7 @@ def test_replay_of_a_row_that_others_write_all_the_time_says_so(scene: Scene, mo
 def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = [issue(scene.sandbox, label=f"key {number}")[0] for number in range(3)]
     append_lines([told("key", key.key_id, "deactivated", "superseded") for key in ended])
-    real = lifecycle.end_again
+    real = lifecycle.reapply_revocation
     done: list[Any] = []
 
     def die(*arguments: Any, **details: Any) -> None:
@@ -235,7 +235,7 @@ def test_replay_killed_in_the_middle_is_run_again(scene: Scene, monkeypatch: pyt
         done.append(real(*arguments, **details))
 
     with monkeypatch.context() as killed:
-        killed.setattr(revocation_replays, "end_again", die)
+        killed.setattr(revocation_replays, "reapply_revocation", die)
         with pytest.raises(KeyboardInterrupt):
             replay()
     code, answer = replay()

@@ -8,7 +8,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from keyvault.access.catalog import BUILT_IN
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
@@ -101,7 +101,7 @@ def test_set_limit_by_whoever_may_not_is_refused() -> None:
 
 def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
     adding = grant(make_operator("cataloger", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
-    wish = EndpointWish(
+    wish = EndpointDraft(
         "refunds.create",
         "POST",
         "/refunds/<refund_id>",

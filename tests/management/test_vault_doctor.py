@@ -18,7 +18,7 @@ from django.test import override_settings
 from keyvault.backends.private_files import write_private_file
 from keyvault.backends.vault.bootstrap import bootstrap, make_logins, read_path
 from keyvault.backends.vault.client import open_client
-from keyvault.backends.vault.layout import Layout, Role
+from keyvault.backends.vault.layout import Layout, VaultRole
 from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.plaintext import Plaintext
 from tests.backends.receivers import make_authority
@@ -360,7 +360,7 @@ def test_vault_doctor_is_content_again_after_the_bootstrap_that_it_asks_for(vaul
 
 
 def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledVault) -> None:
-    name = vault_service.layout.login(Role.LOOKUP, "service")
+    name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     vault_service.admin.write_data(f"auth/approle/role/{name}", data={"secret_id_ttl": "72h"})
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=None, renew=True)
     assert told(doctor()) == [(name, "Its secret id ends in 2 days.")]
@@ -413,7 +413,7 @@ def test_vault_doctor_as_another_user_opens_no_wrapped_secret_id(
     vault_service: InstalledVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it opened as root would be root's, and the service could not read it."""
-    name = vault_service.layout.login(Role.LOOKUP, "service")
+    name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=60, renew=True)
     monkeypatch.setattr("os.geteuid", lambda: 4711)
     [(subject, problem)] = told(doctor())

@@ -27,10 +27,10 @@ from keyvault.models import (
     WebhookEndpoint,
 )
 from keyvault.models import Operator as OperatorRow
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.audit.checkpoints import sign_due
-from keyvault.services.idempotency import Answer, run_once
+from keyvault.services.idempotency import StoredResponse, run_once
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.orders import create_order
 from keyvault.services.recording.transaction import recorded
@@ -41,7 +41,7 @@ from rotation.models import BlackoutCalendar, Campaign, EvidenceKind, Retirement
 from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import (
     PRODUCTION,
@@ -113,7 +113,7 @@ def world(db: None) -> World:
         note_break_glass(allowed, event="x", subject="y", requester_person=tam.person, why="z")
     sign_due(now())
     log = UsageLog()
-    log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=Outcome.ALLOWED)
+    log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=UseOutcome.ALLOWED)
     log.flush()
     issued = IssuanceRequest.objects.get(key=key)
     return World(
@@ -139,7 +139,7 @@ def world(db: None) -> World:
 
 def _rotation(tam: principals.Operator, key: Key) -> Rotation:
     allowed = grant(tam, Permission.ROTATIONS_WRITE, key.credential.account)
-    return request_rotation(allowed, key.credential, Wish(predecessor_may_expire=True))
+    return request_rotation(allowed, key.credential, PlanOverrides(predecessor_may_expire=True))
 
 
 def _retirement(tam: principals.Operator, place: Account) -> Retirement:
@@ -160,7 +160,7 @@ def _campaign(tam: principals.Operator, approver: principals.Operator, place: Ac
                 environment=PRODUCTION,
                 merchants=["acme"],
                 older_than_days=None,
-                wish=Wish(),
+                wish=PlanOverrides(),
                 pace=Pace(),
                 reason="yearly",
             )
@@ -206,7 +206,7 @@ def _integrate(place: Account) -> tuple[CustomerToken, Order]:
         key="attempt-1",
         body=b"",
         now=now(),
-        prepare=lambda: lambda: Answer(201, {}),
+        prepare=lambda: lambda: StoredResponse(201, {}),
     )
     return token, order
 

@@ -19,7 +19,7 @@ from keyvault.models.recording import RecordedModel, UnrecordedWriteError, colle
 from keyvault.services.catalog.catalog import find_endpoint
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.secrets.stored_copies import read_string
-from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from tests.domain.minting import mint
 from tests.factories import PASSWORD, PRODUCTION, make_operator, make_token, now
 
@@ -92,7 +92,7 @@ def test_recorded_model_every_table_that_a_verdict_reads_names_a_subject(world: 
     key, customer_token = read_string(world.key).reveal(), mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION)
     with CaptureQueriesContext(connection) as queries:
         for name, bearer in (("stays.search", None), ("customers.me", customer_token)):
-            presented = Presented(key, PRODUCTION, find_endpoint(name), bearer=bearer)
+            presented = VerificationRequest(key, PRODUCTION, find_endpoint(name), bearer=bearer)
             assert judge_presented(presented, now()).holder is not None
         assert prove_service_token(token_text.reveal(), now()) is not None
     read = {name for query in queries for name in re.findall(r'(?:FROM|JOIN) "(\w+)"', query["sql"])}

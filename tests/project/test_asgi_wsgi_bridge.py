@@ -11,7 +11,7 @@ import pytest
 from django.core.exceptions import RequestDataTooBig
 from django.core.handlers.wsgi import WSGIRequest
 
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.asgi_wsgi_bridge import Bridge, Capacity, VerifyKnown
 
 Message = dict[str, Any]
@@ -419,7 +419,7 @@ def test_bridge_full_queue_is_a_problem_that_says_when_to_come_again() -> None:
 def test_bridge_verdict_from_memory_needs_no_thread() -> None:
     """Guarantee: verify goes on from memory while every thread is held and no queue has room."""
     held = Held()
-    known = Answer(200, b"known", "r" * 22)
+    known = HttpResponse(200, b"known", "r" * 22)
 
     async def live() -> None:
         bridge = Bridge(held, lambda *asked: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))

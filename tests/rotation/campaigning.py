@@ -17,7 +17,7 @@ from rotation.domain.pacing import Pace
 from rotation.domain.policy import Proof
 from rotation.models import Campaign, CampaignMember, Rotation
 from rotation.services.campaigns.campaigns import approve_campaign, get_campaign, request_campaign
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 from .scene import Clock, account, approver, issue, tam
 
@@ -37,7 +37,7 @@ def asked(
     environment: Environment = Environment.SANDBOX,
     merchants: Sequence[str] | None = None,
     older_than_days: int | None = None,
-    wish: Wish | None = None,
+    wish: PlanOverrides | None = None,
     pace: Pace | None = None,
     reason: str = "yearly",
     by: Operator | None = None,
@@ -50,7 +50,7 @@ def asked(
         environment=environment,
         merchants=merchants,
         older_than_days=older_than_days,
-        wish=wish or Wish(**chosen),
+        wish=wish or PlanOverrides(**chosen),
         pace=pace or Pace(per_minute=600, concurrency=100),
         reason=reason,
     )

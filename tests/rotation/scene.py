@@ -15,14 +15,14 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, Credential, Key, Merchant
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.policy import Proof
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import acknowledge
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests import factories
@@ -76,7 +76,7 @@ def rotate(credential: Credential, now: datetime, **wish: object) -> Rotation:
     """An approved rotation in the sandbox; by acknowledgement, with short periods, unless told otherwise."""
     chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **wish}
     grant = authorize(tam(), P.ROTATIONS_WRITE, credential.account, now=now)
-    return request_rotation(grant, credential, Wish(**chosen))  # type: ignore[arg-type]  # a test's own words
+    return request_rotation(grant, credential, PlanOverrides(**chosen))  # type: ignore[arg-type]  # a test's own words
 
 
 def holder_of(key: Key) -> KeyHolder:
@@ -100,7 +100,7 @@ def acknowledge_replacement(rotation_id: str, now: datetime) -> None:
 
 
 def use(
-    log: UsageLog, key_id: str, count: int = 1, source: str = "192.0.2.1", outcome: Outcome = Outcome.ALLOWED
+    log: UsageLog, key_id: str, count: int = 1, source: str = "192.0.2.1", outcome: UseOutcome = UseOutcome.ALLOWED
 ) -> None:
     """Real traffic on a key, reported."""
     for _ in range(count):

@@ -9,7 +9,7 @@ import pytest
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from rotation.domain.events import RotationState
 from rotation.domain.policy import Plan, Proof
-from rotation.domain.states import BEFORE_APPROVAL, Act, Facts, KeyFacts, Move, Wait, next_step
+from rotation.domain.states import BEFORE_APPROVAL, Facts, KeyFacts, Move, RotationAction, Wait, next_step
 
 S, K = RotationState, KeyState
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -75,15 +75,15 @@ def _predecessor(stage: RotationState) -> KeyFacts:
     return KeyFacts(K.COMPROMISED) if stage is S.EMERGENCY else ACTIVE
 
 
-def step(state: RotationState, now: datetime = NOW, /, **changes: Any) -> Wait | Move | Act:
+def step(state: RotationState, now: datetime = NOW, /, **changes: Any) -> Wait | Move | RotationAction:
     return next_step(facts(state, **changes), now)
 
 
-def told(found: Wait | Move | Act) -> str:
+def told(found: Wait | Move | RotationAction) -> str:
     """The step in one word, for tables."""
     if isinstance(found, Move):
         return f"to {found.to}"
-    return "act" if isinstance(found, Act) else "wait"
+    return "act" if isinstance(found, RotationAction) else "wait"
 
 
 def plan(**changes: Any) -> Plan:

@@ -12,7 +12,7 @@ from django.db import models, transaction
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key
 from rotation.domain.events import RotationState
-from rotation.domain.states import Act, Facts, Move, Wait, next_step
+from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
 from rotation.models import LedgerEntry
 from rotation.services.rotations import engine, transitions
 from rotation.services.rotations.side_effects import Effects
@@ -61,13 +61,13 @@ def played(state: RotationState) -> Iterator[World]:
 
 
 @contextmanager
-def engine_that(judges: Callable[[Facts, datetime], Wait | Move | Act]) -> Iterator[None]:
+def engine_that(judges: Callable[[Facts, datetime], Wait | Move | RotationAction]) -> Iterator[None]:
     """An engine whose next step is another one."""
     with mock.patch.object(engine, "next_step", judges):
         yield
 
 
-def goes(state: RotationState, to: RotationState) -> Callable[[Facts, datetime], Wait | Move | Act]:
+def goes(state: RotationState, to: RotationState) -> Callable[[Facts, datetime], Wait | Move | RotationAction]:
     return lambda facts, now: Move(to, "in a hurry") if facts.state is state else next_step(facts, now)
 
 

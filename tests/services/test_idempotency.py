@@ -26,15 +26,15 @@ from keyvault.domain.errors import ErrorCode, IdempotencyError, IntegrityError, 
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Merchant
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.models.usage import Outcome as UseOutcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services import idempotency
 from keyvault.services.idempotency import (
     HOLD_SECONDS,
     KEEP,
     SEALED_FOR,
-    Answer,
     Effect,
-    Outcome,
+    IdempotentResult,
+    StoredResponse,
     forget_expired,
     run_once,
     shred_due,
@@ -57,14 +57,14 @@ ROOT = Path(__file__).resolve().parents[2]
 _numbers = count()
 
 
-def make_something() -> Answer:
+def make_something() -> StoredResponse:
     """An effect as the real ones are: rows, an audit entry, a number of its own in the answer."""
     name = f"m{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
     create_merchant(grant(HOST, P.MERCHANTS_WRITE), merchant_id=name, name="made")
-    return Answer(201, {"merchant_id": name, "nested": {"b": [1, None, "\u2028\x00é"], "a": True}})
+    return StoredResponse(201, {"merchant_id": name, "nested": {"b": [1, None, "\u2028\x00é"], "a": True}})
 
 
-def fail() -> Answer:
+def fail() -> StoredResponse:
     """Too late, so that there is something to undo."""
     make_something()
     raise StateConflictError("not now")
@@ -76,7 +76,7 @@ def ask(
     effect: Effect = make_something,
     prepare: Callable[[], Effect] | None = None,
     **changed: Any,
-) -> Outcome:
+) -> IdempotentResult:
     place: dict[str, Any] = {
         "holder": "crd_1",
         "endpoint": "orders.create",
@@ -164,8 +164,8 @@ def test_idempotency_effect_that_fails_leaves_nothing_and_may_be_tried_again() -
 
 
 def test_idempotency_answer_that_cannot_be_stored_undoes_the_effect() -> None:
-    def answer_badly() -> Answer:
-        return Answer(201, {**make_something().body, "at": NOON})  # type: ignore[dict-item]  # the mistake to find
+    def answer_badly() -> StoredResponse:
+        return StoredResponse(201, {**make_something().body, "at": NOON})  # type: ignore[dict-item]  # the mistake to find
 
     with pytest.raises(TypeError):
         ask(effect=answer_badly)
@@ -205,10 +205,10 @@ def test_idempotency_of_any_requests_in_a_row_is_what_the_rule_says(steps: list[
         at += pause
         expected, answer = model.expect(at, key, body)
 
-        def effect(fails: bool = fails) -> Answer:
+        def effect(fails: bool = fails) -> StoredResponse:
             if fails:
                 raise StateConflictError("no")
-            return Answer(201, {"number": next(_numbers)})
+            return StoredResponse(201, {"number": next(_numbers)})
 
         request = partial(ask, NOON + at * SECOND, key=key, body=body.encode(), effect=effect)
         if expected == "refused":
@@ -234,7 +234,7 @@ def test_idempotency_of_twenty_retries_at_once_has_one_effect() -> None:
     """Whoever is not first either waits (409) or gets the first one's answer; there is one effect and one entry."""
     have_peppers()
     outcomes = race(*[ask] * 20)
-    answers = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+    answers = [outcome for outcome in outcomes if isinstance(outcome, IdempotentResult)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, IdempotencyError)]
     assert len(answers) + len(refusals) == 20, outcomes
     assert [answer.is_replay for answer in answers].count(False) == 1
@@ -258,9 +258,9 @@ def test_idempotency_of_twenty_retries_over_an_old_row_has_one_effect(left: str)
         ask()
         at, before = NOON + KEEP, 1
     outcomes = race(*[partial(ask, at)] * 20)
-    answers = {json.dumps(outcome.answer.body) for outcome in outcomes if isinstance(outcome, Outcome)}
+    answers = {json.dumps(outcome.answer.body) for outcome in outcomes if isinstance(outcome, IdempotentResult)}
     assert len(answers) == 1
-    assert {type(outcome) for outcome in outcomes} <= {Outcome, IdempotencyError}
+    assert {type(outcome) for outcome in outcomes} <= {IdempotentResult, IdempotencyError}
     assert effects() == before + 1
 
 
@@ -270,7 +270,7 @@ def test_idempotency_retry_while_the_first_is_at_work_says_how_long_to_wait() ->
     have_peppers()
     seen: list[Any] = []
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         for at, body in ((NOON, b"{}"), (NOON + HOLD - SECOND / 2, b"{}"), (NOON, b"other")):
             retry = partial(ask, at, prepare=never, body=body)
             seen.append(start(partial(refusal, retry)).result(PATIENCE_SECONDS))
@@ -382,9 +382,9 @@ def test_idempotency_zombie_writes_nothing_and_takes_nothing_away(
 def test_idempotency_sleeper_that_nobody_replaced_is_not_undone_by_one_who_comes_late() -> None:
     """It finishes after its hold and just before it would be taken over: its answer counts, and is replayed."""
     have_peppers()
-    slept: list[Callable[[], Answer]] = []
+    slept: list[Callable[[], StoredResponse]] = []
 
-    def sleep(*arguments: Any) -> Answer:
+    def sleep(*arguments: Any) -> StoredResponse:
         slept.append(partial(act, *arguments))
         # The database is away when the claim would be given back.
         patch.setattr("django.db.models.query.QuerySet.delete", _fail)
@@ -408,7 +408,7 @@ def test_idempotency_commit_that_was_made_but_not_heard_of_is_not_forgotten(monk
     """The connection is lost right after the commit: the caller is told to try again, and gets the one answer."""
     act = idempotency._act
 
-    def act_and_be_cut_off(*arguments: Any) -> Answer:
+    def act_and_be_cut_off(*arguments: Any) -> StoredResponse:
         act(*arguments)
         raise OperationalError("server closed the connection unexpectedly")
 
@@ -425,9 +425,9 @@ def test_idempotency_commit_that_was_made_but_not_heard_of_is_not_forgotten(monk
 def test_idempotency_zombie_in_the_middle_of_its_transaction_is_undone() -> None:
     """Taken over while its effect is written and not committed: it commits nothing of it."""
     have_peppers()
-    others: list[Outcome] = []
+    others: list[IdempotentResult] = []
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         others.append(start(partial(ask, NOON + HOLD)).result(PATIENCE_SECONDS))
         return make_something()
 
@@ -464,11 +464,11 @@ def test_idempotency_killed_at_every_point_has_one_effect_after_the_retry() -> N
 SECRET = "kv_cat_sbx_" + "s" * 60
 
 
-def show_once(owner: str = "0000000000000001") -> Answer:
-    return Answer(201, {"token_id": owner, "token": None, "last": 1}, "token", Plaintext(SECRET), owner)
+def show_once(owner: str = "0000000000000001") -> StoredResponse:
+    return StoredResponse(201, {"token_id": owner, "token": None, "last": 1}, "token", Plaintext(SECRET), owner)
 
 
-def shown(outcome: Outcome) -> str | None:
+def shown(outcome: IdempotentResult) -> str | None:
     assert outcome.answer.body["token"] is None
     return None if outcome.answer.secret is None else outcome.answer.secret.reveal()
 

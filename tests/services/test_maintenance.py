@@ -249,7 +249,7 @@ def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch:
     """Sealed secrets are shredded and old answers go, by the sweep and without anybody asking for them."""
     key, text = issue(scene.sandbox)
     asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
-    answer = idempotency.Answer(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
+    answer = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext(text.reveal()), key.key_id)
     at = now() - idempotency.SEALED_FOR
     idempotency.run_once(**asked, now=at, prepare=lambda: lambda: answer)
     idempotency.run_once(**asked | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: answer)
@@ -306,7 +306,7 @@ def test_upkeep_outside_of_any_transaction_does_all_of_its_steps() -> None:
     burned = issue_request(uncollected, at=now() - COLLECT_WITHIN)
     overdue = request_key(scene.production, at=now() - REQUEST_LIFETIME)
     asked: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
-    answer = idempotency.Answer(201, {"key": None}, "key", Plaintext("shown once"), burned.key_id)
+    answer = idempotency.StoredResponse(201, {"key": None}, "key", Plaintext("shown once"), burned.key_id)
     idempotency.run_once(**asked, now=now() - idempotency.SEALED_FOR, prepare=lambda: lambda: answer)
     run_upkeep()
     for key in (expiring, burned):

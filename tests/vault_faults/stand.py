@@ -22,9 +22,9 @@ from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import BackendError, BackendMissingError
 from keyvault.backends.vault.bootstrap import bootstrap, list_logins, list_scopes, make_logins
 from keyvault.backends.vault.breaker import Breaker
-from keyvault.backends.vault.client import Server, open_client
+from keyvault.backends.vault.client import VaultServer, open_client
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.layout import SCOPES, Engine, Layout, Role
+from keyvault.backends.vault.layout import SCOPES, Layout, SecretsEngine, VaultRole
 from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.backends.vault.replies import CONNECT_SECONDS
 from keyvault.domain.environments import Environment
@@ -55,11 +55,11 @@ class Stand:
         self.server, self.folder, self.proxy = server, folder, proxy
         self.clock = Clock(datetime.now(UTC))
         self.layout = Layout()
-        self.admin = open_client(Server(server.address), Plaintext(server.root_token))
+        self.admin = open_client(VaultServer(server.address), Plaintext(server.root_token))
         self.mend_access()
         self.make_logins()
-        direct = VaultBackend(Server(server.address), lambda name: AppRoleLogin(folder, name), self.layout)
-        self.installed = InstalledVault(direct, self.layout, Server(proxy.address), folder, "approle", self.admin)
+        direct = VaultBackend(VaultServer(server.address), lambda name: AppRoleLogin(folder, name), self.layout)
+        self.installed = InstalledVault(direct, self.layout, VaultServer(proxy.address), folder, "approle", self.admin)
         self.reporter = UsageLog(now=self.clock)
 
     # --- the service ----------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Stand:
         kv = self.admin.secrets.kv.v2
         try:
             found = kv.read_secret_version(
-                path, mount_point=self.layout.mount(Engine.KEYS, SCOPE), raise_on_deleted_version=True
+                path, mount_point=self.layout.mount(SecretsEngine.KEYS, SCOPE), raise_on_deleted_version=True
             )
         except BackendMissingError:
             return None
@@ -117,7 +117,7 @@ class Stand:
 
     def live_versions(self, path: str) -> dict[int, str]:
         """Number and key id of whatever can be read."""
-        kv, mount = self.admin.secrets.kv.v2, self.layout.mount(Engine.KEYS, SCOPE)
+        kv, mount = self.admin.secrets.kv.v2, self.layout.mount(SecretsEngine.KEYS, SCOPE)
         found = kv.read_secret_metadata(path, mount_point=mount)["data"]["versions"]
         numbers = [
             int(number) for number, about in found.items() if not about["destroyed"] and not about["deletion_time"]
@@ -158,7 +158,7 @@ class Stand:
         bootstrap(self.admin, self.layout, ENVIRONMENTS, lambda change: None)
 
     def make_logins(
-        self, *, renew: bool = False, wrap_seconds: int | None = None, roles: tuple[Role, ...] = ()
+        self, *, renew: bool = False, wrap_seconds: int | None = None, roles: tuple[VaultRole, ...] = ()
     ) -> None:
         pairs = list_logins([SCOPE] if renew else list_scopes(ENVIRONMENTS))
         names = [self.layout.login(role, scope) for role, scope in pairs if not roles or role in roles]
@@ -170,7 +170,7 @@ class Stand:
 
     def limit_rate(self) -> None:
         """One request a minute of the sandbox's keys, and somebody else has had it."""
-        mount = self.layout.mount(Engine.KEYS, SCOPE)
+        mount = self.layout.mount(SecretsEngine.KEYS, SCOPE)
         # Without this it says 429, but not when to come back.
         self.admin.write_data("sys/quotas/config", data={"enable_rate_limit_response_headers": True})
         data = {"path": f"{mount}/", "rate": 1, "interval": f"{LIMITED_SECONDS}s"}

@@ -3,7 +3,7 @@
 import pytest
 import requests
 
-from keyvault.backends.vault.layout import Engine, Role
+from keyvault.backends.vault.layout import SecretsEngine, VaultRole
 from keyvault.models import WorkLease
 from rotation.services.rotations.reports import get_rotation, subject_of
 from tests.rotation.steps import advance
@@ -56,14 +56,14 @@ def test_reply_lost_to_an_unwrap_stalls_as_a_login_in_other_hands(stand: Stand) 
     assert rotation.state == "stalled"
     assert "in somebody else's hands" in rotation.why
     assert stand.verify(next(iter(struck.strings.values()))) == (True, None)
-    stand.make_logins(renew=True, wrap_seconds=300, roles=(Role.ISSUER,))
+    stand.make_logins(renew=True, wrap_seconds=300, roles=(VaultRole.ISSUER,))
     trial = struck.resumed()
     assert trial.violations == []
 
 
 def _renew_wrapped(stand: Stand) -> None:
     """The issuer's secret id, once the journey's own keys are issued: it is opened in the middle of the rotation."""
-    stand.make_logins(renew=True, wrap_seconds=300, roles=(Role.ISSUER,))
+    stand.make_logins(renew=True, wrap_seconds=300, roles=(VaultRole.ISSUER,))
     stand.begin_process()
 
 
@@ -74,7 +74,7 @@ def test_rotation_told_when_to_come_back_does_not_come_before(stand: Stand) -> N
     stand.proxy.strike_at(2, LIMITED.strike(stand))
     rotation = advance(get_rotation(journey.rotation_id), stand.clock, 3)
     assert "429" in WorkLease.objects.get(subject=subject_of(rotation.rotation_id)).last_error
-    mount = stand.layout.mount(Engine.KEYS, SCOPE)
+    mount = stand.layout.mount(SecretsEngine.KEYS, SCOPE)
     answer = requests.get(
         f"{stand.server.address}/v1/{mount}/metadata?list=true",
         headers={"X-Vault-Token": stand.server.root_token},

@@ -9,7 +9,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
-from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint, LimiterLoss
+from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import authorization_panel, limit_words
 from keyvault.access.endpoints import (
@@ -17,15 +17,15 @@ from keyvault.access.endpoints import (
     LONGEST_PATH,
     LONGEST_SUMMARY,
     METHODS,
-    EndpointWish,
+    EndpointDraft,
 )
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.widgets import Detail, Facts, Link, Table, badge, link, moment, mono
+from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono
 from keyvault.domain.keys import KeyKind
 from keyvault.models import CatalogEndpoint
 from keyvault.services.catalog.catalog import current_catalog, endpoint_of
@@ -44,8 +44,8 @@ _BEARER = {
     Bearer.REQUIRED: "required, beside the private key",
 }
 _LIMITER_LOSS = {
-    LimiterLoss.LOCAL_SHARE: "each process lets a share of the limit pass",
-    LimiterLoss.REFUSE: "refuse every request",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
 
@@ -101,37 +101,37 @@ class ChangeForm(SeenForm, RuleForm):
         return {**shown, "credentials": sorted(wish.credentials), "version": row.version}
 
 
-def _wish(name: str, cleaned: Cleaned) -> EndpointWish:
+def _wish(name: str, cleaned: Cleaned) -> EndpointDraft:
     chosen = {field: cleaned[field] for field in RuleForm.base_fields}
-    return EndpointWish(
+    return EndpointDraft(
         **{
             **chosen,
             "name": name,
             "credentials": frozenset(map(KeyKind, cleaned["credentials"])),
             "bearer": Bearer(cleaned["bearer"]),
-            "on_limiter_loss": LimiterLoss(cleaned["on_limiter_loss"]),
+            "on_limiter_loss": LimiterFailurePolicy(cleaned["on_limiter_loss"]),
         }
     )
 
 
-def _add(grant: Grant, cleaned: Cleaned) -> Done:
+def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
     row = add_endpoint(grant, _wish(cleaned["name"], cleaned))
-    return Done(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
+    return ActionResult(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
 
 
-def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     change_endpoint(grant, row, _wish(row.name, cleaned))
-    return Done(f"Endpoint {row} is changed, from the next request on.")
+    return ActionResult(f"Endpoint {row} is changed, from the next request on.")
 
 
-def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+def _withdraw(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     withdraw_endpoint(grant, row)
-    return Done(f"Endpoint {row} is withdrawn: endpoint_unknown from now on.")
+    return ActionResult(f"Endpoint {row} is withdrawn: endpoint_unknown from now on.")
 
 
-def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> Done:
+def _restore(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
     restore_endpoint(grant, row)
-    return Done(f"Endpoint {row} is in the catalog again.")
+    return ActionResult(f"Endpoint {row} is in the catalog again.")
 
 
 def _is_live(row: CatalogEndpoint) -> bool:
@@ -151,12 +151,12 @@ class StateFilter(admin.SimpleListFilter):
         return queryset.filter(withdrawn_at__isnull=self.value() != "withdrawn")
 
 
-class CatalogEndpointAdmin(NounAdmin):
+class CatalogEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Endpoint", "Endpoints"
     change_list_template = "console/change_list_more.html"
     asks = (
-        Ask(
+        CreateAction(
             "add",
             "Add endpoint",
             P.CATALOG_WRITE,
@@ -168,7 +168,7 @@ class CatalogEndpointAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "edit",
             "Change",
             P.CATALOG_WRITE,
@@ -177,7 +177,7 @@ class CatalogEndpointAdmin(NounAdmin):
             form=ChangeForm,
             fits=_is_live,
         ),
-        Act(
+        RowAction(
             "withdraw",
             "Withdraw",
             P.CATALOG_WRITE,
@@ -186,7 +186,7 @@ class CatalogEndpointAdmin(NounAdmin):
             fits=_is_live,
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "restore",
             "Restore",
             P.CATALOG_WRITE,
@@ -250,7 +250,7 @@ class CatalogEndpointAdmin(NounAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).order_by("name")
 
-    def summary(self, row: CatalogEndpoint) -> Facts:
+    def summary(self, row: CatalogEndpoint) -> FactTable:
         return panel_facts(endpoint_of(row))
 
     def detail(self, request: HttpRequest, row: CatalogEndpoint) -> Detail:
@@ -261,7 +261,7 @@ class CatalogEndpointAdmin(NounAdmin):
             title=row.name,
             state=_state(row),
             notes=[row.summary] if row.summary else [],
-            sections=[self.summary(row), Facts("Life", life)],
+            sections=[self.summary(row), FactTable("Life", life)],
         )
 
 
@@ -269,12 +269,12 @@ def panels_url() -> str:
     return reverse("admin:keyvault_catalogendpoint_panels")
 
 
-def panel_facts(endpoint: Endpoint) -> Facts:
+def panel_facts(endpoint: Endpoint) -> FactTable:
     """The authorization panel, as everywhere."""
     rows = [
         (label, mono(text) if label in {"Method", "Path"} else text) for label, text in authorization_panel(endpoint)
     ]
-    return Facts("Authorization", rows)
+    return FactTable("Authorization", rows)
 
 
 def _state(row: CatalogEndpoint) -> str:

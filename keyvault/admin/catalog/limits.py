@@ -13,10 +13,10 @@ from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import limit_words
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
-from keyvault.admin.framework.widgets import Detail, Extras, Facts, Link, Table, badge, link, mono
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, LimitOverride
 from keyvault.services.catalog.catalog import current_catalog, limit_of
@@ -83,21 +83,21 @@ def _account(cleaned: Cleaned) -> Account | None:
     return find_account(cleaned["merchant"], cleaned["environment"]) if cleaned["merchant"] else None
 
 
-def _set(grant: Grant, cleaned: Cleaned) -> Done:
+def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account, limit = _account(cleaned), limit_of(cleaned["requests"], cleaned["in_seconds"])
     said = "the default again" if limit is None else limit_words(limit)
     if not cleaned["endpoint"] and account is not None:
         set_account_limit(grant, account, limit)
-        return Done(f"The limit of {account} is {said}, from the next request on.")
+        return ActionResult(f"The limit of {account} is {said}, from the next request on.")
     environment = Environment(cleaned["environment"])
     row = set_endpoint_limit(grant, environment, cleaned["endpoint"], limit, account)
     what = f"{cleaned['endpoint']} for {account or environment}"
-    return Done(f"The limit of {what} is {said}, from the next request on.", row=row)
+    return ActionResult(f"The limit of {what} is {said}, from the next request on.", row=row)
 
 
-def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> Done:
+def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> ActionResult:
     set_endpoint_limit(grant, Environment(row.environment), row.endpoint, None, row.account)
-    return Done("Cleared: the next wider limit holds from the next request on.")
+    return ActionResult("Cleared: the next wider limit holds from the next request on.")
 
 
 def _is_set(row: LimitOverride) -> bool:
@@ -117,12 +117,12 @@ class StateFilter(admin.SimpleListFilter):
         return queryset.filter(limit_count__isnull=self.value() == "cleared")
 
 
-class LimitOverrideAdmin(NounAdmin):
+class LimitOverrideAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     section, singular, plural = "Catalog", "Limit", "Limits"
     change_list_template = "console/change_list_more.html"
     asks = (
-        Ask(
+        CreateAction(
             "set",
             "Set limit",
             P.LIMITS_WRITE,
@@ -136,7 +136,7 @@ class LimitOverrideAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "clear",
             "Clear",
             P.LIMITS_WRITE,
@@ -186,8 +186,8 @@ class LimitOverrideAdmin(NounAdmin):
     def account_of(self, row: LimitOverride) -> Account | None:
         return row.account
 
-    def summary(self, row: LimitOverride) -> Facts:
-        return Facts(
+    def summary(self, row: LimitOverride) -> FactTable:
+        return FactTable(
             "Limit",
             [
                 ("Endpoint", mono(row.endpoint)),
@@ -229,9 +229,9 @@ def _state(row: LimitOverride) -> str:
     return "active" if _is_set(row) else "cleared"
 
 
-def _defaults() -> Facts:
+def _defaults() -> FactTable:
     rows = [(env.value, limit_words(default_limit(env))) for env in Environment]
-    return Facts("Accounts without a limit of their own", rows)
+    return FactTable("Accounts without a limit of their own", rows)
 
 
 def _account_table() -> Table:

@@ -14,7 +14,7 @@ from django.forms import BoundField
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.admin.framework.widgets import Facts
+from keyvault.admin.framework.widgets import FactTable
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account
@@ -36,7 +36,7 @@ class Tone(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ActionResult:
     """What an act came to. A `secret` is shown on the answer itself and nowhere else; `row` is what was made.
 
     `url`: the page that shows it, where that is not the row's. `beside`: what goes with the secret; `then`: the acts
@@ -47,7 +47,7 @@ class Done:
     secret: Plaintext | None = None
     row: Model | None = None
     url: str = ""
-    beside: Facts | None = None
+    beside: FactTable | None = None
     then: tuple[str, ...] = ()
     is_partial: bool = False
 
@@ -144,7 +144,7 @@ def _silent(row: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class RowAction:
     """One thing to be done to one row, on a page of its own: shown by GET, done by POST.
 
     `fits` says whether the row's state lets it happen, `for_requester` that it is for whoever asked for the row:
@@ -155,7 +155,7 @@ class Act:
     name: str
     label: str
     permission: Permission
-    does: Callable[[Grant, Any, Cleaned], Done]
+    does: Callable[[Grant, Any, Cleaned], ActionResult]
     explain: Callable[[Any], str]
     form: type[ActForm] = ActForm
     fits: Callable[[Any], bool] = _always
@@ -165,7 +165,7 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SecretView:
     """Something of a row that may be read again and again, on a page of its own. GET only."""
 
     name: str
@@ -177,14 +177,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CreateAction:
     """One thing to be asked for that is no row yet. `account_of` says whose it will be; None: the platform's."""
 
     name: str
     label: str
     permission: Permission
     form: type[ActForm]
-    does: Callable[[Grant, Cleaned], Done]
+    does: Callable[[Grant, Cleaned], ActionResult]
     explain: str
     button: str
     account_of: Callable[[Cleaned], Account | None] = lambda cleaned: None

@@ -17,10 +17,10 @@ from django.urls import URLPattern, path, reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.admin.framework.actions import Act, Ask, Done, Look, Tone, require_seen
+from keyvault.admin.framework.actions import ActionResult, CreateAction, RowAction, SecretView, Tone, require_seen
 from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
-from keyvault.admin.framework.widgets import Detail, Extras, Facts, Line, Link, Waiting
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link, Waiting
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -47,20 +47,20 @@ class ConsoleList(ChangeList):
 
     def url_for_result(self, result: Model) -> str:
         noun = self.model_admin
-        if not isinstance(noun, NounAdmin):
+        if not isinstance(noun, ConsoleModelAdmin):
             raise TypeError(f"{noun} is no guarded admin")
         return noun.url_of(result)
 
 
-class NounAdmin(Guarded, _ModelAdmin):
+class ConsoleModelAdmin(Guarded, _ModelAdmin):
     """One noun. A subclass says who may see it, what its pages show, and which acts there are."""
 
     section = ""
     singular = ""
     plural = ""
-    acts: tuple[Act, ...] = ()
-    looks: tuple[Look, ...] = ()
-    asks: tuple[Ask, ...] = ()
+    acts: tuple[RowAction, ...] = ()
+    looks: tuple[SecretView, ...] = ()
+    asks: tuple[CreateAction, ...] = ()
 
     list_per_page = 50
     show_full_result_count = False
@@ -74,7 +74,7 @@ class NounAdmin(Guarded, _ModelAdmin):
         """What the page of one row shows."""
         raise NotImplementedError
 
-    def summary(self, row: Any) -> Facts:
+    def summary(self, row: Any) -> FactTable:
         """What a page that asks for a decision about the row shows of it."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class NounAdmin(Guarded, _ModelAdmin):
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.fresh(request, object_id)
         detail = self.detail(request, row)
-        others = [door for door in self.admin_site._registry.values() if isinstance(door, NounAdmin)]
+        others = [door for door in self.admin_site._registry.values() if isinstance(door, ConsoleModelAdmin)]
         extras = [extra for door in others if (extra := door.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
@@ -171,7 +171,7 @@ class NounAdmin(Guarded, _ModelAdmin):
         }
         return page(self.admin_site, request, "detail", context)
 
-    def _look_view(self, look: Look, request: HttpRequest, object_id: str) -> HttpResponse:
+    def _look_view(self, look: SecretView, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.fresh(request, object_id)
         self._grant(request, look.permission, row)
         back = Link(self.name_of(row), self.url_of(row))
@@ -187,7 +187,7 @@ class NounAdmin(Guarded, _ModelAdmin):
             back=back,
         )
 
-    def _act_view(self, act: Act, request: HttpRequest, object_id: str) -> HttpResponse:
+    def _act_view(self, act: RowAction, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.fresh(request, object_id)
         grant = self._grant(request, act.permission, row)
         answer = partial(form_page, self.admin_site, request, context=self._act_context(act, row))
@@ -210,13 +210,15 @@ class NounAdmin(Guarded, _ModelAdmin):
             return answer(form, error=error)
         return self._done(request, done, done.row or row)
 
-    def _look_again(self, act: Act, request: HttpRequest, object_id: str, error: StateConflictError) -> HttpResponse:
+    def _look_again(
+        self, act: RowAction, request: HttpRequest, object_id: str, error: StateConflictError
+    ) -> HttpResponse:
         """The page was made from what is no longer true: the same page of the row as it is now, and why."""
         row = self.fresh(request, object_id)
         form = act.form(initial=act.form.initial_for(row)) if self._is_open(request, act, row) else None
         return form_page(self.admin_site, request, form, self._act_context(act, row), error=error)
 
-    def _ask_view(self, ask: Ask, request: HttpRequest) -> HttpResponse:
+    def _ask_view(self, ask: CreateAction, request: HttpRequest) -> HttpResponse:
         answer = partial(form_page, self.admin_site, request, context=self._ask_context(ask))
         if request.method != "POST":
             return answer(ask.form(initial=ask.preset(request.GET)))
@@ -233,7 +235,7 @@ class NounAdmin(Guarded, _ModelAdmin):
             return answer(form, error=error)
         return self._done(request, done, done.row)
 
-    def _done(self, request: HttpRequest, done: Done, row: Model | None) -> HttpResponse:
+    def _done(self, request: HttpRequest, done: ActionResult, row: Model | None) -> HttpResponse:
         """To the row or what else shows it, with a word; where there is a secret, the page with it and no redirect."""
         url = self.url_of(row) if row is not None else self.list_url()
         if done.secret is not None:
@@ -268,11 +270,11 @@ class NounAdmin(Guarded, _ModelAdmin):
             raise NotFoundError(f"There is no such {self.singular.lower()}.")
         return row
 
-    def _is_open(self, request: HttpRequest, act: Act, row: Any) -> bool:
+    def _is_open(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
         """Whether it is the moment, and the operator the one, for the act: what the service will want too."""
         return act.fits(row) and (not act.for_requester or self.requester_person_of(row) == operator_of(request).person)
 
-    def _offers(self, request: HttpRequest, act: Act, row: Any) -> bool:
+    def _offers(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
         account, requester_person = self.account_of(row), self.requester_person_of(row)
         return self._is_open(request, act, row) and may(
             request, act.permission, account, requester_person=requester_person
@@ -287,7 +289,7 @@ class NounAdmin(Guarded, _ModelAdmin):
     def list_url(self, query: str = "") -> str:
         return reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist") + query
 
-    def _ask_link(self, ask: Ask) -> Link:
+    def _ask_link(self, ask: CreateAction) -> Link:
         return Link(ask.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{ask.name}"))
 
     def for_me(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
@@ -314,7 +316,7 @@ class NounAdmin(Guarded, _ModelAdmin):
     def _crumbs(self) -> list[Link]:
         return [Link(self.plural, self.list_url())]
 
-    def _act_context(self, act: Act, row: Any) -> dict[str, Any]:
+    def _act_context(self, act: RowAction, row: Any) -> dict[str, Any]:
         back = Link(self.name_of(row), self.url_of(row))
         warning = act.warn(row)
         return {
@@ -328,7 +330,7 @@ class NounAdmin(Guarded, _ModelAdmin):
             "back": back,
         }
 
-    def _ask_context(self, ask: Ask) -> dict[str, Any]:
+    def _ask_context(self, ask: CreateAction) -> dict[str, Any]:
         return {
             "title": ask.label,
             "explain": ask.explain,

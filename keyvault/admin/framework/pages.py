@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from keyvault.admin.framework.actions import ActForm
-from keyvault.admin.framework.widgets import Facts, Link
+from keyvault.admin.framework.widgets import FactTable, Link
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -59,10 +59,10 @@ def secret_page(
     title: str,
     note: str,
     once: bool,
-    summary: Facts | None,
+    summary: FactTable | None,
     crumbs: Sequence[Link],
     back: Link,
-    beside: Facts | None = None,
+    beside: FactTable | None = None,
     then: Sequence[Link] = (),
 ) -> HttpResponse:
     """The one page that shows a secret: in the answer's body only, so that no reload and no cache has it again."""

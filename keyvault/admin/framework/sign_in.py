@@ -12,7 +12,7 @@ from django.http import HttpRequest, HttpResponse
 
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.services.sessions.sign_in import DEVICE_LIFETIME, Presented, SignInLockedError, sign_in
+from keyvault.services.sessions.sign_in import DEVICE_LIFETIME, SignInAttempt, SignInLockedError, sign_in
 from keyvault.wire.headers import client_address
 
 TOO_MANY_REQUESTS = 429
@@ -37,7 +37,7 @@ class SignInForm(AdminAuthenticationForm):
         username, password = self.cleaned_data.get("username"), self.cleaned_data.get("password")
         if not username or not password or self.request is None:
             return self.cleaned_data
-        presented = Presented(
+        presented = SignInAttempt(
             username, Plaintext(password), _address(self.request), self.request.COOKIES.get(settings.DEVICE_COOKIE, "")
         )
         try:

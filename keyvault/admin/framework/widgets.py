@@ -14,7 +14,7 @@ NOTHING = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FactTable:
     """Labels with their values. A value is text, which the template escapes, or one of this module's cells."""
 
     title: str
@@ -52,7 +52,7 @@ class Detail:
 
     title: str
     state: str
-    sections: Sequence[Facts | Table]
+    sections: Sequence[FactTable | Table]
     notes: Sequence[str] = ()
     alarms: Sequence[str] = ()
     steps: Sequence[Step] = ()
@@ -68,7 +68,7 @@ class Extras:
     """What another noun adds to a row's page."""
 
     links: Sequence[Link] = ()
-    sections: Sequence[Facts | Table] = ()
+    sections: Sequence[FactTable | Table] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Table,
     badge,
     link,
@@ -59,13 +59,13 @@ class RestrictForm(SeenForm):
         return {"version": row.version, "networks": "\n".join(row.networks), "origin_header": row.origin_header}
 
 
-def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> Done:
+def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     networks = cleaned["networks"].split()
     try:
         restrict_credential(grant, credential, networks, OriginHeader(cleaned["origin_header"]))
     except RequestInvalidError as error:
         raise RequestInvalidError(error.detail, [_by_line(fault, networks) for fault in error.faults]) from error
-    return Done("Restricted like that, from the next request on.")
+    return ActionResult("Restricted like that, from the next request on.")
 
 
 def _by_line(fault: Fault, networks: list[str]) -> Fault:
@@ -74,11 +74,11 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
     return fault if not place else Fault(f"/{field}", f"{networks[int(place)][:64]}: {fault.detail}")
 
 
-class CredentialAdmin(NounAdmin):
+class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Credential", "Credentials"
-    acts: tuple[Act, ...] = (
-        Act(
+    acts: tuple[RowAction, ...] = (
+        RowAction(
             "restrict",
             "Restrict use",
             P.CREDENTIALS_RESTRICT,
@@ -111,7 +111,7 @@ class CredentialAdmin(NounAdmin):
     def account_of(self, row: Credential) -> Account:
         return row.account
 
-    def summary(self, row: Credential) -> Facts:
+    def summary(self, row: Credential) -> FactTable:
         return _facts(row)
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
@@ -154,9 +154,9 @@ class CredentialAdmin(NounAdmin):
         return Extras(sections=[table])
 
 
-def _facts(credential: Credential) -> Facts:
+def _facts(credential: Credential) -> FactTable:
     account = credential.account
-    return Facts(
+    return FactTable(
         "Credential",
         [
             ("Credential id", mono(credential)),

@@ -13,14 +13,23 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, RowChoice, Tone, WhyForm
+from keyvault.admin.framework.actions import (
+    ActForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    RowChoice,
+    Tone,
+    WhyForm,
+)
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveForm, approvals_table, break_glass_warning, requester_name
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Line,
     Link,
     Waiting,
@@ -31,7 +40,7 @@ from keyvault.admin.framework.widgets import (
     short_moment,
 )
 from keyvault.admin.keys.keys import key_link
-from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, may_become
+from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, can_transition_issuance
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services.issuance.requests import (
@@ -79,7 +88,7 @@ class RequestForm(ActForm):
     )
 
 
-def _request(grant: Grant, cleaned: Cleaned) -> Done:
+def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
     request = request_issuance(
         grant,
         cleaned["account"],
@@ -89,29 +98,29 @@ def _request(grant: Grant, cleaned: Cleaned) -> Done:
         expires_in_days=cleaned["expires_in_days"],
     )
     if request.state == S.PENDING:
-        return Done("Asked. It now waits for the approval of a second person.", row=request)
-    return Done("Asked. This environment wants no second person: the worker issues it now.", row=request)
+        return ActionResult("Asked. It now waits for the approval of a second person.", row=request)
+    return ActionResult("Asked. This environment wants no second person: the worker issues it now.", row=request)
 
 
-def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+def _approve(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     approve_issuance(grant, request, cleaned["plan_digest"])
     if request.state == S.APPROVED:
-        return Done("Approved. The worker issues the key now; you will not see it.")
-    return Done("Your approval is noted; it takes another person's too.")
+        return ActionResult("Approved. The worker issues the key now; you will not see it.")
+    return ActionResult("Your approval is noted; it takes another person's too.")
 
 
-def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+def _reject(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     reject_issuance(grant, request, cleaned["why"])
-    return Done("Rejected.")
+    return ActionResult("Rejected.")
 
 
-def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
+def _withdraw(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
     withdraw_issuance(grant, request)
-    return Done("Withdrawn.")
+    return ActionResult("Withdrawn.")
 
 
-def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Done:
-    return Done("The new key", secret=collect_key(grant, request))
+def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> ActionResult:
+    return ActionResult("The new key", secret=collect_key(grant, request))
 
 
 def _what_collecting_does(request: IssuanceRequest) -> str:
@@ -123,11 +132,11 @@ def _what_collecting_does(request: IssuanceRequest) -> str:
     return "The key is shown on the next page, this once. The secret backend keeps its copy for the merchant."
 
 
-class IssuanceRequestAdmin(NounAdmin):
+class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     section, singular, plural = "Keys", "Issuance request", "Issuance requests"
     asks = (
-        Ask(
+        CreateAction(
             "request",
             "Request a key",
             P.ISSUANCE_REQUEST,
@@ -140,7 +149,7 @@ class IssuanceRequestAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "approve",
             "Approve",
             P.ISSUANCE_APPROVE,
@@ -150,26 +159,26 @@ class IssuanceRequestAdmin(NounAdmin):
             fits=lambda request: request.state == S.PENDING,
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "reject",
             "Reject",
             P.ISSUANCE_REJECT,
             _reject,
             lambda request: "Nothing is issued. Whoever asked reads why.",
             form=WhyForm,
-            fits=lambda request: may_become(S(request.state), S.REJECTED),
+            fits=lambda request: can_transition_issuance(S(request.state), S.REJECTED),
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "withdraw",
             "Withdraw",
             P.ISSUANCE_WITHDRAW,
             _withdraw,
             lambda request: "Nothing is issued. Only whoever asked can withdraw.",
-            fits=lambda request: may_become(S(request.state), S.WITHDRAWN),
+            fits=lambda request: can_transition_issuance(S(request.state), S.WITHDRAWN),
             for_requester=True,
         ),
-        Act(
+        RowAction(
             "collect",
             "Collect the key",
             P.ISSUANCE_COLLECT,
@@ -219,11 +228,11 @@ class IssuanceRequestAdmin(NounAdmin):
     def requester_person_of(self, row: IssuanceRequest) -> str:
         return row.requester_person
 
-    def summary(self, row: IssuanceRequest) -> Facts:
+    def summary(self, row: IssuanceRequest) -> FactTable:
         """Exactly what is asked, field by field as its digest covers it."""
         plan = row.plan()
         recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
-        return Facts(
+        return FactTable(
             "Exactly what is asked",
             [
                 ("Merchant", f"{row.account.merchant.name} ({plan.merchant_id})"),
@@ -268,7 +277,7 @@ class IssuanceRequestAdmin(NounAdmin):
             refresh_seconds=3 if row.state == S.APPROVED else None,
             sections=[
                 self.summary(row),
-                Facts("What became of it", outcome),
+                FactTable("What became of it", outcome),
                 approvals_table(row),
             ],
         )

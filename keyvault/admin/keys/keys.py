@@ -13,16 +13,27 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Cleaned, Done, Look, SeenForm, Tone
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, RowAction, SecretView, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.widgets import Detail, Facts, Line, Link, Waiting, badge, link, moment, mono, short_moment
+from keyvault.admin.framework.widgets import (
+    Detail,
+    FactTable,
+    Line,
+    Link,
+    Waiting,
+    badge,
+    link,
+    moment,
+    mono,
+    short_moment,
+)
 from keyvault.admin.keys.exposures import ExposedFilter, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, may_become
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
 from keyvault.services.change_feed.receipts import find_receipt
@@ -54,28 +65,28 @@ class RevokeForm(ActForm):
     )
 
 
-def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+def _suspend(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     suspend_key(grant, key)
-    return Done(f"Key {key} is suspended: refused until it is resumed.")
+    return ActionResult(f"Key {key} is suspended: refused until it is resumed.")
 
 
-def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+def _resume(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     resume_key(grant, key)
-    return Done(f"Key {key} is active again.")
+    return ActionResult(f"Key {key} is active again.")
 
 
-def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+def _revoke(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = revoke_key(grant, key, RevocationReason(cleaned["reason"]))
-    return Done(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(f"Key {key} is revoked: refused for ever.", url=receipt_url(key, record.sequence))
 
 
-def _report(grant: Grant, key: Key, cleaned: Cleaned) -> Done:
+def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     record = report_compromise(grant, key)
-    return Done(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
+    return ActionResult(f"Key {key} is reported compromised: refused for ever.", url=receipt_url(key, record.sequence))
 
 
 def _can_become(state: KeyState) -> Any:
-    return lambda key: may_become(KeyState(key.state), state)
+    return lambda key: can_transition(KeyState(key.state), state)
 
 
 def is_last(key: Key) -> bool:
@@ -106,11 +117,11 @@ def _what_revoking_does(key: Key) -> str:
     )
 
 
-class KeyAdmin(NounAdmin):
+class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     section, singular, plural = "Keys", "Key", "Keys"
     looks = (
-        Look(
+        SecretView(
             "show",
             "Show",
             P.KEYS_READ,
@@ -119,8 +130,8 @@ class KeyAdmin(NounAdmin):
             fits=lambda key: key.credential.kind == KeyKind.PUBLIC and key.state not in DEAD_STATES,
         ),
     )
-    acts: tuple[Act, ...] = (
-        Act(
+    acts: tuple[RowAction, ...] = (
+        RowAction(
             "suspend",
             "Suspend",
             P.KEYS_SUSPEND,
@@ -129,7 +140,7 @@ class KeyAdmin(NounAdmin):
             fits=_can_become(KeyState.SUSPENDED),
             warn=warn_of_last,
         ),
-        Act(
+        RowAction(
             "resume",
             "Resume",
             P.KEYS_RESUME,
@@ -139,7 +150,7 @@ class KeyAdmin(NounAdmin):
             fits=lambda key: key.state == KeyState.SUSPENDED,
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "revoke",
             "Revoke",
             P.KEYS_REVOKE,
@@ -150,7 +161,7 @@ class KeyAdmin(NounAdmin):
             warn=_warn_before_revoking,
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "report-compromise",
             "Report compromise",
             P.KEYS_REPORT_COMPROMISE,
@@ -231,8 +242,8 @@ class KeyAdmin(NounAdmin):
         about = f"{row.credential.account} · {row.credential.label}{how}"
         return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
 
-    def summary(self, row: Key) -> Facts:
-        return Facts(
+    def summary(self, row: Key) -> FactTable:
+        return FactTable(
             "Key",
             [
                 ("Key id", mono(row)),
@@ -252,7 +263,7 @@ class KeyAdmin(NounAdmin):
             state=row.state,
             notes=list(_notes(row)),
             sections=[
-                Facts(
+                FactTable(
                     "Key",
                     [
                         ("Key id", mono(row)),
@@ -266,7 +277,7 @@ class KeyAdmin(NounAdmin):
                         ("String in the secret backend", row.get_material_display()),
                     ],
                 ),
-                Facts("Life", list(_life(row))),
+                FactTable("Life", list(_life(row))),
                 *exposure_tables(row),
                 *use_tables(row),
             ],

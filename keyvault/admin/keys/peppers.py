@@ -11,8 +11,8 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.model_admin import NounAdmin
-from keyvault.admin.framework.widgets import Detail, Facts, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import Detail, FactTable, Table, badge, link, moment, mono, short_moment
 from keyvault.domain.digests import PepperSet
 from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.status import DORMANT_DAYS, PepperState, describe_version, list_dormant_keys
@@ -26,7 +26,7 @@ _NOTE = (
 _STORED = {True: "yes", False: "no", None: "it does not answer"}
 
 
-class PepperVersionAdmin(NounAdmin):
+class PepperVersionAdmin(ConsoleModelAdmin):
     view_permissions = (P.PEPPERS_READ,)
     section, singular, plural = "Oversight", "Pepper version", "Pepper versions"
 
@@ -56,8 +56,8 @@ class PepperVersionAdmin(NounAdmin):
     def made_at(self, row: PepperVersion) -> SafeString:
         return short_moment(row.created_at)
 
-    def summary(self, row: PepperVersion) -> Facts:
-        return Facts("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])
+    def summary(self, row: PepperVersion) -> FactTable:
+        return FactTable("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])
 
     def detail(self, request: HttpRequest, row: PepperVersion) -> Detail:
         now = datetime.now(UTC)
@@ -86,8 +86,8 @@ def _missing(number: int) -> str:
     return "the beginning" if number == 1 else "not yet"
 
 
-def _times(state: PepperState) -> Facts:
-    return Facts(
+def _times(state: PepperState) -> FactTable:
+    return FactTable(
         "Life",
         [
             ("Made", moment(state.created_at)),
@@ -101,9 +101,9 @@ def _times(state: PepperState) -> Facts:
     )
 
 
-def _leaning(state: PepperState) -> Facts:
+def _leaning(state: PepperState) -> FactTable:
     noun = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
-    return Facts(
+    return FactTable(
         "Who leans on it",
         [
             (f"Living {noun}", state.living),
@@ -114,8 +114,8 @@ def _leaning(state: PepperState) -> Facts:
     )
 
 
-def _whereabouts(state: PepperState) -> Facts:
-    return Facts(
+def _whereabouts(state: PepperState) -> FactTable:
+    return FactTable(
         "Where it is",
         [
             ("In this process, check value right", "yes" if state.is_loaded else "no"),

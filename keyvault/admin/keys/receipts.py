@@ -8,9 +8,9 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.widgets import NOTHING, Detail, Facts, Table, badge, link, moment, mono
+from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, moment, mono
 from keyvault.models import Key
-from keyvault.services.change_feed.receipts import Receipt, Standing, VerifierStanding, find_receipt
+from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, VerifierStanding, find_receipt
 from keyvault.services.keys.lifecycle import last_sequence
 
 _REFRESH_SECONDS = 1
@@ -36,7 +36,7 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
         state="complete" if receipt.is_complete else "waiting",
         notes=list(_notes(receipt)),
         sections=[
-            Facts(
+            FactTable(
                 "Change",
                 [
                     ("Key", about),
@@ -58,7 +58,7 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
 
 
 def _in_short(receipt: Receipt) -> str:
-    confirmed, waiting = len(receipt.of(Standing.CONFIRMED)), len(receipt.of(Standing.WAITING))
+    confirmed, waiting = len(receipt.of(VerifierProgress.CONFIRMED)), len(receipt.of(VerifierProgress.WAITING))
     if not confirmed + waiting:
         return "no verifier: none is live"
     return f"{confirmed} of {confirmed + waiting} verifiers"
@@ -67,7 +67,7 @@ def _in_short(receipt: Receipt) -> str:
 def _notes(receipt: Receipt) -> Iterable[str]:
     if not receipt.is_complete:
         yield "Waits for the verifiers that have not confirmed yet; this page looks again by itself."
-    if receipt.of(Standing.EXPIRED):
+    if receipt.of(VerifierProgress.EXPIRED):
         yield (
             "An expired verifier was silent for longer than its staleness bound: it answers from memory no longer, "
             "and is not waited for."

@@ -13,9 +13,9 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, Tone
-from keyvault.admin.framework.model_admin import NounAdmin
-from keyvault.admin.framework.widgets import Detail, Facts, badge, moment, mono, short_moment
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, Tone
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, mono, short_moment
 from keyvault.domain.keystring import StringScope
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.tokens.service_tokens import (
@@ -72,7 +72,7 @@ class RotateForm(ActForm):
     )
 
 
-def _create(grant: Grant, cleaned: Cleaned) -> Done:
+def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
     token, secret = create_service_token(
         grant,
         name=cleaned["name"],
@@ -82,17 +82,17 @@ def _create(grant: Grant, cleaned: Cleaned) -> Done:
         lifetime_days=cleaned["lifetime_days"],
         is_probe=cleaned["is_probe"],
     )
-    return Done(f"The new token of {token.name}", secret=secret, row=token)
+    return ActionResult(f"The new token of {token.name}", secret=secret, row=token)
 
 
-def _rotate(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
+def _rotate(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult:
     successor, secret = rotate_service_token(grant, token, cleaned["overlap_hours"])
-    return Done(f"The new token of {successor.name}", secret=secret, row=successor)
+    return ActionResult(f"The new token of {successor.name}", secret=secret, row=successor)
 
 
-def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> Done:
+def _revoke(grant: Grant, token: ServiceToken, cleaned: Cleaned) -> ActionResult:
     revoke_service_token(grant, token)
-    return Done(f"{token} is revoked.")
+    return ActionResult(f"{token} is revoked.")
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -113,11 +113,11 @@ class StateFilter(admin.SimpleListFilter):
         return queryset
 
 
-class ServiceTokenAdmin(NounAdmin):
+class ServiceTokenAdmin(ConsoleModelAdmin):
     view_permissions = (P.TOKENS_READ,)
     section, singular, plural = "Access", "Service token", "Service tokens"
     asks = (
-        Ask(
+        CreateAction(
             "create",
             "Create service token",
             P.TOKENS_WRITE,
@@ -129,7 +129,7 @@ class ServiceTokenAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "rotate",
             "Rotate token",
             P.TOKENS_WRITE,
@@ -141,7 +141,7 @@ class ServiceTokenAdmin(NounAdmin):
             form=RotateForm,
             fits=lambda token: token_state(token) == "active",
         ),
-        Act(
+        RowAction(
             "revoke",
             "Revoke token",
             P.TOKENS_WRITE,
@@ -180,14 +180,14 @@ class ServiceTokenAdmin(NounAdmin):
     def creator_name(self, token: ServiceToken) -> str:
         return "the host's command line" if token.creator is None else token.creator.username
 
-    def summary(self, row: ServiceToken) -> Facts:
-        return Facts("Service token", list(self._facts(row)))
+    def summary(self, row: ServiceToken) -> FactTable:
+        return FactTable("Service token", list(self._facts(row)))
 
     def detail(self, request: HttpRequest, row: ServiceToken) -> Detail:
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at)), ("Expires", moment(row.expires_at))]
         if row.revoked_at is not None:
             life.append(("Revoked", moment(row.revoked_at)))
-        return Detail(title=row.name, state=token_state(row), sections=[self.summary(row), Facts("Life", life)])
+        return Detail(title=row.name, state=token_state(row), sections=[self.summary(row), FactTable("Life", life)])
 
     def _facts(self, token: ServiceToken) -> Iterable[tuple[str, Any]]:
         yield "Token id", mono(token.token_id)

@@ -7,7 +7,7 @@ from django import forms
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm
 from keyvault.admin.framework.widgets import seconds
 from keyvault.models import Account
 from keyvault.services.merchants.client_configuration import (
@@ -69,23 +69,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _configure(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+def _configure(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_client_configuration(grant, account, cleaned["configuration"])
-    return Done(f"{account} has a new client configuration.")
+    return ActionResult(f"{account} has a new client configuration.")
 
 
-def _list_origins(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+def _list_origins(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_allowed_origins(grant, account, cleaned["origins"].split())
-    return Done(f"{account} is used from {len(account.allowed_origins)} origins.")
+    return ActionResult(f"{account} is used from {len(account.allowed_origins)} origins.")
 
 
-def _bound_tokens(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+def _bound_tokens(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     set_customer_token_bound(grant, account, cleaned["seconds"])
-    return Done(f"Customer access tokens of {account} live {seconds(account.customer_token_seconds)} at the longest.")
+    return ActionResult(
+        f"Customer access tokens of {account} live {seconds(account.customer_token_seconds)} at the longest."
+    )
 
 
 BROWSER_ACTS = (
-    Act(
+    RowAction(
         "configure",
         "Change client configuration",
         P.MERCHANTS_WRITE,
@@ -93,7 +95,7 @@ BROWSER_ACTS = (
         lambda account: "What client.configuration answers from now on. It must hold no secret.",
         form=ConfigurationForm,
     ),
-    Act(
+    RowAction(
         "origins",
         "Change allowed origins",
         P.MERCHANTS_WRITE,
@@ -104,7 +106,7 @@ BROWSER_ACTS = (
         ),
         form=OriginsForm,
     ),
-    Act(
+    RowAction(
         "token-bound",
         "Change customer token lifetime",
         P.MERCHANTS_WRITE,

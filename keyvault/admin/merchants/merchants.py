@@ -14,12 +14,21 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.actions import (
+    ActForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    SeenForm,
+    Tone,
+    WhyForm,
+)
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Table,
     badge,
     link,
@@ -42,7 +51,7 @@ from keyvault.services.merchants.merchants import (
     suspend_account,
     suspend_merchant,
 )
-from keyvault.services.offboarding import Belongings, count_belongings, offboard_merchant
+from keyvault.services.offboarding import MerchantAssets, count_belongings, offboard_merchant
 
 
 class MerchantForm(ActForm):
@@ -61,43 +70,43 @@ class OffboardForm(WhyForm):
     )
 
 
-def _create(grant: Grant, cleaned: Cleaned) -> Done:
+def _create(grant: Grant, cleaned: Cleaned) -> ActionResult:
     merchant = create_merchant(grant, **cleaned)
-    return Done(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
+    return ActionResult(f"{merchant} exists, with an account in sandbox and one in production.", row=merchant)
 
 
-def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+def _suspend_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     suspend_merchant(grant, merchant)
-    return Done(f"{merchant} is suspended in both environments.")
+    return ActionResult(f"{merchant} is suspended in both environments.")
 
 
-def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+def _resume_merchant(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     resume_merchant(grant, merchant)
-    return Done(f"{merchant} is active again.")
+    return ActionResult(f"{merchant} is active again.")
 
 
-def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> Done:
+def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResult:
     if cleaned["merchant_id"].strip() != merchant.merchant_id:
         raise RequestInvalidError(
             "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
         )
     done = offboard_merchant(grant, merchant, cleaned["why"])
     left = f"Left, offboard it again: {done.left.words()}." if done.left else "Nothing is left."
-    return Done(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
+    return ActionResult(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
 
 
-def _belongings(merchant: Merchant) -> Belongings:
+def _belongings(merchant: Merchant) -> MerchantAssets:
     return count_belongings(merchant, datetime.now(UTC))
 
 
-def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     suspend_account(grant, account)
-    return Done(f"{account} is suspended.")
+    return ActionResult(f"{account} is suspended.")
 
 
-def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> Done:
+def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
     resume_account(grant, account)
-    return Done(f"{account} is active again.")
+    return ActionResult(f"{account} is active again.")
 
 
 def _limit(account: Account) -> str:
@@ -119,11 +128,11 @@ def _has_left(merchant: Merchant) -> bool:
     return MerchantStatus(merchant.status) is MerchantStatus.OFFBOARDED
 
 
-class MerchantAdmin(NounAdmin):
+class MerchantAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Merchant", "Merchants"
     acts = (
-        Act(
+        RowAction(
             "suspend",
             "Suspend merchant",
             P.MERCHANTS_WRITE,
@@ -132,7 +141,7 @@ class MerchantAdmin(NounAdmin):
             fits=_is_active,
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "resume",
             "Resume merchant",
             P.MERCHANTS_WRITE,
@@ -142,7 +151,7 @@ class MerchantAdmin(NounAdmin):
             fits=_is_suspended,
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "offboard",
             "Offboard",
             P.MERCHANTS_OFFBOARD,
@@ -159,7 +168,7 @@ class MerchantAdmin(NounAdmin):
         ),
     )
     asks = (
-        Ask(
+        CreateAction(
             "create",
             "Create merchant",
             P.MERCHANTS_WRITE,
@@ -183,9 +192,9 @@ class MerchantAdmin(NounAdmin):
     def created(self, merchant: Merchant) -> SafeString:
         return short_moment(merchant.created_at)
 
-    def summary(self, row: Merchant) -> Facts:
+    def summary(self, row: Merchant) -> FactTable:
         has = _belongings(row)
-        return Facts(
+        return FactTable(
             "Merchant",
             [
                 ("Merchant id", mono(row)),
@@ -203,7 +212,7 @@ class MerchantAdmin(NounAdmin):
             state=row.status,
             notes=list(_notes(row)),
             sections=[
-                Facts("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
+                FactTable("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
                 Table(
                     "Accounts",
                     ["environment", "status", "base URL", "credentials"],
@@ -234,11 +243,11 @@ def _notes(merchant: Merchant) -> Iterable[str]:
             yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
 
 
-class AccountAdmin(NounAdmin):
+class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Account", "Accounts"
     acts = (
-        Act(
+        RowAction(
             "suspend",
             "Suspend account",
             P.MERCHANTS_WRITE,
@@ -247,7 +256,7 @@ class AccountAdmin(NounAdmin):
             fits=lambda account: _is_active(account) and not _has_left(account.merchant),
             tone=Tone.DANGER,
         ),
-        Act(
+        RowAction(
             "resume",
             "Resume account",
             P.MERCHANTS_WRITE,
@@ -292,8 +301,8 @@ class AccountAdmin(NounAdmin):
     def account_of(self, row: Account) -> Account:
         return row
 
-    def summary(self, row: Account) -> Facts:
-        return Facts(
+    def summary(self, row: Account) -> FactTable:
+        return FactTable(
             "Account",
             [
                 ("Merchant", f"{row.merchant.name} ({row.merchant_id})"),
@@ -309,7 +318,7 @@ class AccountAdmin(NounAdmin):
             state=row.status,
             notes=[] if _is_active(row.merchant) else [_refused_as_a_whole(row.merchant)],
             sections=[
-                Facts(
+                FactTable(
                     "Account",
                     [
                         ("Merchant", merchant),
@@ -319,7 +328,7 @@ class AccountAdmin(NounAdmin):
                         ("Created", moment(row.created_at)),
                     ],
                 ),
-                Facts(
+                FactTable(
                     "For browsers and apps",
                     [
                         ("Client configuration", mono(json.dumps(row.client_configuration, sort_keys=True))),

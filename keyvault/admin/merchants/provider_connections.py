@@ -12,14 +12,14 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Link,
     Table,
     badge,
@@ -90,20 +90,20 @@ def _account(cleaned: Cleaned) -> Account:
     return find_account(cleaned["merchant"], cleaned["environment"])
 
 
-def _set(grant: Grant, cleaned: Cleaned) -> Done:
+def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account = _account(cleaned)
     connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
-    return Done(f"Stored: {connection} of {account}.", row=connection)
+    return ActionResult(f"Stored: {connection} of {account}.", row=connection)
 
 
-def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> Done:
+def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     replace_connection(grant, connection, cleaned["credentials"])
-    return Done("Replaced. What was stored before is destroyed by a worker.")
+    return ActionResult("Replaced. What was stored before is destroyed by a worker.")
 
 
-def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> Done:
+def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
     remove_connection(grant, connection)
-    return Done("Removed. What was stored is erased by a worker.")
+    return ActionResult("Removed. What was stored is erased by a worker.")
 
 
 def _is_there(connection: ProviderConnection) -> bool:
@@ -123,11 +123,11 @@ class StateFilter(admin.SimpleListFilter):
         return queryset.filter(removed_at__isnull=self.value() == "enabled")
 
 
-class ProviderConnectionAdmin(NounAdmin):
+class ProviderConnectionAdmin(ConsoleModelAdmin):
     view_permissions = (P.CONNECTIONS_READ,)
     section, singular, plural = "Merchants", "Provider connection", "Provider connections"
     asks = (
-        Ask(
+        CreateAction(
             "set",
             "Set provider connection",
             P.CONNECTIONS_WRITE,
@@ -141,7 +141,7 @@ class ProviderConnectionAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "replace",
             "Replace credentials",
             P.CONNECTIONS_WRITE,
@@ -153,7 +153,7 @@ class ProviderConnectionAdmin(NounAdmin):
             form=ReplaceForm,
             fits=_is_there,
         ),
-        Act(
+        RowAction(
             "remove",
             "Remove",
             P.CONNECTIONS_WRITE,
@@ -195,8 +195,8 @@ class ProviderConnectionAdmin(NounAdmin):
         account: Account = row.account
         return account
 
-    def summary(self, row: ProviderConnection) -> Facts:
-        return Facts(
+    def summary(self, row: ProviderConnection) -> FactTable:
+        return FactTable(
             "Provider connection",
             [
                 ("Provider", row.provider),
@@ -221,7 +221,7 @@ class ProviderConnectionAdmin(NounAdmin):
         return Detail(
             title=f"{row.account} · {row.provider}",
             state=_state(row),
-            sections=[self.summary(row), Facts("Credentials", stored)],
+            sections=[self.summary(row), FactTable("Credentials", stored)],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

@@ -12,14 +12,23 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done, SeenForm, Tone, WhyForm
+from keyvault.admin.framework.actions import (
+    ActForm,
+    ActionResult,
+    Cleaned,
+    CreateAction,
+    RowAction,
+    SeenForm,
+    Tone,
+    WhyForm,
+)
 from keyvault.admin.framework.enforcement import may
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Link,
     Table,
     badge,
@@ -72,29 +81,29 @@ def _account(cleaned: Cleaned) -> Account:
     return find_account(cleaned["merchant"], cleaned["environment"])
 
 
-def _add(grant: Grant, cleaned: Cleaned) -> Done:
+def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
     endpoint, secret = add_endpoint(grant, _account(cleaned), cleaned["url"])
-    return Done(f"The signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
+    return ActionResult(f"The signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
 
 
-def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+def _rotate(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     secret = rotate_secret(grant, endpoint, cleaned["overlap_hours"])
-    return Done(f"The new signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
+    return ActionResult(f"The new signing secret of {host_of(endpoint)}", secret=secret, row=endpoint)
 
 
-def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     disable_endpoint(grant, endpoint, cleaned["why"])
-    return Done("Disabled: nothing is sent there any more.")
+    return ActionResult("Disabled: nothing is sent there any more.")
 
 
-def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     again = enable_endpoint(grant, endpoint)
-    return Done(f"Enabled. Messages that had been given up and are sent again: {again}.")
+    return ActionResult(f"Enabled. Messages that had been given up and are sent again: {again}.")
 
 
-def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Done:
+def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
     send_test(grant, endpoint)
-    return Done("The test is on its way: in a moment it stands first among the deliveries.")
+    return ActionResult("The test is on its way: in a moment it stands first among the deliveries.")
 
 
 def _is_enabled(endpoint: WebhookEndpoint) -> bool:
@@ -114,11 +123,11 @@ class StateFilter(admin.SimpleListFilter):
         return queryset.filter(disabled_at__isnull=self.value() == "enabled")
 
 
-class WebhookEndpointAdmin(NounAdmin):
+class WebhookEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
     section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
     asks = (
-        Ask(
+        CreateAction(
             "add",
             "Add webhook endpoint",
             P.WEBHOOKS_WRITE,
@@ -132,7 +141,7 @@ class WebhookEndpointAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "test",
             "Send a test",
             P.WEBHOOKS_WRITE,
@@ -140,7 +149,7 @@ class WebhookEndpointAdmin(NounAdmin):
             lambda endpoint: "A message of the type webhook.test, signed as every other, and tried once.",
             fits=_is_enabled,
         ),
-        Act(
+        RowAction(
             "rotate",
             "Rotate secret",
             P.WEBHOOKS_WRITE,
@@ -153,7 +162,7 @@ class WebhookEndpointAdmin(NounAdmin):
                 else ""
             ),
         ),
-        Act(
+        RowAction(
             "enable",
             "Enable",
             P.WEBHOOKS_WRITE,
@@ -163,7 +172,7 @@ class WebhookEndpointAdmin(NounAdmin):
             fits=lambda endpoint: not _is_enabled(endpoint),
             tone=Tone.GOOD,
         ),
-        Act(
+        RowAction(
             "disable",
             "Disable",
             P.WEBHOOKS_WRITE,
@@ -206,8 +215,8 @@ class WebhookEndpointAdmin(NounAdmin):
         account: Account = row.account
         return account
 
-    def summary(self, row: WebhookEndpoint) -> Facts:
-        return Facts(
+    def summary(self, row: WebhookEndpoint) -> FactTable:
+        return FactTable(
             "Webhook endpoint",
             [
                 ("Address", mono(row.url)),
@@ -225,7 +234,7 @@ class WebhookEndpointAdmin(NounAdmin):
         return Detail(
             title=host_of(row),
             state=_state(row),
-            sections=[self.summary(row), Facts("Life", life), _deliveries(request, row)],
+            sections=[self.summary(row), FactTable("Life", life), _deliveries(request, row)],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

@@ -19,12 +19,12 @@ from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
-    Facts,
+    FactTable,
     Link,
     Table,
     badge,
@@ -35,7 +35,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
-from keyvault.services.audit.checkpoints import Standing, list_standings
+from keyvault.services.audit.checkpoints import CheckpointStatus, list_standings
 
 PAGES = {
     "key_id": "keyvault_key",
@@ -94,7 +94,7 @@ class WhenFilter(admin.DateFieldListFilter):
         self.title = "time"
 
 
-class AuditEntryAdmin(NounAdmin):
+class AuditEntryAdmin(ConsoleModelAdmin):
     view_permissions = (P.AUDIT_READ,)
     section, singular, plural = "Oversight", "Audit entry", "Audit entries"
     change_list_template = "console/audit_list.html"
@@ -141,8 +141,8 @@ class AuditEntryAdmin(NounAdmin):
         sought = Value(term.encode(), output_field=models.BinaryField())
         return queryset.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0), False
 
-    def summary(self, row: AuditEntry) -> Facts:
-        return Facts("Audit entry", [("Chain", row.chain_id), ("Sequence", row.sequence), ("Event", row.event)])
+    def summary(self, row: AuditEntry) -> FactTable:
+        return FactTable("Audit entry", [("Chain", row.chain_id), ("Sequence", row.sequence), ("Event", row.event)])
 
     def detail(self, request: HttpRequest, row: AuditEntry) -> Detail:
         body = _body(row)
@@ -150,7 +150,7 @@ class AuditEntryAdmin(NounAdmin):
             title=f"{row.chain_id} #{row.sequence}",
             state="",
             sections=[
-                Facts(
+                FactTable(
                     "Entry",
                     [
                         ("Event", mono(row.event)),
@@ -159,8 +159,8 @@ class AuditEntryAdmin(NounAdmin):
                         ("Channel", body.get("channel", NOTHING)),
                     ],
                 ),
-                Facts("Details", [(name, _detail_cell(name, value)) for name, value in body["details"].items()]),
-                Facts(
+                FactTable("Details", [(name, _detail_cell(name, value)) for name, value in body["details"].items()]),
+                FactTable(
                     "Place in the chain",
                     [
                         ("Chain", mono(row.chain_id)),
@@ -203,12 +203,12 @@ def _checkpoints() -> Table:
     return Table("Signed checkpoints", columns, rows)
 
 
-def _signer(standing: Standing) -> SafeString:
+def _signer(standing: CheckpointStatus) -> SafeString:
     signed = standing.newest
     return format_html("{} version {}", mono(signed.signer), signed.key_version) if signed else mono(NOTHING)
 
 
-def _holds(standing: Standing) -> SafeString:
+def _holds(standing: CheckpointStatus) -> SafeString:
     """Of the newest checkpoint alone: its signature, and the entries that it names."""
     if standing.newest is None:
         return badge("pending")

@@ -11,13 +11,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, Cleaned, Done, SeenForm, Tone
+from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, SeenForm, Tone
 from keyvault.admin.framework.enforcement import may, operator_of
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Line,
     Waiting,
     badge,
@@ -33,9 +33,9 @@ PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
 """Where the subject of an act leads to, by the prefix of its id."""
 
 
-def _review(grant: Grant, act: BreakGlass, cleaned: Cleaned) -> Done:
+def _review(grant: Grant, act: BreakGlass, cleaned: Cleaned) -> ActionResult:
     review_break_glass(grant, act)
-    return Done("Marked as reviewed, under your name.")
+    return ActionResult("Marked as reviewed, under your name.")
 
 
 class ReviewedFilter(admin.SimpleListFilter):
@@ -51,11 +51,11 @@ class ReviewedFilter(admin.SimpleListFilter):
         return queryset
 
 
-class BreakGlassAdmin(NounAdmin):
+class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
     section, singular, plural = "Oversight", "Break-glass act", "Break-glass acts"
     acts = (
-        Act(
+        RowAction(
             "review",
             "Mark reviewed",
             P.BREAK_GLASS_REVIEW,
@@ -93,8 +93,8 @@ class BreakGlassAdmin(NounAdmin):
     def requester_person_of(self, row: BreakGlass) -> str:
         return row.person
 
-    def summary(self, row: BreakGlass) -> Facts:
-        return Facts(
+    def summary(self, row: BreakGlass) -> FactTable:
+        return FactTable(
             "What was done",
             [
                 ("Event", mono(row.event)),
@@ -109,7 +109,7 @@ class BreakGlassAdmin(NounAdmin):
 
     def detail(self, request: HttpRequest, row: BreakGlass) -> Detail:
         reviewer = NOTHING if row.reviewer is None else row.reviewer.username
-        review = Facts("Review", [("Reviewed", moment(row.reviewed_at, missing="not yet")), ("By", reviewer)])
+        review = FactTable("Review", [("Reviewed", moment(row.reviewed_at, missing="not yet")), ("By", reviewer)])
         return Detail(
             title=f"{row.event} by {row.operator}",
             state=_state(row),
@@ -117,7 +117,7 @@ class BreakGlassAdmin(NounAdmin):
             notes=list(_notes(operator_of(request).person, row)),
         )
 
-    def _is_open(self, request: HttpRequest, act: Act, row: BreakGlass) -> bool:
+    def _is_open(self, request: HttpRequest, act: RowAction, row: BreakGlass) -> bool:
         return super()._is_open(request, act, row) and operator_of(request).person != row.requester_person
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:

@@ -13,7 +13,7 @@ from django.contrib.admin import AdminSite
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
 from django.urls import reverse
 
-from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.decision import Denial
 from keyvault.access.endpoint_description import authorization_panel, limit_words
 from keyvault.access.endpoints import METHODS
@@ -21,7 +21,7 @@ from keyvault.access.judgement import before_proof
 from keyvault.access.verification import INVALID, find_exposed
 from keyvault.admin.framework.actions import Cleaned
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.widgets import Facts, Link, Table, badge, link, mono
+from keyvault.admin.framework.widgets import FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
@@ -29,7 +29,7 @@ from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.catalog.catalog import find_endpoint, match_endpoint
 from keyvault.services.limits.overrides import account_limit_in_force, endpoint_limit_in_force
 from keyvault.services.merchants.merchants import find_account
-from keyvault.services.verification.judging import Judgement, Presented, explain_described, judge_presented
+from keyvault.services.verification.judging import Judgement, VerificationRequest, explain_described, judge_presented
 from keyvault.services.verification.refusals import find_refusal
 from keyvault.wire.problems import PROBLEM_TYPES
 
@@ -141,7 +141,7 @@ def explain_view(
     return page(site, request, "explain", {**context, "asked": asked, "described": described}, status=status)
 
 
-def verdict_facts(code: ErrorCode, detail: str, internal: str) -> Facts:
+def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
     """What the caller was told, what it means, and what only operators are told."""
     kind = PROBLEM_TYPES[code]
     rows: list[tuple[str, Any]] = [
@@ -155,7 +155,7 @@ def verdict_facts(code: ErrorCode, detail: str, internal: str) -> Facts:
         rows.append(("Check before trying again", f"{kind.check}: {_BEFORE_RETRYING[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
-    return Facts("Verdict", rows)
+    return FactTable("Verdict", rows)
 
 
 def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
@@ -176,34 +176,34 @@ def _holds_secret(sent: QueryDict) -> bool:
     return any(find_exposed(text) is not None for text in texts) or any(len(text) > _LONGEST_ID for text in ids)
 
 
-def _explained(cleaned: Cleaned) -> list[Facts | Table]:
+def _explained(cleaned: Cleaned) -> list[FactTable | Table]:
     environment = Environment(cleaned["environment"])
     endpoint = _endpoint(cleaned, environment)
     judgement = _judged(cleaned, environment, endpoint)
-    sections: list[Facts | Table] = []
+    sections: list[FactTable | Table] = []
     verdict = judgement.verdict
     if isinstance(verdict, Denial):
         sections.append(verdict_facts(verdict.code, verdict.detail, verdict.internal))
     else:
-        sections.append(Facts("Verdict", [("Answer", "200 Allowed"), *_limits(judgement, endpoint)]))
+        sections.append(FactTable("Verdict", [("Answer", "200 Allowed"), *_limits(judgement, endpoint)]))
     sections.append(trace_table([(check.rule, check.passed) for check in judgement.trace]))
-    sections.append(Facts("Assumed", list(_assumed(cleaned, judgement))))
+    sections.append(FactTable("Assumed", list(_assumed(cleaned, judgement))))
     if isinstance(endpoint, Endpoint):
-        sections.append(Facts(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))
+        sections.append(FactTable(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))
     return sections
 
 
-def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | Miss:
+def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | NoMatchingEndpoint:
     if cleaned["endpoint"]:
         return find_endpoint(cleaned["endpoint"])
     return match_endpoint(cleaned["method"], cleaned["path"], urlsplit(BASE_URLS[environment]).path)
 
 
-def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | Miss) -> Judgement:
+def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
     merchant, store = cleaned["merchant"] or None, cleaned["store"] or None
     if isinstance(endpoint, Endpoint):
         merchant, store = endpoint.read_contexts(cleaned["path"] or None, {}, merchant, store)
-    presented = Presented(
+    presented = VerificationRequest(
         key=None,
         environment=environment,
         endpoint=endpoint,
@@ -223,9 +223,9 @@ def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | Mis
     return before_proof(INVALID) if judgement is None else judgement
 
 
-def _limits(judgement: Judgement, endpoint: Endpoint | Miss) -> Iterator[tuple[str, Any]]:
+def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> Iterator[tuple[str, Any]]:
     holder = judgement.holder
-    if isinstance(endpoint, Miss) or holder is None:
+    if isinstance(endpoint, NoMatchingEndpoint) or holder is None:
         return
     if not endpoint.spends:
         yield "Limits", "none holds back a request for this endpoint"

@@ -13,12 +13,12 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import Act, ActForm, Ask, Cleaned, Done
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Line,
     Link,
     Table,
@@ -50,13 +50,13 @@ class AllSeenForm(ActForm):
     until = forms.DateTimeField(widget=forms.HiddenInput)
 
 
-def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> Done:
+def _seen(grant: Grant, notice: Notice, cleaned: Cleaned) -> ActionResult:
     mark_seen(grant, notice)
-    return Done("Marked as seen.")
+    return ActionResult("Marked as seen.")
 
 
-def _all_seen(grant: Grant, cleaned: Cleaned) -> Done:
-    return Done(f"Marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
+def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
+    return ActionResult(f"Marked as seen: {mark_all_seen(grant, cleaned['until'])}.")
 
 
 def _is_unseen(notice: Notice) -> bool:
@@ -76,11 +76,11 @@ class StateFilter(admin.SimpleListFilter):
         return queryset if self.value() is None else queryset.filter(is_alarm=True)
 
 
-class NoticeAdmin(NounAdmin):
+class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
     section, singular, plural = "Oversight", "Notice", "Inbox"
     asks = (
-        Ask(
+        CreateAction(
             "all_seen",
             "Mark all as seen",
             P.NOTICES_MARK,
@@ -92,7 +92,7 @@ class NoticeAdmin(NounAdmin):
         ),
     )
     acts = (
-        Act(
+        RowAction(
             "seen",
             "Mark as seen",
             P.NOTICES_MARK,
@@ -152,8 +152,8 @@ class NoticeAdmin(NounAdmin):
             self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at
         )
 
-    def summary(self, row: Notice) -> Facts:
-        return Facts(
+    def summary(self, row: Notice) -> FactTable:
+        return FactTable(
             "Notice",
             [
                 ("What", mono(row.kind)),
@@ -165,10 +165,10 @@ class NoticeAdmin(NounAdmin):
 
     def detail(self, request: HttpRequest, row: Notice) -> Detail:
         told = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
-        sections: list[Facts | Table] = [self.summary(row), Facts("Told with it", told)]
+        sections: list[FactTable | Table] = [self.summary(row), FactTable("Told with it", told)]
         if row.seen_at is not None:
             seen_by = "" if row.seen_by is None else row.seen_by.get_username()
-            sections.append(Facts("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
+            sections.append(FactTable("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
         sections.append(_deliveries(row))
         return Detail(title=row.kind, state=_state(row), sections=sections)
 

@@ -6,11 +6,11 @@ from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.model_admin import NounAdmin
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Facts,
+    FactTable,
     Link,
     Table,
     badge,
@@ -24,7 +24,7 @@ from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
 
 
-class RefusalAdmin(NounAdmin):
+class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
     section, singular, plural = "Oversight", "Refusal", "Refusals"
     change_list_template = "console/change_list_more.html"
@@ -61,8 +61,8 @@ class RefusalAdmin(NounAdmin):
     def key(self, row: Refusal) -> SafeString | str:
         return _key(row)
 
-    def summary(self, row: Refusal) -> Facts:
-        return Facts(
+    def summary(self, row: Refusal) -> FactTable:
+        return FactTable(
             "Request",
             [
                 ("Request id", mono(row.request_id)),

@@ -20,7 +20,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
-from keyvault.services.idempotency import Answer, Effect
+from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.issuance.collection import Handover, is_asked_by, read_handover, record_collection
 from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
 from keyvault.services.merchants.merchants import find_account
@@ -124,7 +124,7 @@ def _asking(grant: Grant, account: Account, asked: dict[str, Any], name: str) ->
     recipient = asked.get("recipient_public_key", "")
     default = Delivery.SEALED if recipient else Delivery.SECRET_BACKEND
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         made = request_issuance(
             grant,
             account,
@@ -134,7 +134,7 @@ def _asking(grant: Grant, account: Account, asked: dict[str, Any], name: str) ->
             expires_in_days=asked.get("expires_in_days"),
             recipient_public_key=recipient,
         )
-        return Answer(201, describe_request(made))
+        return StoredResponse(201, describe_request(made))
 
     return effect
 
@@ -142,7 +142,7 @@ def _asking(grant: Grant, account: Account, asked: dict[str, Any], name: str) ->
 def _collecting(grant: Grant, request: IssuanceRequest) -> Effect:
     handover = read_handover(grant, request)
 
-    def effect() -> Answer:
+    def effect() -> StoredResponse:
         with record_collection(grant, request):
             return _handed_over(request, handover)
 
@@ -153,10 +153,10 @@ def _about(request: IssuanceRequest, key: Key) -> dict[str, Any]:
     return {"request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
 
 
-def _handed_over(request: IssuanceRequest, handover: Handover) -> Answer:
+def _handed_over(request: IssuanceRequest, handover: Handover) -> StoredResponse:
     key = handover.key
     body = _about(request, key)
     if handover.sealed is None:
-        return Answer(200, {**body, "key": None}, "key", handover.text, key.key_id)
+        return StoredResponse(200, {**body, "key": None}, "key", handover.text, key.key_id)
     sealed = {"suite": SUITE, "enc": handover.sealed.enc, "ciphertext": handover.sealed.ciphertext}
-    return Answer(200, {**body, "sealed": sealed})
+    return StoredResponse(200, {**body, "sealed": sealed})

@@ -17,7 +17,15 @@ import keyvault
 from keyvault.backends.base import BackendInvalidError, BackendMissingError
 from keyvault.backends.private_files import ensure_private_directory, write_private_file
 from keyvault.backends.vault.capabilities import list_hosts
-from keyvault.backends.vault.layout import ENGINE_OF, MERCHANT_POLICY, SIGNING_KEY, Engine, Layout, Role, scopes_of
+from keyvault.backends.vault.layout import (
+    ENGINE_OF,
+    MERCHANT_POLICY,
+    SIGNING_KEY,
+    Layout,
+    SecretsEngine,
+    VaultRole,
+    scopes_of,
+)
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import StateConflictError
 
@@ -25,7 +33,7 @@ T = TypeVar("T")
 
 POLICY_FILES: Final = Path(keyvault.__file__).resolve().parent.parent / "deploy" / "vault"
 
-KEPT_VERSIONS: Final[Mapping[Engine, int]] = {Engine.KEYS: 10, Engine.PEPPERS: 100}
+KEPT_VERSIONS: Final[Mapping[SecretsEngine, int]] = {SecretsEngine.KEYS: 10, SecretsEngine.PEPPERS: 100}
 """The server erases the oldest version beyond that. No pepper must ever go that way: its keys would go with it."""
 
 TOKEN_SECONDS: Final = 3600
@@ -39,7 +47,7 @@ KUBERNETES: Final = "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class BootstrapOptions:
     """What an installation may choose. `networks`: where logins may come from; None: as it is. `namespace`: logins by
     Kubernetes in the place of AppRole, for the service accounts `<prefix>-web`, `-worker` and `-setup` there."""
 
@@ -53,7 +61,7 @@ def bootstrap(
     layout: Layout,
     environments: Iterable[str],
     say: Callable[[str], None],
-    wishes: Wishes | None = None,
+    wishes: BootstrapOptions | None = None,
     *,
     is_dry_run: bool = False,
 ) -> None:
@@ -63,7 +71,7 @@ def bootstrap(
     `backends.base` knows.
     """
     scopes = list_scopes(environments)
-    desk = _Desk(admin, layout, say, Wishes() if wishes is None else wishes, is_dry_run)
+    desk = _Desk(admin, layout, say, BootstrapOptions() if wishes is None else wishes, is_dry_run)
     desk.refuse_strangers(scopes)
     for scope in scopes:
         for engine in KEPT_VERSIONS:
@@ -71,7 +79,7 @@ def bootstrap(
                 desk.ensure_secrets(engine, scope)
         desk.ensure_signing(scope)
     for scope in scopes:
-        if scope in scopes_of(Engine.KEYS):
+        if scope in scopes_of(SecretsEngine.KEYS):
             desk.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))
     desk.ensure_method()
     for role, scope in list_logins(scopes):
@@ -83,13 +91,13 @@ def list_scopes(environments: Iterable[str]) -> list[str]:
     return sorted({*environments, PepperSet.SERVICE.value})
 
 
-def list_logins(scopes: Iterable[str]) -> list[tuple[Role, str]]:
+def list_logins(scopes: Iterable[str]) -> list[tuple[VaultRole, str]]:
     """Every role and scope that there is a login for."""
     wanted = set(scopes)
-    return [(role, scope) for role in Role for scope in scopes_of(ENGINE_OF[role]) if scope in wanted]
+    return [(role, scope) for role in VaultRole for scope in scopes_of(ENGINE_OF[role]) if scope in wanted]
 
 
-def secrets_options(engine: Engine) -> dict[str, Any]:
+def secrets_options(engine: SecretsEngine) -> dict[str, Any]:
     """Of a KV mount. No version is deleted by its age: that counts from its making, and would take one in use."""
     return {"cas_required": True, "max_versions": KEPT_VERSIONS[engine], "delete_version_after": "0s"}
 
@@ -161,18 +169,18 @@ class _Desk:
     admin: hvac.Client
     layout: Layout
     say: Callable[[str], None]
-    wishes: Wishes
+    wishes: BootstrapOptions
     is_dry_run: bool
 
     def refuse_strangers(self, scopes: list[str]) -> None:
         """Before anything is changed."""
         mounts, methods = self._mounts(), self._methods()
         for scope in scopes:
-            for engine in Engine:
+            for engine in SecretsEngine:
                 name = self.layout.mount(engine, scope)
                 if scope not in scopes_of(engine) or name not in mounts:
                     continue
-                wanted = "transit" if engine is Engine.ANCHOR else "kv version 2"
+                wanted = "transit" if engine is SecretsEngine.ANCHOR else "kv version 2"
                 if (found := _type_of(mounts[name])) != wanted:
                     raise _stranger(f"The mount {name} is of type {found}, not {wanted}.")
         method = APPROLE if self.wishes.namespace is None else KUBERNETES
@@ -185,7 +193,7 @@ class _Desk:
 
     # --- mounts ---------------------------------------------------------------------------------------------
 
-    def ensure_secrets(self, engine: Engine, scope: str) -> None:
+    def ensure_secrets(self, engine: SecretsEngine, scope: str) -> None:
         """A KV mount of version 2."""
         name, wanted = self.layout.mount(engine, scope), secrets_options(engine)
         if self._ensure_mount(name, "kv", {"version": "2"}):
@@ -200,7 +208,7 @@ class _Desk:
 
     def ensure_signing(self, scope: str) -> None:
         """A transit mount with an Ed25519 key that can be neither read nor deleted."""
-        name = self.layout.mount(Engine.ANCHOR, scope)
+        name = self.layout.mount(SecretsEngine.ANCHOR, scope)
         path = f"{name}/keys/{SIGNING_KEY}"
         key = self._read(path) if self._ensure_mount(name, "transit", None) else {}
         if not key:
@@ -261,7 +269,7 @@ class _Desk:
         if self.wishes.namespace is None and APPROLE not in self._methods():
             self._change(f"auth method {APPROLE}: made", lambda: self.admin.sys.enable_auth_method(APPROLE))
 
-    def ensure_role(self, role: Role, scope: str) -> None:
+    def ensure_role(self, role: VaultRole, scope: str) -> None:
         """The login's role, under the same name: one policy, and no other."""
         name = self.layout.login(role, scope)
         token = {

@@ -13,30 +13,30 @@ from keyvault.backends.vault.layout import (
     PEPPER_PATH,
     SCOPES,
     SIGNING_KEY,
-    Engine,
     Layout,
-    Role,
+    SecretsEngine,
+    VaultRole,
     scopes_of,
 )
 
-ROLES_OF_HOST: Final[Mapping[str, frozenset[Role]]] = {
-    "web": frozenset({Role.LOOKUP, Role.ISSUER, Role.READER}),
-    "worker": frozenset(Role) - {Role.KEEPER},
-    "setup": frozenset({Role.LOOKUP, Role.KEEPER}),
-    "all": frozenset(Role),
+ROLES_OF_HOST: Final[Mapping[str, frozenset[VaultRole]]] = {
+    "web": frozenset({VaultRole.LOOKUP, VaultRole.ISSUER, VaultRole.READER}),
+    "worker": frozenset(VaultRole) - {VaultRole.KEEPER},
+    "setup": frozenset({VaultRole.LOOKUP, VaultRole.KEEPER}),
+    "all": frozenset(VaultRole),
 }
 """`web` serves requests, `worker` has Celery's worker and beat, `setup` runs setup and the pepper commands."""
 
-_OWN: Final[Mapping[Role, Mapping[str, str]]] = {
-    Role.ISSUER: {"data": "create update"},
-    Role.READER: {"data": "read", "metadata": "read", "config": "read"},
-    Role.RETIRER: {"delete": "update", "undelete": "update"},
-    Role.DESTROYER: {"destroy": "update"},
-    Role.OFFBOARDER: {"metadata": "delete"},
-    Role.RECONCILER: {"metadata": "list"},
-    Role.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
-    Role.KEEPER: {"data": "create update", "destroy": "update"},
-    Role.ANCHOR: {"sign": "update"},
+_OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
+    VaultRole.ISSUER: {"data": "create update"},
+    VaultRole.READER: {"data": "read", "metadata": "read", "config": "read"},
+    VaultRole.RETIRER: {"delete": "update", "undelete": "update"},
+    VaultRole.DESTROYER: {"destroy": "update"},
+    VaultRole.OFFBOARDER: {"metadata": "delete"},
+    VaultRole.RECONCILER: {"metadata": "list"},
+    VaultRole.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
+    VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
+    VaultRole.ANCHOR: {"sign": "update"},
 }
 """By kind of path of the role's own mount; `wanted_capabilities` knows the exception."""
 
@@ -52,22 +52,22 @@ class Deviation:
     excess: tuple[str, ...]
 
 
-def list_hosts(role: Role) -> list[str]:
+def list_hosts(role: VaultRole) -> list[str]:
     """The kinds of host that need it."""
     return [host for host, roles in ROLES_OF_HOST.items() if role in roles and host != "all"]
 
 
-def wanted_capabilities(layout: Layout, role: Role, scope: str) -> dict[str, frozenset[str]]:
+def wanted_capabilities(layout: Layout, role: VaultRole, scope: str) -> dict[str, frozenset[str]]:
     """Every path that is asked for, in all scopes, and what the role may do there: mostly nothing."""
     nothing: frozenset[str] = frozenset()
     wanted = dict.fromkeys(_server_paths(layout, role, scope), nothing)
-    for engine in Engine:
+    for engine in SecretsEngine:
         for other in scopes_of(engine):
             for kind, path in _mount_paths(layout, engine, other):
                 is_own = engine is ENGINE_OF[role] and other == scope
                 wanted[path] = frozenset(_OWN[role].get(kind, "").split()) if is_own else nothing
-    if role is Role.LOOKUP:
-        wanted[f"{layout.mount(Engine.ANCHOR, scope)}/keys/{SIGNING_KEY}"] = frozenset({"read"})
+    if role is VaultRole.LOOKUP:
+        wanted[f"{layout.mount(SecretsEngine.ANCHOR, scope)}/keys/{SIGNING_KEY}"] = frozenset({"read"})
     return wanted
 
 
@@ -82,25 +82,25 @@ def list_deviations(wanted: Mapping[str, frozenset[str]], found: Mapping[str, Se
     return deviations
 
 
-def _mount_paths(layout: Layout, engine: Engine, scope: str) -> Iterator[tuple[str, str]]:
+def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[tuple[str, str]]:
     """Kind and path."""
     mount = layout.mount(engine, scope)
-    if engine is Engine.ANCHOR:
+    if engine is SecretsEngine.ANCHOR:
         yield "sign", f"{mount}/sign/{SIGNING_KEY}"
         yield "keys", f"{mount}/keys/{SIGNING_KEY}"
         yield "change", f"{mount}/keys/{SIGNING_KEY}/config"
         yield "take out", f"{mount}/export/signing-key/{SIGNING_KEY}"
         return
-    place = PEPPER_PATH if engine is Engine.PEPPERS else "0/probe"
+    place = PEPPER_PATH if engine is SecretsEngine.PEPPERS else "0/probe"
     for kind in _KV_KINDS:
         yield kind, f"{mount}/{kind}/{place}"
     yield "config", f"{mount}/config"
 
 
-def _server_paths(layout: Layout, role: Role, scope: str) -> Iterator[str]:
+def _server_paths(layout: Layout, role: VaultRole, scope: str) -> Iterator[str]:
     """Where nobody of ours has any business."""
     name = layout.login(role, scope)
     yield from ("auth/token/lookup-accessor", "auth/token/revoke-accessor")
     yield from ("auth/token/create", f"auth/approle/role/{name}", f"auth/approle/role/{name}/secret-id")
     yield from ("sys/audit", f"sys/policies/acl/{name}", "sys/seal")
-    yield from (f"sys/mounts/{layout.mount(engine, other)}" for engine in Engine for other in SCOPES)
+    yield from (f"sys/mounts/{layout.mount(engine, other)}" for engine in SecretsEngine for other in SCOPES)

@@ -40,7 +40,7 @@ RENEW_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class VaultServer:
     """Where the server is. `ca_file` None: the CAs of this machine. Raises ImproperlyConfigured for an address over
     which tokens and keys would travel in the clear."""
 
@@ -58,7 +58,7 @@ class Server:
 
 
 def open_client(
-    server: Server, token: Plaintext | None = None, seen: Callable[[str], None] | None = None
+    server: VaultServer, token: Plaintext | None = None, seen: Callable[[str], None] | None = None
 ) -> hvac.Client:
     """An hvac client that takes nothing from the environment: no token, no proxy, no .netrc, no namespace.
 
@@ -103,7 +103,7 @@ class _Held:
 class VaultClient:
     """The logged-in client of one role in one scope. Safe among threads; a forked process makes its own."""
 
-    server: Server
+    server: VaultServer
     login: Login
     name: str
     breaker: Breaker

@@ -23,8 +23,8 @@ from keyvault.backends.base import (
 )
 from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
 from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
-from keyvault.backends.vault.client import Server, open_client
-from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Engine, Layout, Role
+from keyvault.backends.vault.client import VaultServer, open_client
+from keyvault.backends.vault.layout import PEPPER_PATH, SIGNING_KEY, Layout, SecretsEngine, VaultRole
 from keyvault.backends.vault.logins import Login
 from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
@@ -47,11 +47,11 @@ class Examination:
     """One host and one server. `folder` None: no files are needed (Kubernetes). `check_values`: of each pepper set
     that this host loads, by version, from the database; empty: not compared."""
 
-    server: Server
+    server: VaultServer
     layout: Layout
     login: Callable[[str], Login]
     folder: Path | None
-    needed: list[tuple[Role, str]]
+    needed: list[tuple[VaultRole, str]]
     check_values: Mapping[str, Mapping[int, bytes]]
     now: datetime
     findings: list[Finding] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Examination:
 
     # --- the files of this host -----------------------------------------------------------------------------
 
-    def _check_folder(self, folder: Path, names: Mapping[str, tuple[Role, str]]) -> set[str]:
+    def _check_folder(self, folder: Path, names: Mapping[str, tuple[VaultRole, str]]) -> set[str]:
         """The names that this host can log in as."""
         if not folder.is_dir():
             self._find(str(folder), "The folder of the logins is not there.", hand_over())
@@ -164,7 +164,7 @@ class Examination:
         except BackendError as error:
             self._find(name, *read_refused(name, error))
 
-    def _check_login(self, client: hvac.Client, name: str, role: Role, scope: str) -> None:
+    def _check_login(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
         about = client.auth.token.lookup_self()["data"]
         others = sorted({*about["policies"], *(about.get("identity_policies") or ())} - {name})
         if others or name not in about["policies"]:
@@ -174,14 +174,14 @@ class Examination:
         self._check_capabilities(client, name, role, scope)
         if self.folder is not None and (secret_id := self.folder / f"{name}.secret_id").exists():
             self._check_secret_id(client, name, role, secret_id)
-        if role is Role.READER:
-            self._check_secrets(client, Engine.KEYS, scope)
-        elif role is Role.LOOKUP:
-            self._check_secrets(client, Engine.PEPPERS, scope)
+        if role is VaultRole.READER:
+            self._check_secrets(client, SecretsEngine.KEYS, scope)
+        elif role is VaultRole.LOOKUP:
+            self._check_secrets(client, SecretsEngine.PEPPERS, scope)
             self._check_peppers(client, scope)
             self._check_signing(client, scope)
 
-    def _check_capabilities(self, client: hvac.Client, name: str, role: Role, scope: str) -> None:
+    def _check_capabilities(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
         wanted = wanted_capabilities(self.layout, role, scope)
         found = _write(client, "sys/capabilities-self", {"paths": list(wanted)})
         for each in list_deviations(wanted, found):
@@ -194,7 +194,7 @@ class Examination:
                     mend("the policy") + " If it stays so, an entity or a group gives it more: look there.",
                 )
 
-    def _check_secret_id(self, client: hvac.Client, name: str, role: Role, file: Path) -> None:
+    def _check_secret_id(self, client: hvac.Client, name: str, role: VaultRole, file: Path) -> None:
         asked = {"secret_id": file.read_text(encoding="ascii").strip()}
         found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", asked)
         ends_at = datetime.fromisoformat(found["expiration_time"])
@@ -204,7 +204,7 @@ class Examination:
 
     # --- mounts ---------------------------------------------------------------------------------------------
 
-    def _check_secrets(self, client: hvac.Client, engine: Engine, scope: str) -> None:
+    def _check_secrets(self, client: hvac.Client, engine: SecretsEngine, scope: str) -> None:
         mount = self.layout.mount(engine, scope)
         try:
             found = client.secrets.kv.v2.read_configuration(mount_point=mount)["data"]
@@ -216,7 +216,7 @@ class Examination:
                 self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", mend("the mount"))
 
     def _check_signing(self, client: hvac.Client, scope: str) -> None:
-        mount = self.layout.mount(Engine.ANCHOR, scope)
+        mount = self.layout.mount(SecretsEngine.ANCHOR, scope)
         try:
             key = read_path(client, f"{mount}/keys/{SIGNING_KEY}")
         except BackendMissingError:
@@ -242,7 +242,7 @@ class Examination:
     def _check_peppers(self, client: hvac.Client, scope: str) -> None:
         if scope not in self.check_values:
             return
-        mount = self.layout.mount(Engine.PEPPERS, scope)
+        mount = self.layout.mount(SecretsEngine.PEPPERS, scope)
         if not self.check_values[scope]:
             self._find(mount, f"The database knows no {scope} pepper.", "manage.py setup")
             return
@@ -274,7 +274,7 @@ class Examination:
             found = client.secrets.kv.v2.read_secret_metadata(PEPPER_PATH, mount_point=mount)["data"]
         except (BackendMissingError, BackendDeniedError):
             return
-        fewer = 0 < found["max_versions"] < KEPT_VERSIONS[Engine.PEPPERS]
+        fewer = 0 < found["max_versions"] < KEPT_VERSIONS[SecretsEngine.PEPPERS]
         if fewer or found["delete_version_after"] != "0s":
             self._find(
                 f"{mount}/{PEPPER_PATH}",

@@ -24,8 +24,8 @@ from keyvault.backends.base import (
     VersionState,
 )
 from keyvault.backends.vault.breaker import Breaker
-from keyvault.backends.vault.client import Server, VaultClient, open_client
-from keyvault.backends.vault.layout import Layout, Role
+from keyvault.backends.vault.client import VaultClient, VaultServer, open_client
+from keyvault.backends.vault.layout import Layout, VaultRole
 from keyvault.backends.vault.logins import Login
 from keyvault.backends.vault.replies import understanding
 from keyvault.domain.plaintext import Plaintext
@@ -40,14 +40,14 @@ _OURS: Final = frozenset({_SECRET, "schema"})
 class VaultBackend:
     """A `SecretBackend`. `login` says how this process logs in as a name of the layout."""
 
-    server: Server
+    server: VaultServer
     login: Callable[[str], Login]
     layout: Layout = field(default_factory=Layout)
-    _clients: dict[tuple[Role, str], VaultClient] = field(default_factory=dict)
+    _clients: dict[tuple[VaultRole, str], VaultClient] = field(default_factory=dict)
     _breakers: dict[str, Breaker] = field(default_factory=dict)
     _pid: int = field(default_factory=os.getpid)
 
-    def client(self, role: Role, scope: str) -> VaultClient:
+    def client(self, role: VaultRole, scope: str) -> VaultClient:
         """The one client of this process for that role in that scope; the scope's clients share a breaker."""
         if self._pid != os.getpid():
             # Forked: the parent's connections are the parent's, and a thread that is not here may have held a lock.
@@ -68,7 +68,7 @@ class VaultBackend:
     ) -> int:
         if _OURS & labels.keys():
             raise ValueError("no label is called as a field of the payload")
-        role = Role.KEEPER if mount is Mount.PEPPERS else Role.ISSUER
+        role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.ISSUER
         scope, engine, place = self._place(mount, path)
 
         def write(client: hvac.Client) -> Any:
@@ -82,7 +82,7 @@ class VaultBackend:
             return int(answer["data"]["version"])
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
-        role = Role.LOOKUP if mount is Mount.PEPPERS else Role.READER
+        role = VaultRole.LOOKUP if mount is Mount.PEPPERS else VaultRole.READER
         scope, engine, place = self._place(mount, path)
         _require_number(version, engine, place)
         answer = self.client(role, scope).call(
@@ -96,21 +96,21 @@ class VaultBackend:
     def soft_delete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
         with _none_is_fine():
-            self.client(Role.RETIRER, scope).call(
+            self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_secret_versions(place, [version], mount_point=engine)
             )
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
         with _none_is_fine():
-            self.client(Role.RETIRER, scope).call(
+            self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.undelete_secret_versions(place, [version], mount_point=engine)
             )
         if StoredVersion(version, VersionState.LIVE) not in self.versions(mount, path):
             raise BackendMissingError("The version was destroyed.", internal=f"{engine}/{place}@{version}")
 
     def destroy(self, mount: Mount, path: str, version: int) -> None:
-        role = Role.KEEPER if mount is Mount.PEPPERS else Role.DESTROYER
+        role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.DESTROYER
         scope, engine, place = self._place(mount, path)
         with _none_is_fine():
             self.client(role, scope).call(
@@ -118,7 +118,7 @@ class VaultBackend:
             )
 
     def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
-        role = Role.LOOKUP if mount is Mount.PEPPERS else Role.READER
+        role = VaultRole.LOOKUP if mount is Mount.PEPPERS else VaultRole.READER
         scope, engine, place = self._place(mount, path)
         try:
             answer = self.client(role, scope).call(
@@ -133,13 +133,13 @@ class VaultBackend:
     def forget(self, mount: Mount, path: str) -> None:
         scope, engine, place = self._place(mount, path)
         with _none_is_fine():
-            self.client(Role.OFFBOARDER, scope).call(
+            self.client(VaultRole.OFFBOARDER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_metadata_and_all_versions(place, mount_point=engine)
             )
 
     def list_paths(self, mount: Mount) -> Iterator[str]:
         scope, engine, _ = self.layout.place(mount, mount.value)
-        client = self.client(Role.RECONCILER, scope)
+        client = self.client(VaultRole.RECONCILER, scope)
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -161,7 +161,7 @@ class VaultBackend:
         return self.layout.place(mount, path)
 
 
-def read_health(server: Server) -> Health:
+def read_health(server: VaultServer) -> Health:
     """What the server says of itself, without a login. Never raises."""
     client = open_client(server)
     try:

@@ -19,7 +19,7 @@ SIGNING_KEY = "audit"
 PEPPER_PATH = "hmac"
 
 
-class Engine(StrEnum):
+class SecretsEngine(StrEnum):
     """One mount for each of these and each scope (no keys in scope `service`)."""
 
     KEYS = "keys"
@@ -27,7 +27,7 @@ class Engine(StrEnum):
     ANCHOR = "anchor"
 
 
-class Role(StrEnum):
+class VaultRole(StrEnum):
     """A login's name is `<prefix>-<role>-<scope>`; its policy has the same name."""
 
     ISSUER = "issuer"
@@ -41,24 +41,24 @@ class Role(StrEnum):
     ANCHOR = "anchor"
 
 
-ENGINE_OF: dict[Role, Engine] = {
-    Role.ISSUER: Engine.KEYS,
-    Role.READER: Engine.KEYS,
-    Role.RETIRER: Engine.KEYS,
-    Role.DESTROYER: Engine.KEYS,
-    Role.OFFBOARDER: Engine.KEYS,
-    Role.RECONCILER: Engine.KEYS,
-    Role.LOOKUP: Engine.PEPPERS,
-    Role.KEEPER: Engine.PEPPERS,
-    Role.ANCHOR: Engine.ANCHOR,
+ENGINE_OF: dict[VaultRole, SecretsEngine] = {
+    VaultRole.ISSUER: SecretsEngine.KEYS,
+    VaultRole.READER: SecretsEngine.KEYS,
+    VaultRole.RETIRER: SecretsEngine.KEYS,
+    VaultRole.DESTROYER: SecretsEngine.KEYS,
+    VaultRole.OFFBOARDER: SecretsEngine.KEYS,
+    VaultRole.RECONCILER: SecretsEngine.KEYS,
+    VaultRole.LOOKUP: SecretsEngine.PEPPERS,
+    VaultRole.KEEPER: SecretsEngine.PEPPERS,
+    VaultRole.ANCHOR: SecretsEngine.ANCHOR,
 }
 
 MERCHANT_POLICY = "merchant"
 """The template with which a merchant's own backend reads its own paths; no login of ours has it."""
 
 
-def scopes_of(engine: Engine) -> tuple[str, ...]:
-    return tuple(scope for scope in SCOPES if engine is not Engine.KEYS or scope != PepperSet.SERVICE)
+def scopes_of(engine: SecretsEngine) -> tuple[str, ...]:
+    return tuple(scope for scope in SCOPES if engine is not SecretsEngine.KEYS or scope != PepperSet.SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class Layout:
 
     prefix: str = "keyvault"
 
-    def mount(self, engine: Engine, scope: str) -> str:
+    def mount(self, engine: SecretsEngine, scope: str) -> str:
         return f"{self.prefix}-{engine}-{scope}"
 
-    def login(self, role: Role, scope: str) -> str:
+    def login(self, role: VaultRole, scope: str) -> str:
         """The name of the role in every way of logging in, and of its policy."""
         return f"{self.prefix}-{role}-{scope}"
 
@@ -80,5 +80,5 @@ class Layout:
     def place(self, mount: Mount, path: str) -> tuple[str, str, str]:
         """Scope, mount and path of what the service calls `mount` and `path`. A pepper set has a mount of its own."""
         if mount is Mount.PEPPERS:
-            return path, self.mount(Engine.PEPPERS, path), PEPPER_PATH
-        return mount.value, self.mount(Engine.KEYS, mount.value), path
+            return path, self.mount(SecretsEngine.PEPPERS, path), PEPPER_PATH
+        return mount.value, self.mount(SecretsEngine.KEYS, mount.value), path

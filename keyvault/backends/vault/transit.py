@@ -4,7 +4,7 @@ import base64
 from dataclasses import dataclass
 
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.layout import SIGNING_KEY, Engine, Role
+from keyvault.backends.vault.layout import SIGNING_KEY, SecretsEngine, VaultRole
 from keyvault.backends.vault.replies import understanding
 
 
@@ -19,8 +19,8 @@ class Signature:
 def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
     """Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
     asked = {"input": base64.b64encode(message).decode()}
-    url = f"/v1/{backend.layout.mount(Engine.ANCHOR, scope)}/sign/{SIGNING_KEY}"
-    answer = backend.client(Role.ANCHOR, scope).call(lambda client: client.adapter.post(url, json=asked))
+    url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/sign/{SIGNING_KEY}"
+    answer = backend.client(VaultRole.ANCHOR, scope).call(lambda client: client.adapter.post(url, json=asked))
     with understanding("signature"):
         _, version, text = answer["data"]["signature"].split(":")
         return Signature(base64.b64decode(text, validate=True), int(version.removeprefix("v")))
@@ -28,8 +28,8 @@ def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
 
 def read_public_keys(backend: VaultBackend, scope: str) -> dict[int, bytes]:
     """Every version's raw public key, 32 bytes. Raises as `sign`."""
-    url = f"/v1/{backend.layout.mount(Engine.ANCHOR, scope)}/keys/{SIGNING_KEY}"
-    answer = backend.client(Role.LOOKUP, scope).call(lambda client: client.adapter.get(url))
+    url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/keys/{SIGNING_KEY}"
+    answer = backend.client(VaultRole.LOOKUP, scope).call(lambda client: client.adapter.get(url))
     with understanding("public keys"):
         keys = answer["data"]["keys"].items()
         return {int(number): base64.b64decode(key["public_key"], validate=True) for number, key in keys}

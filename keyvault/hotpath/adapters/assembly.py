@@ -24,18 +24,18 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KeyString
-from keyvault.hotpath.adapters.stores import DatabaseStore, ImpatientThread, PostgresStore, ThreadStore
+from keyvault.hotpath.adapters.stores import DatabaseStore, PostgresStore, ShortTimeoutThread, ThreadStore
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import SWITCH_SECONDS, Freshness
-from keyvault.hotpath.engine.ports import Ports, Verdict
-from keyvault.hotpath.frontends.asyncio_frontend import WaitingDoor
-from keyvault.hotpath.frontends.threaded_frontend import BlockingDoor, StoreAwayError
+from keyvault.hotpath.engine.ports import EngineVerdict, Ports
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend
+from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError, ThreadedFrontend
 from keyvault.hotpath.http1.protocol import Shortcut
 from keyvault.hotpath.messages.questions import VERIFY, is_ours
 from keyvault.hotpath.messages.rendering import denial_problem, encode, problem_answer
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Key, ServiceToken
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.change_feed.follower import Follower
 from keyvault.services.keys.rehashing import pending_rehashes
@@ -79,7 +79,7 @@ def make_engine(
         note_key_proof=_note_key_proof,
         note_token_proof=_note_token_proof,
         note_verdict=_note_verdict,
-        outcome=lambda is_probe: (Outcome.PROBED if is_probe else Outcome.ALLOWED).value,
+        outcome=lambda is_probe: (UseOutcome.PROBED if is_probe else UseOutcome.ALLOWED).value,
     )
     return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
 
@@ -104,7 +104,7 @@ def _note_token_proof(record: TokenRecord, keystring: KeyString, peppers: Pepper
     pending_rehashes.note_proof(ServiceToken, keystring.key_id, keystring.text, proved, peppers)
 
 
-def _note_verdict(verdict: Verdict) -> None:
+def _note_verdict(verdict: EngineVerdict) -> None:
     if isinstance(verdict.judgement.verdict, Denial):
         meters.note_denial(verdict.judgement.verdict.code)
     note_use(
@@ -127,12 +127,12 @@ def _note_verdict(verdict: Verdict) -> None:
     )
 
 
-class Blocking:
+class ThreadedAssembly:
     """Door one, and what follows the feed for it."""
 
     def __init__(self) -> None:
         self.engine = make_engine(lambda address: failed_proofs().note(address), load_peppers)
-        self.door = BlockingDoor(self.engine, DatabaseStore(), budgets())
+        self.door = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
         self.follower = make_follower(self.engine, "server")
         usage_log.add_source(lambda: uses_of(self.engine))
 
@@ -144,16 +144,16 @@ class Blocking:
 
 
 @cache
-def load_blocking() -> Blocking:
+def load_blocking() -> ThreadedAssembly:
     """The process's own; it reads the database for every question until it is started.
 
     Not to be forked from: locks, threads and the source of request ids would be the parent's. Granian's workers load
     it after they have forked; whatever else serves it must do so too (gunicorn without --preload, uWSGI lazy-apps).
     """
-    return Blocking()
+    return ThreadedAssembly()
 
 
-def unrouted(method: str, target: str) -> Answer:
+def unrouted(method: str, target: str) -> HttpResponse:
     """What the dedicated verifier says of all that it does not serve."""
     request_id = mint_request_id(secrets.token_bytes)
     exposed = find_exposed(target)
@@ -183,7 +183,7 @@ _HEALTH: Final = "/healthz"
 _WATCHED: Final = {"/readyz": _readyz, "/metrics": _metrics}
 
 
-class Verifier:
+class AssembledVerifier:
     """Door two: what a process of the dedicated verifier starts, asks and stops."""
 
     def __init__(self) -> None:
@@ -191,11 +191,11 @@ class Verifier:
         self.engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
         self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
         self._budgets = budgets()
-        self._door = WaitingDoor(self.engine, self._store, self._budgets, failed_proofs().is_over)
+        self._door = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
         self.shortcut = Shortcut(_VERIFY, self._door.verify)
         self._follower = make_follower(self.engine, "verifier")
-        self._watching = {path: ImpatientThread(path) for path in _WATCHED}
-        self._noting = ImpatientThread("notes", END_SECONDS)
+        self._watching = {path: ShortTimeoutThread(path) for path in _WATCHED}
+        self._noting = ShortTimeoutThread("notes", END_SECONDS)
         usage_log.add_source(lambda: uses_of(self.engine))
 
     async def start(self) -> None:
@@ -207,11 +207,11 @@ class Verifier:
         with suppress(StoreAwayError):  # the window of uses that a crash may lose, too
             await self._noting.run(lambda: _end(self._follower))
         await self._store.close()
-        await self._budgets.close_soon()
+        await self._budgets.close_async()
 
     def handle(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
-    ) -> Answer | Awaitable[Answer]:
+    ) -> HttpResponse | Awaitable[HttpResponse]:
         path = target.partition(b"?")[0].decode("latin-1")
         if is_ours(path):
             return self._door.answer(method, target, headers, body)
@@ -223,7 +223,7 @@ class Verifier:
                 return self._watch(path)
         return unrouted(method.decode("latin-1"), target.decode("latin-1"))
 
-    async def _watch(self, path: str) -> Answer:
+    async def _watch(self, path: str) -> HttpResponse:
         """By a thread for each: who asks about health or meters holds up neither the other nor who asks about keys."""
         try:
             return _tell(*await self._watching[path].run(_WATCHED[path]))
@@ -234,13 +234,13 @@ class Verifier:
             return problem_answer(found, request_id)
 
 
-def _tell(status: int, body: bytes, content_type: str) -> Answer:
+def _tell(status: int, body: bytes, content_type: str) -> HttpResponse:
     headers = (("Content-Type", content_type), ("Cache-Control", "no-store"))
-    return Answer(status, body, mint_request_id(secrets.token_bytes), headers)
+    return HttpResponse(status, body, mint_request_id(secrets.token_bytes), headers)
 
 
-def load_async() -> Verifier:
-    return Verifier()
+def load_async() -> AssembledVerifier:
+    return AssembledVerifier()
 
 
 def _begin(follower: Follower) -> None:

@@ -17,14 +17,14 @@ from psycopg.pq import Format
 from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
-from keyvault.access.policy_snapshot import RuleBook
-from keyvault.hotpath.frontends.asyncio_frontend import SoonStore, TellKeys
+from keyvault.access.policy_snapshot import PolicySnapshot
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, TellKeys
 from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
 from keyvault.hotpath.messages.questions import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.keys.records import find_customers, find_keys, find_tokens, key_rows, keys_of_raw
 from keyvault.services.limits.limiter import failed_proofs
-from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, hang_up, take_impatient_connection
+from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import checked
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class DatabaseStore:
         with failed_proofs().look_up(address) if kind == KEY else nullcontext():
             return _ask(lambda: _FIND[kind](ids))
 
-    def read_rules(self, known: RuleBook | None) -> RuleBook:
+    def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
         return _ask(lambda: read_rules(known))
 
 
@@ -85,7 +85,7 @@ def _ask(read: Callable[[], R]) -> R:
         raise StoreAwayError(str(error)) from error
 
 
-class ImpatientThread:
+class ShortTimeoutThread:
     """A thread with a database connection of its own, for an event loop that never waits for it for long.
 
     One job at a time: what hangs up a connection when a job takes too long never meets another job on it.
@@ -113,7 +113,7 @@ class ImpatientThread:
             if not (await asyncio.wait({running}, timeout=seconds))[0]:
                 running.cancel()  # where it was not begun yet
                 if self._lent is not None:
-                    hang_up(self._lent.connection)
+                    abort_connection(self._lent.connection)
                 raise StoreAwayError("the database does not answer in time")
             return running.result()
         finally:
@@ -121,7 +121,7 @@ class ImpatientThread:
 
     def _work(self, job: Callable[[], R]) -> R:
         if self._lent is None and connection.vendor == "postgresql":
-            take_impatient_connection()
+            use_short_timeouts()
             self._lent = connections["default"]
         return job()
 
@@ -131,17 +131,17 @@ class ImpatientThread:
         self._pool.shutdown(wait=False)
 
 
-class ThreadStore(SoonStore):
+class ThreadStore(AsyncStore):
     """The database for an event loop, by one thread: for SQLite, whose reads are shorter than any hand-over."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
-        self._thread = ImpatientThread("reads")
+        self._thread = ShortTimeoutThread("reads")
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         return await self._thread.run(lambda: self._store.find(kind, ids, None))
 
-    async def read_rules(self, known: RuleBook | None) -> RuleBook:
+    async def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
         return await self._thread.run(lambda: self._store.read_rules(known))
 
     async def open(self) -> None:
@@ -204,7 +204,7 @@ class PostgresStore(ThreadStore):
                 else:
                     tell(found)
 
-        reader.read_soon(_array(ids), take)
+        reader.read_async(_array(ids), take)
 
     def _take_idle(self) -> "Reader | None":
         while self._idle:
@@ -272,7 +272,7 @@ class Reader:
         """The rows of the statement for this array."""
         return self._rows(await self._ask(partial(self._send, wanted)))
 
-    def read_soon(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
+    def read_async(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
         """The same for `tell`, which is called once and later; or the error, and then it is closed."""
         self._begin(partial(self._send, wanted), partial(self._tell_rows, tell))
 

@@ -8,17 +8,17 @@ from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
 from keyvault.access.limits import LARGEST_COUNT, Bucket, Limit
 from keyvault.access.permissions import Permission
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.principals import Service
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord
 from keyvault.domain.keystring import KeyString
 from keyvault.domain.networks import IPNetwork, is_within
-from keyvault.hotpath.engine.memory import Known
-from keyvault.hotpath.engine.ports import Budgets, Verdict
+from keyvault.hotpath.engine.memory import CacheEntry
+from keyvault.hotpath.engine.ports import EngineBudgets, EngineVerdict
 from keyvault.hotpath.messages.rendering import Template, denial_template, identity_template
-from keyvault.hotpath.messages.requests import Asked
+from keyvault.hotpath.messages.requests import VerifyRequest
 
 MOST_WAYS: Final = 4_096
 _MOST_ADDRESSES: Final = 256
@@ -39,12 +39,12 @@ class Caller:
         self.outcome = outcome
 
 
-class Way:
+class GrantTemplate:
     """A grant as every plain key gets it that asks the same: what of it does not depend on whose key it is."""
 
     __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
 
-    def __init__(self, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
+    def __init__(self, judgement: Judgement, endpoint: Endpoint, rules: PolicySnapshot) -> None:
         self.endpoint = endpoint
         self.name = endpoint.name
         self.rules = rules
@@ -62,12 +62,12 @@ class Way:
         return found
 
 
-class Purse:
+class SpendPlan:
     """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
 
     __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
 
-    def __init__(self, way: Way, buckets: tuple[Bucket, ...], budgets: Budgets) -> None:
+    def __init__(self, way: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
         self.pay = budgets.payer(buckets) if buckets else _pay_nothing
         self.is_single = len(buckets) == 1
         self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
@@ -81,7 +81,7 @@ def _pay_nothing(cost: int) -> tuple[int, ...]:
     return ()
 
 
-class Purses:
+class SpendPlans:
     """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is; and
     how it is told whose key it is."""
 
@@ -89,11 +89,11 @@ class Purses:
 
     def __init__(self, record: KeyRecord) -> None:
         self.identity = identity_template(record)
-        self.by_way: dict[Way, Purse] = {}
-        self.by_name: dict[str | UnsetType, Purse] = {}
+        self.by_way: dict[GrantTemplate, SpendPlan] = {}
+        self.by_name: dict[str | UnsetType, SpendPlan] = {}
 
 
-class Holding(Struct, gc=False, eq=False):
+class EligibleKey(Struct, gc=False, eq=False):
     """What the fast way has worked out of a plain key: one that is good, and of an active account."""
 
     environment: str
@@ -101,7 +101,7 @@ class Holding(Struct, gc=False, eq=False):
     kind: KeyKind
     merchant: str
     networks: tuple[IPNetwork, ...]
-    purses: Purses
+    purses: SpendPlans
     within: dict[str, bool] | None
     """Of a key that is good from certain networks: which addresses were found to be in them."""
 
@@ -116,10 +116,10 @@ class Holding(Struct, gc=False, eq=False):
         return found
 
 
-class Missed(Struct, gc=False, eq=False):
+class CacheMiss(Struct, gc=False, eq=False):
     """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
 
-    asked: Asked
+    asked: VerifyRequest
     caller: Caller
     keystring: KeyString
     request_id: bytes
@@ -135,7 +135,7 @@ Tally = list[Any]
 TIMES, LAST = 6, 8
 
 
-class Repeat:
+class CachedGrant:
     """A question that was granted, for when the same caller asks it again in the very same bytes.
 
     Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
@@ -143,7 +143,9 @@ class Repeat:
 
     __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
 
-    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], purse: Purse, cost: int, use: Use) -> None:
+    def __init__(
+        self, token: CacheEntry[TokenRecord], known: CacheEntry[KeyRecord], purse: SpendPlan, cost: int, use: Use
+    ) -> None:
         self.token = token
         self.known = known
         self.purse = purse
@@ -155,13 +157,19 @@ class Repeat:
         """Of its use in the period between two reports that is told by `period`."""
 
 
-class Denied:
+class CachedDenial:
     """A question that was denied because its key has ended, for when the same caller asks it again in the very same
     bytes: whoever still has a revoked key asks as often as he did before. Worth what its token, key and rules are."""
 
     __slots__ = ("known", "rules", "text", "token", "verdict")
 
-    def __init__(self, token: Known[TokenRecord], known: Known[KeyRecord], rules: RuleBook, verdict: Verdict) -> None:
+    def __init__(
+        self,
+        token: CacheEntry[TokenRecord],
+        known: CacheEntry[KeyRecord],
+        rules: PolicySnapshot,
+        verdict: EngineVerdict,
+    ) -> None:
         self.token = token
         self.known = known
         self.rules = rules

@@ -26,7 +26,7 @@ from msgspec import UNSET, Raw
 from keyvault.access.catalog import Endpoint
 from keyvault.access.judgement import Judgement
 from keyvault.access.limits import Bucket
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.principals import Service
 from keyvault.access.verification import TokenRecord, find_exposed, read_key
 from keyvault.domain.base62 import encode, random_digits
@@ -40,22 +40,22 @@ from keyvault.hotpath.engine.cached_verdicts import (
     LAST,
     MOST_WAYS,
     TIMES,
+    CachedDenial,
+    CachedGrant,
+    CacheMiss,
     Caller,
-    Denied,
-    Holding,
-    Missed,
-    Purse,
-    Purses,
-    Repeat,
+    EligibleKey,
+    GrantTemplate,
+    SpendPlan,
+    SpendPlans,
     Tally,
     Use,
-    Way,
 )
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import RULES, Known, Memory, Subject, known_key
-from keyvault.hotpath.engine.ports import Ports, Verdict
-from keyvault.hotpath.messages.requests import Asked, read_asked, read_plain
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, Subject, known_key
+from keyvault.hotpath.engine.ports import EngineVerdict, Ports
+from keyvault.hotpath.messages.requests import VerifyRequest, read_asked, read_plain
+from keyvault.hotpath.messages.responses import HttpResponse
 
 _MOST_USES: Final = 20_000
 _MOST_ACCOUNTS: Final = 65_536
@@ -63,7 +63,7 @@ _MOST_CLEAN: Final = 4_096
 _ENVIRONMENTS: Final = {environment.value: environment for environment in Environment}
 
 
-Asker = tuple[Known[TokenRecord], bytes]
+Asker = tuple[CacheEntry[TokenRecord], bytes]
 """A proved token, and the tag of its question: `Engine.question_tags`."""
 
 
@@ -75,14 +75,14 @@ class Engine:
         self.freshness = freshness
         self.base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
         self.memory = Memory(ports.random_bytes(32), capacity)
-        self.rules: RuleBook | None = None
+        self.rules: PolicySnapshot | None = None
         self.lock = threading.Lock()
         self.changes = 0
         """Counts what was forgotten: a reading that began before is not remembered after it."""
         self.answered_from_memory = 0
-        self._ways: dict[tuple[object, ...], Way] = {}
-        self._purses: OrderedDict[tuple[object, ...], Purses] = OrderedDict()
-        self._all_purses: WeakSet[Purses] = WeakSet()
+        self._ways: dict[tuple[object, ...], GrantTemplate] = {}
+        self._purses: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
+        self._all_purses: WeakSet[SpendPlans] = WeakSet()
         """Also of accounts that are no longer among these, and whose keys are remembered."""
         self._uses: dict[Use, Tally] = {}
         self._clean: dict[str, str] = {}
@@ -158,14 +158,14 @@ class Engine:
 
     # --- the fast way -------------------------------------------------------------------------------------------
 
-    def _make_verify_known(self) -> Callable[[bytes, bytes], Answer | Missed | None]:
+    def _make_verify_known(self) -> Callable[[bytes, bytes], HttpResponse | CacheMiss | None]:
         """`verify_known`, which answers nearly all that is ever asked: a function that has at hand whatever stays the
         same, and in which `may_vouch` is written out."""
         acquire, release = self.lock.acquire, self.lock.release  # `with` takes twice as long
         wall_clock, monotonic_clock, freshness = self.ports.wall, self.ports.monotonic, self.freshness
         new_tag, next_id, find_repeat, grant = self._new_tag, self._next_id, self._repeats.get, self._grant
 
-        def verify_known(authorization: bytes, body: bytes) -> Answer | Missed | None:
+        def verify_known(authorization: bytes, body: bytes) -> HttpResponse | CacheMiss | None:
             acquire()
             try:
                 wall, monotonic = wall_clock(), monotonic_clock()
@@ -183,7 +183,7 @@ class Engine:
                 repeat = find_repeat(tag)
                 if repeat is not None and (text := grant(repeat, wall, request_id)) is not None:
                     self.answered_from_memory += 1
-                    return Answer(200, text, request_id.decode())
+                    return HttpResponse(200, text, request_id.decode())
                 denied = self._denied.get(tag)
                 if denied is None or not self._is_denied_still(denied, wall):
                     return self._verify_anew(authorization, body, tag, wall, request_id)
@@ -193,13 +193,13 @@ class Engine:
             # Told without the lock: it is written to the log, and nobody else waits for that.
             at = datetime.fromtimestamp(wall, UTC)
             self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
-            return Answer(200, denied.text % (request_id, request_id), request_id.decode())
+            return HttpResponse(200, denied.text % (request_id, request_id), request_id.decode())
 
         return verify_known
 
     def _verify_anew(
         self, authorization: bytes, body: bytes, tag: bytes, wall: float, request_id: bytes
-    ) -> Answer | Missed | None:
+    ) -> HttpResponse | CacheMiss | None:
         """By what is known of the token and the key; `tag` of the whole question."""
         made = self._new_tag()
         made.update(authorization)
@@ -213,16 +213,16 @@ class Engine:
                 return None
         known = self._find(asked.key, asked.environment)
         if isinstance(known, KeyString):
-            return Missed(asked, token.about, known, request_id, self.changes, is_plain)
+            return CacheMiss(asked, token.about, known, request_id, self.changes, is_plain)
         if known is None:
             return None
         text = self._decide(asked, token.about, wall, request_id, known, is_plain=is_plain, asker=(token, tag))
         if text is None:
             return None
         self.answered_from_memory += 1
-        return Answer(200, text, request_id.decode())
+        return HttpResponse(200, text, request_id.decode())
 
-    def verify_missed(self, several: Sequence[Missed], found: Mapping[str, KeyRecord]) -> list[Answer | None]:
+    def verify_missed(self, several: Sequence[CacheMiss], found: Mapping[str, KeyRecord]) -> list[HttpResponse | None]:
         """The answers by the keys that were found. None, and nothing done: when something was changed since it was
         asked, or there is more to say of it."""
         with self.lock:
@@ -232,7 +232,7 @@ class Engine:
             wall = self._wall()
             return [self._verify_missed(missed, found.get(missed.keystring.key_id), wall) for missed in several]
 
-    def _verify_missed(self, missed: Missed, record: KeyRecord | None, wall: float) -> Answer | None:
+    def _verify_missed(self, missed: CacheMiss, record: KeyRecord | None, wall: float) -> HttpResponse | None:
         if self.changes != missed.changes:
             return None
         if record is None:
@@ -245,11 +245,11 @@ class Engine:
             return None
         request_id = missed.request_id
         text = self._decide(missed.asked, missed.caller, wall, request_id, known, is_plain=missed.is_plain)
-        return None if text is None else Answer(200, text, request_id.decode())
+        return None if text is None else HttpResponse(200, text, request_id.decode())
 
     def decide_known(
         self,
-        asked: Asked,
+        asked: VerifyRequest,
         caller: Caller,
         wall: float,
         request_id: bytes,
@@ -259,20 +259,20 @@ class Engine:
         """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
 
         `record` was read for this question; else it is looked for in memory, which then has to be fresh. `asker`: who
-        may ask it again, see `Repeat`.
+        may ask it again, see `CachedGrant`.
         """
         known = None if _is_of_more(asked) else self._find(asked.key, asked.environment, record)
-        if not isinstance(known, Known):
+        if not isinstance(known, CacheEntry):
             return None
         return self._decide(asked, caller, wall, request_id, known, asker=asker if record is None else None)
 
     def _decide(
         self,
-        asked: Asked,
+        asked: VerifyRequest,
         caller: Caller,
         wall: float,
         request_id: bytes,
-        known: Known[KeyRecord],
+        known: CacheEntry[KeyRecord],
         *,
         is_plain: bool = False,
         asker: Asker | None = None,
@@ -290,7 +290,7 @@ class Engine:
         words = self._clean.get(agent) if agent else ""
         if (agent and words is None and self._mark in agent) or (origin and self._mark in origin):
             return None  # of what may be a key only a masked text is kept
-        holding: Holding | None = known.about
+        holding: EligibleKey | None = known.about
         if (
             holding is None
             or rules is None
@@ -322,7 +322,7 @@ class Engine:
         if asker is not None:
             token, tag = asker
             if self.memory.has_room_for(tag):
-                self.memory.remember_question(tag, Repeat(token, known, purse, cost, use))
+                self.memory.remember_question(tag, CachedGrant(token, known, purse, cost, use))
         return purse.template.fill(standing, request_id, holding.identity)
 
     def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
@@ -350,7 +350,7 @@ class Engine:
         self.answered_from_memory += len(decided)
         return decided
 
-    def _grant(self, repeat: Repeat, wall: float, request_id: bytes) -> bytes | None:
+    def _grant(self, repeat: CachedGrant, wall: float, request_id: bytes) -> bytes | None:
         """Its JSON, spent and noted; None, and nothing done: it is to be decided anew."""
         known, purse = repeat.known, repeat.purse
         if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
@@ -369,7 +369,7 @@ class Engine:
             return purse.text % (remaining, reset, request_id, repeat.identity, remaining, reset)
         return purse.template.fill(standing, request_id, repeat.identity)
 
-    def _is_denied_still(self, denied: Denied, wall: float) -> bool:
+    def _is_denied_still(self, denied: CachedDenial, wall: float) -> bool:
         """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
         known = denied.known
         if wall >= known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
@@ -406,12 +406,12 @@ class Engine:
             tally = uses[use] = [*use, 0, wall, wall]
         return tally
 
-    def _open_tally(self, repeat: Repeat, wall: float) -> None:
+    def _open_tally(self, repeat: CachedGrant, wall: float) -> None:
         repeat.period, repeat.tally = self._period, self._tally(repeat.use, wall)
 
     def _find(
         self, text: str | None, environment: str, record: KeyRecord | None = None
-    ) -> Known[KeyRecord] | KeyString | None:
+    ) -> CacheEntry[KeyRecord] | KeyString | None:
         """The key that this string proves now, by `record` where one was read for it. A KeyString: nothing is known of
         its key. None: that is to be found out the whole way."""
         if text is None:
@@ -443,7 +443,7 @@ class Engine:
             known.is_asked_for = True
         return known
 
-    def _proves(self, keystring: KeyString, known: Known[KeyRecord], text: str | None) -> bool:
+    def _proves(self, keystring: KeyString, known: CacheEntry[KeyRecord], text: str | None) -> bool:
         """Whether the string is the key's; then a key that is remembered is known by the tag of it, which is `text`,
         from now on."""
         record, ports = known.record, self.ports
@@ -463,7 +463,7 @@ class Engine:
             self.memory.keys.bind(known, self.memory.tag(text.encode()))
         return True
 
-    def _holding(self, record: KeyRecord) -> Holding | None:
+    def _holding(self, record: KeyRecord) -> EligibleKey | None:
         """None for a key that there is more to say of."""
         if not record.merchant_active or not record.account_active or record.state is not KeyState.ACTIVE:
             return None
@@ -480,13 +480,17 @@ class Engine:
         if purses is None:
             if len(self._purses) >= _MOST_ACCOUNTS:
                 self._purses.popitem(last=False)
-            purses = self._purses[account] = Purses(record)
+            purses = self._purses[account] = SpendPlans(record)
             self._all_purses.add(purses)
         identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
         within: dict[str, bool] | None = {} if record.networks else None
-        return Holding(record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within)
+        return EligibleKey(
+            record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within
+        )
 
-    def _purse(self, asked: Asked, record: KeyRecord, holding: Holding, rules: RuleBook) -> Purse | None:
+    def _purse(
+        self, asked: VerifyRequest, record: KeyRecord, holding: EligibleKey, rules: PolicySnapshot
+    ) -> SpendPlan | None:
         question = self._question(asked, holding, rules)
         way = None if question is None else self._ways.get(question)
         if way is None or way.rules is not rules:
@@ -499,10 +503,10 @@ class Engine:
                 buckets = self.ports.buckets(record, way.endpoint, limit, setting)
             if len(holding.purses.by_way) >= MOST_WAYS:
                 holding.purses.by_way.clear()
-            purse = holding.purses.by_way[way] = Purse(way, buckets, self.ports.budgets)
+            purse = holding.purses.by_way[way] = SpendPlan(way, buckets, self.ports.budgets)
         return purse
 
-    def learn(self, asked: Asked, judgement: Judgement, endpoint: Endpoint, rules: RuleBook) -> None:
+    def learn(self, asked: VerifyRequest, judgement: Judgement, endpoint: Endpoint, rules: PolicySnapshot) -> None:
         """A grant of the whole way, so that the next one like it goes the fast way. Under the lock."""
         record = judgement.record
         if record is None or judgement.customer is not None or rules is not self.rules:
@@ -516,10 +520,10 @@ class Engine:
             return  # as it would be again; purses are kept by it
         if len(self._ways) >= MOST_WAYS:
             self._ways.clear()
-        self._ways[question] = Way(judgement, endpoint, rules)
+        self._ways[question] = GrantTemplate(judgement, endpoint, rules)
 
     def learn_denial(
-        self, verdict: Verdict, authorization: bytes, body: bytes, proved: TokenRecord, rules: RuleBook
+        self, verdict: EngineVerdict, authorization: bytes, body: bytes, proved: TokenRecord, rules: PolicySnapshot
     ) -> None:
         """A denial of the whole way to a question of verify, where the key has ended for good: nothing but a change
         will make another answer of it. Under the lock."""
@@ -534,9 +538,9 @@ class Engine:
         if self._mark in words or SHAPED.search(words) is not None:
             return  # of what may be a key only a masked text is kept
         (tag,) = self.question_tags(authorization, [body])
-        self.memory.remember_denial(tag, Denied(token, known, rules, verdict))
+        self.memory.remember_denial(tag, CachedDenial(token, known, rules, verdict))
 
-    def _question(self, asked: Asked, holding: Holding, rules: RuleBook) -> tuple[object, ...] | None:
+    def _question(self, asked: VerifyRequest, holding: EligibleKey, rules: PolicySnapshot) -> tuple[object, ...] | None:
         """What of a question makes a difference for a plain key. None for what has to be judged each time: a private
         key with an origin, another merchant than the key's own, a key in the path."""
         has_origin = asked.origin is not UNSET and asked.origin is not None
@@ -585,7 +589,7 @@ class Engine:
         return uses.values(), from_memory
 
 
-def _is_of_more(asked: Asked) -> bool:
+def _is_of_more(asked: VerifyRequest) -> bool:
     """Whether it is about more than a key, or less than a verdict."""
     return asked.customer_token not in (UNSET, None) or asked.dry_run is True
 

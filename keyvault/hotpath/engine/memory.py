@@ -23,7 +23,7 @@ Subject = tuple[str, str]
 R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 
 
-class Known(Generic[R]):
+class CacheEntry(Generic[R]):
     """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
 
     `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
@@ -42,12 +42,12 @@ class Known(Generic[R]):
         self.about: Any = None
 
 
-def known_key(record: KeyRecord) -> Known[KeyRecord]:
+def known_key(record: KeyRecord) -> CacheEntry[KeyRecord]:
     """What has ended is good for its denial for ever."""
     is_over = record.state in DEAD_STATES
     expires_at = None if is_over else record.expires_at
     deadline = _NEVER if expires_at is None else expires_at.timestamp()
-    return Known(record.key_id, record, deadline)
+    return CacheEntry(record.key_id, record, deadline)
 
 
 class Doorkeeper:
@@ -83,21 +83,21 @@ class Doorkeeper:
         return is_back
 
 
-class Shelf(Generic[R]):
+class RecordCache(Generic[R]):
     """At most `capacity` of one kind. Once it is full, only who comes again is let in: whom everybody asks for is not
     driven out by many whom somebody asks for once. The oldest goes first, unless it was asked for again since it was
     last looked at, which whoever finds it here marks."""
 
     __slots__ = ("_capacity", "_doorkeeper", "_on_drop", "by_id", "by_tag")
 
-    def __init__(self, capacity: int, on_drop: Callable[[Known[R]], None] | None = None) -> None:
+    def __init__(self, capacity: int, on_drop: Callable[[CacheEntry[R]], None] | None = None) -> None:
         self._capacity = capacity
         self._doorkeeper = Doorkeeper(capacity)
-        self._on_drop: Callable[[Known[R]], None] | None = on_drop
-        self.by_id: OrderedDict[str, Known[R]] = OrderedDict()
-        self.by_tag: dict[bytes, Known[R]] = {}
+        self._on_drop: Callable[[CacheEntry[R]], None] | None = on_drop
+        self.by_id: OrderedDict[str, CacheEntry[R]] = OrderedDict()
+        self.by_tag: dict[bytes, CacheEntry[R]] = {}
 
-    def put(self, known: Known[R]) -> bool:
+    def put(self, known: CacheEntry[R]) -> bool:
         """Whether it is here now."""
         by_id = self.by_id
         if known.identity in by_id:
@@ -117,7 +117,7 @@ class Shelf(Generic[R]):
         by_id[known.identity] = known
         return True
 
-    def bind(self, known: Known[R], tag: bytes) -> None:
+    def bind(self, known: CacheEntry[R], tag: bytes) -> None:
         """From here on the string of that tag is known to prove it; nothing where it is not here."""
         if self.by_id.get(known.identity) is not known:
             return
@@ -137,7 +137,7 @@ class Shelf(Generic[R]):
         self.by_id.clear()
         self.by_tag.clear()
 
-    def _forget(self, known: Known[R]) -> None:
+    def _forget(self, known: CacheEntry[R]) -> None:
         known.deadline = _GONE
         if known.tag is not None:
             self.by_tag.pop(known.tag, None)
@@ -145,7 +145,7 @@ class Shelf(Generic[R]):
             self._on_drop(known)
 
 
-class Absent:
+class NegativeCache:
     """Ids that were looked up and are nobody's, for a short while: bounded, the oldest goes first."""
 
     __slots__ = ("_capacity", "_seconds", "until")
@@ -186,9 +186,9 @@ class Memory:
         self._by_credential: dict[str, tuple[str, ...]] = {}
         """Nearly always one, while it is rotated two."""
         self._by_account: dict[str, set[str]] = {}
-        self.keys: Shelf[KeyRecord] = Shelf(capacity, self._unlist)
-        self.customers: Shelf[CustomerRecord] = Shelf(capacity)
-        self.tokens: Shelf[TokenRecord] = Shelf(capacity)
+        self.keys: RecordCache[KeyRecord] = RecordCache(capacity, self._unlist)
+        self.customers: RecordCache[CustomerRecord] = RecordCache(capacity)
+        self.tokens: RecordCache[TokenRecord] = RecordCache(capacity)
         self.repeats: OrderedDict[bytes, Any] = OrderedDict()
         """By the tag of the whole question: what the engine has made of it."""
         self.denied: OrderedDict[bytes, Any] = OrderedDict()
@@ -196,14 +196,14 @@ class Memory:
         self._most_repeats = min(capacity, _MOST_REPEATS)
         self._questions = Doorkeeper(self._most_repeats)
         self._most_denied = min(capacity, _MOST_DENIED)
-        self.absent = Absent(_MOST_ABSENT, _ABSENT_SECONDS)
+        self.absent = NegativeCache(_MOST_ABSENT, _ABSENT_SECONDS)
 
     def tag(self, text: bytes) -> bytes:
         made = self.new_tag()
         made.update(text)
         return made.digest()
 
-    def admit_key(self, record: KeyRecord) -> Known[KeyRecord]:
+    def admit_key(self, record: KeyRecord) -> CacheEntry[KeyRecord]:
         """Also where it is not remembered: for the question that it was read for."""
         known = known_key(record)
         if not self.keys.put(known):
@@ -219,13 +219,13 @@ class Memory:
             listed.add(key_id)
         return known
 
-    def admit_customer(self, record: CustomerRecord) -> Known[CustomerRecord]:
-        known = Known(record.token_id, record, record.expires_at.timestamp())
+    def admit_customer(self, record: CustomerRecord) -> CacheEntry[CustomerRecord]:
+        known = CacheEntry(record.token_id, record, record.expires_at.timestamp())
         self.customers.put(known)
         return known
 
-    def admit_token(self, record: TokenRecord) -> Known[TokenRecord]:
-        known = Known(record.service.token_id, record, record.expires_at.timestamp())
+    def admit_token(self, record: TokenRecord) -> CacheEntry[TokenRecord]:
+        known = CacheEntry(record.service.token_id, record, record.expires_at.timestamp())
         self.tokens.put(known)
         return known
 
@@ -279,7 +279,7 @@ class Memory:
         for identity in list(identities or ()):
             self.keys.drop(identity)
 
-    def _unlist(self, known: Known[KeyRecord]) -> None:
+    def _unlist(self, known: CacheEntry[KeyRecord]) -> None:
         record = known.record
         key_id, credential_id, account = record.key_id, record.credential_id, known.account
         held = self._by_credential.pop(credential_id, ())

@@ -16,7 +16,7 @@ from keyvault.domain.keystring import KeyString
 from keyvault.hotpath.engine.memory import Subject
 
 
-class Budgets(Protocol):
+class EngineBudgets(Protocol):
     """What limits are spent from, see `services.budgets`."""
 
     is_local: bool
@@ -26,7 +26,7 @@ class Budgets(Protocol):
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
 
 
-class Generation(Protocol):
+class GenerationSource(Protocol):
     """The host's word of changes, see `services.generation`."""
 
     words: memoryview
@@ -35,7 +35,7 @@ class Generation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EngineVerdict:
     """What was judged, for whoever keeps the evidence; `endpoint` "" for none of the catalog."""
 
     judgement: Judgement
@@ -59,8 +59,8 @@ class Ports:
     brand: str
     environments: frozenset[Environment]
     base_urls: Mapping[Environment, str]
-    generation: Generation
-    budgets: Budgets
+    generation: GenerationSource
+    budgets: EngineBudgets
     monotonic: Callable[[], float]
     wall: Callable[[], float]
     random_bytes: Callable[[int], bytes]
@@ -71,6 +71,6 @@ class Ports:
     note_failed_proof: Callable[[str | None], int | None]
     note_key_proof: Callable[[KeyRecord, KeyString, Peppers], None]
     note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
-    note_verdict: Callable[[Verdict], None]
+    note_verdict: Callable[[EngineVerdict], None]
     outcome: Callable[[bool], str]
     """What a use counts as, by whether a probe asked."""

@@ -11,16 +11,16 @@ from functools import cached_property, partial
 from typing import Final, Protocol, cast
 
 from keyvault.access.limits import Bucket, Spend
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyRecord
-from keyvault.hotpath.engine.cached_verdicts import Missed
+from keyvault.hotpath.engine.cached_verdicts import CacheMiss
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError, lack, whole
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.questions import KEY, RULES, VERIFY, Found, Headers, Needs, Question
-from keyvault.hotpath.messages.responses import Answer
-from keyvault.hotpath.slow_path.slow_path import Answering
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.questions import KEY, RULES, VERIFY, DataRequirements, Found, Headers, PendingRequest
+from keyvault.hotpath.messages.responses import HttpResponse
+from keyvault.hotpath.slow_path.slow_path import SlowPath
 from keyvault.wire.headers import join_headers
 
 LANES: Final = 2
@@ -41,7 +41,7 @@ SLOW_LANE: Final = 2
 TellKeys = Callable[[Mapping[str, KeyRecord] | Exception], None]
 
 
-class SoonStore(Protocol):
+class AsyncStore(Protocol):
     """The primary database. Raises StoreAwayError."""
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]: ...
@@ -53,14 +53,14 @@ class SoonStore(Protocol):
         _finding.add(finding)
         finding.add_done_callback(_finding.discard)
 
-    async def read_rules(self, known: RuleBook | None) -> RuleBook: ...
+    async def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot: ...
 
 
 _finding: Final[set[asyncio.Task[None]]] = set()
 """A loop itself does not hold its tasks."""
 
 
-async def _tell_keys(store: SoonStore, ids: frozenset[str], tell: TellKeys) -> None:
+async def _tell_keys(store: AsyncStore, ids: frozenset[str], tell: TellKeys) -> None:
     try:
         found = cast("Mapping[str, KeyRecord]", await store.find(KEY, ids))
     except Exception as error:  # noqa: BLE001  for whoever asked, as it is; and not kept: it holds this frame
@@ -69,8 +69,8 @@ async def _tell_keys(store: SoonStore, ids: frozenset[str], tell: TellKeys) -> N
         tell(found)
 
 
-class SoonBudgets(Protocol):
-    async def spend_soon(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
+class AsyncBudgets(Protocol):
+    async def spend_async(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
 
 
 class IsOver(Protocol):
@@ -78,17 +78,17 @@ class IsOver(Protocol):
         """Whether this address has failed too often lately."""
 
 
-Waiting = tuple[Question, Needs, Later]
-MissedKey = tuple[Missed, bytes, bytes, Later]
+Waiting = tuple[PendingRequest, DataRequirements, CallbackFuture]
+MissedKey = tuple[CacheMiss, bytes, bytes, CallbackFuture]
 
 
-class WaitingDoor:
+class AsyncioFrontend:
     """One for each process, in the loop that `answer` is called in."""
 
-    def __init__(self, engine: Engine, store: SoonStore, budgets: SoonBudgets, is_over: IsOver) -> None:
+    def __init__(self, engine: Engine, store: AsyncStore, budgets: AsyncBudgets, is_over: IsOver) -> None:
         self._engine = engine
         self._verify_known = engine.verify_known
-        self._answering = Answering(engine)
+        self._answering = SlowPath(engine)
         self._store = store
         self._budgets = budgets
         self._is_over = is_over
@@ -105,7 +105,7 @@ class WaitingDoor:
 
     def answer(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
-    ) -> Answer | Awaitable[Answer]:
+    ) -> HttpResponse | Awaitable[HttpResponse]:
         """Of a path that is the engine's. `headers` as they were sent; `body` None: too large, and not read."""
         if target == _VERIFY and method == b"POST" and body is not None:
             authorization = _only_plain(headers)
@@ -113,43 +113,45 @@ class WaitingDoor:
                 return self.verify(authorization, body)
         return self._begin(self._ask(method, target, headers, body))
 
-    def verify(self, authorization: bytes, body: bytes) -> Answer | Awaitable[Answer]:
+    def verify(self, authorization: bytes, body: bytes) -> HttpResponse | Awaitable[HttpResponse]:
         """A JSON body posted to verify, by a request of whose headers no other makes a difference."""
         known = self._verify_known(authorization, body)
-        if type(known) is Answer:
+        if type(known) is HttpResponse:
             return known
-        if type(known) is Missed and not self._is_over(known.asked.client_ip or None):
-            later, waiting = Later(), self._missed
+        if type(known) is CacheMiss and not self._is_over(known.asked.client_ip or None):
+            later, waiting = CallbackFuture(), self._missed
             waiting.append((known, authorization, body, later))
             if not self._is_opening and (len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE):
                 self._open_lane()  # in between it would open none
             return later
         return self._begin(self._ask_plain(authorization, body))
 
-    def _begin(self, question: Question) -> Answer | Awaitable[Answer]:
+    def _begin(self, question: PendingRequest) -> HttpResponse | Awaitable[HttpResponse]:
         found = self._step(question)
-        if isinstance(found, Answer):
+        if isinstance(found, HttpResponse):
             return found
-        later = Later()
+        later = CallbackFuture()
         self._wait(question, found, later)
         return later
 
-    def _ask_plain(self, authorization: bytes, body: bytes) -> Question:
+    def _ask_plain(self, authorization: bytes, body: bytes) -> PendingRequest:
         headers = [(b"authorization", authorization), (b"content-type", b"application/json")]
         return self._ask(b"POST", _VERIFY, headers, body)
 
-    def _ask(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Question:
+    def _ask(
+        self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
+    ) -> PendingRequest:
         return self._answering.ask(
             method.decode("latin-1"), target.decode("latin-1"), Headers(join_headers(headers)), body
         )
 
-    def _step(self, question: Question) -> Answer | Needs:
+    def _step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
         try:
             return self._answering.step(question)
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
             return self._answering.break_off(question)
 
-    def _wait(self, question: Question, needs: Needs, later: Later) -> None:
+    def _wait(self, question: PendingRequest, needs: DataRequirements, later: CallbackFuture) -> None:
         waiting = self._slow if self._is_over(needs.address) else self._waiting
         waiting.append((question, needs, later))
         self._open_lane()
@@ -216,15 +218,15 @@ class WaitingDoor:
             for question, _, later in batch:
                 self._break_off(question, later)
 
-    def _break_off(self, question: Question, later: Later) -> None:
+    def _break_off(self, question: PendingRequest, later: CallbackFuture) -> None:
         if later.is_open:
             later.set_result(self._answering.break_off(question))
 
-    def _go_on(self, question: Question, later: Later) -> None:
+    def _go_on(self, question: PendingRequest, later: CallbackFuture) -> None:
         if not later.is_open:
             return  # it was given up
         found = self._step(question)
-        if isinstance(found, Needs):
+        if isinstance(found, DataRequirements):
             self._wait(question, found, later)
         else:
             later.set_result(found)
@@ -244,7 +246,7 @@ class WaitingDoor:
         try:
             if isinstance(found, Exception) and not isinstance(found, StoreAwayError):
                 raise found
-            answers: Sequence[Answer | None] = [None] * len(missed)
+            answers: Sequence[HttpResponse | None] = [None] * len(missed)
             if not isinstance(found, Exception):
                 answers = self._engine.verify_missed([each[0] for each in missed], found)
             for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
@@ -302,7 +304,7 @@ class WaitingDoor:
         if not owed:
             return
         spends = (
-            self._budgets.spend_soon(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
+            self._budgets.spend_async(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
             for _, payment in owed
         )
         for (question, payment), spend in zip(owed, await asyncio.gather(*spends, return_exceptions=True), strict=True):

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from keyvault.access.limits import Bucket, Spend
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.hotpath.engine.engine import Engine
-from keyvault.hotpath.messages.questions import KEY, RULES, Found, Headers, Needs, Payment, Question
-from keyvault.hotpath.messages.responses import Answer
-from keyvault.hotpath.slow_path.slow_path import Answering
+from keyvault.hotpath.messages.questions import KEY, RULES, DataRequirements, Found, Headers, Payment, PendingRequest
+from keyvault.hotpath.messages.responses import HttpResponse
+from keyvault.hotpath.slow_path.slow_path import SlowPath
 
 
 class StoreAwayError(Exception):
@@ -22,36 +22,36 @@ class Store(Protocol):
     def find(self, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         """Those that there are, by id."""
 
-    def read_rules(self, known: RuleBook | None) -> RuleBook:
+    def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
         """`known` itself when nothing has changed since."""
 
 
-class Budgets(Protocol):
+class BlockingBudgets(Protocol):
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
 
 
-class BlockingDoor:
+class ThreadedFrontend:
     """One for each process; threads share it."""
 
-    def __init__(self, engine: Engine, store: Store, budgets: Budgets) -> None:
+    def __init__(self, engine: Engine, store: Store, budgets: BlockingBudgets) -> None:
         self._engine = engine
         self.verify_known = engine.verify_known
         """What needs no database; for whatever else it gives than an Answer, ask `answer`."""
-        self._answering = Answering(engine)
+        self._answering = SlowPath(engine)
         self._store = store
         self._budgets = budgets
 
-    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> Answer:
+    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse:
         """The whole way. Never raises. `target` is path and query as they were sent."""
         question = self._answering.ask(method, target, headers, body)
         try:
-            while isinstance(found := self._answering.step(question), Needs):
+            while isinstance(found := self._answering.step(question), DataRequirements):
                 self._read(question, found)
         except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
             return self._answering.break_off(question)
         return found
 
-    def _read(self, question: Question, needs: Needs) -> None:
+    def _read(self, question: PendingRequest, needs: DataRequirements) -> None:
         for kind, ids in needs.ids.items():
             stamp = self._answering.stamp()
             try:
@@ -79,7 +79,7 @@ def whole(ids: frozenset[str], found: Mapping[str, Found]) -> dict[str, Found | 
     return {identity: found.get(identity) for identity in ids}
 
 
-def lack(question: Question, kind: str, ids: frozenset[str], error: Exception) -> None:
+def lack(question: PendingRequest, kind: str, ids: frozenset[str], error: Exception) -> None:
     """Nothing is known of these: that is an answer too."""
     if kind == RULES:
         question.rules = error

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_ours
-from keyvault.hotpath.messages.responses import JSON, Answer
+from keyvault.hotpath.messages.responses import JSON, HttpResponse
 from keyvault.wire.headers import REQUEST_ID
 
 BODY_BYTES: Final = 64 * 1024
@@ -35,16 +35,16 @@ _LENGTHS: Final = tuple([(_LENGTH, str(length)) for length in range(_WRITTEN)])
 _log = logging.getLogger(__name__)
 
 
-class Door(Protocol):
-    """See `blocking.BlockingDoor`."""
+class Frontend(Protocol):
+    """See `blocking.ThreadedFrontend`."""
 
     @property
     def verify_known(self) -> Callable[[bytes, bytes], object]: ...
 
-    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> Answer: ...
+    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse: ...
 
 
-def mounted(behind: WSGIApplication, door: Door, is_welcome: Callable[[str], bool]) -> WSGIApplication:
+def mounted(behind: WSGIApplication, door: Frontend, is_welcome: Callable[[str], bool]) -> WSGIApplication:
     """`is_welcome` says of a Host header whether the service plane is there; the application behind settles the rest.
 
     A WSGI server reads `X_Api_Key` as `X-Api-Key`, and undoes the path's escapes: whoever puts this straight behind one
@@ -83,7 +83,7 @@ def mounted(behind: WSGIApplication, door: Door, is_welcome: Callable[[str], boo
                 except Exception:  # noqa: BLE001  the whole way meets it again, and has an answer for it
                     _log.exception("the fast way failed")
                     known = None
-                if type(known) is Answer:
+                if type(known) is HttpResponse:
                     text = known.body
                     size = len(text)
                     length_header = _LENGTHS[size] if size < _WRITTEN else (_LENGTH, str(size))

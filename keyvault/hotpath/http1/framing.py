@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from keyvault.domain.errors import ErrorCode, Fault
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.wire.headers import mint_request_id
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
@@ -52,16 +52,16 @@ class RefusedError(Exception):
         self.code = code
         self.detail = detail
 
-    def answer(self) -> Answer:
+    def answer(self) -> HttpResponse:
         faults = [Fault("", self.detail)] if self.code is ErrorCode.REQUEST_INVALID else []
         return refusal(self.status, self.code, self.detail, faults)
 
 
-def refusal(status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> Answer:
+def refusal(status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> HttpResponse:
     request_id = mint_request_id(secrets.token_bytes)
     found = problem(code, detail, request_id, faults=faults)
     headers = (("Content-Type", CONTENT_TYPE), *found.headers.items())
-    return Answer(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
+    return HttpResponse(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
 
 
 def malformed(detail: str) -> RefusedError:
@@ -81,7 +81,7 @@ class Shape:
         self.content_type = names.get(b"content-type")
 
 
-class Known:
+class RequestLine:
     """Request lines, hosts, and headers' names that were found good; clients send few of them, again and again."""
 
     __slots__ = ("hosts", "lines", "shapes")
@@ -151,7 +151,7 @@ class Framing:
     is_last: bool
 
 
-def judge_headers(headers: Sequence[Header], known: Known, *, is_modern: bool) -> Framing:
+def judge_headers(headers: Sequence[Header], known: RequestLine, *, is_modern: bool) -> Framing:
     """Of a head that the parser has let through. Raises RefusedError."""
     hosts, length, is_chunked, is_continued = 0, 0, False, False
     connection = set()

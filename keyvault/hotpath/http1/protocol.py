@@ -24,20 +24,20 @@ from keyvault.hotpath.http1.framing import (
     HEADERS,
     TARGET_BYTES,
     Header,
-    Known,
     RefusedError,
+    RequestLine,
     judge_headers,
     malformed,
     refusal,
 )
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.responses import HttpResponse
 
-Handler = Callable[[bytes, bytes, list[Header], bytes | None], Answer | Awaitable[Answer]]
+Handler = Callable[[bytes, bytes, list[Header], bytes | None], HttpResponse | Awaitable[HttpResponse]]
 """Method, target, headers as sent (names in any case), body; None for a body that is too large and was not read."""
 
 
-Awaited = Later | asyncio.Future[Answer]
+Awaited = CallbackFuture | asyncio.Future[HttpResponse]
 
 
 class Shortcut(NamedTuple):
@@ -45,7 +45,7 @@ class Shortcut(NamedTuple):
     value and the body, without the way through the headers."""
 
     target: bytes
-    answer: Callable[[bytes, bytes], Answer | Awaitable[Answer]]
+    answer: Callable[[bytes, bytes], HttpResponse | Awaitable[HttpResponse]]
 
 
 _BATCH: Final = 100
@@ -117,7 +117,7 @@ class Shared:
         self.connections: set[Connection] = set()
         self.orphans: set[Awaited] = set()
         """Answers to come whose connections are lost: what was asked is done all the same."""
-        self.known = Known()
+        self.known = RequestLine()
         self.lines = self.known.lines
         self.hosts = self.known.hosts
         self.shapes = self.known.shapes
@@ -323,14 +323,14 @@ class Connection(asyncio.Protocol):
             else:
                 sent = [(name, value.rstrip()) for name, value in headers.items()]
                 answer = shared.handle(method, target, sent, content)
-            if isinstance(answer, Answer):
+            if isinstance(answer, HttpResponse):
                 written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
         except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
             answer = _fail(error)
             written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
         headers.clear()
         self._since = shared.now
-        if isinstance(answer, Answer):
+        if isinstance(answer, HttpResponse):
             self._transport.write(written)  # type: ignore[union-attr]  # it is there while data comes
         else:
             self._request, self._is_last = line, False
@@ -521,15 +521,15 @@ class Connection(asyncio.Protocol):
             answer = self._shared.handle(method, target, headers, body)
         except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
             answer = _fail(error)
-        if isinstance(answer, Answer):
+        if isinstance(answer, HttpResponse):
             self._answer(answer)
         else:
             self._wait_for(answer)
 
-    def _wait_for(self, answer: Awaitable[Answer]) -> None:
+    def _wait_for(self, answer: Awaitable[HttpResponse]) -> None:
         """What comes behind a miss on its connection waits for it, unread; other connections do not."""
         awaited: Awaited
-        if type(answer) is Later:
+        if type(answer) is CallbackFuture:
             awaited = answer
         else:
             try:
@@ -545,7 +545,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             self._shared.orphans.discard(awaited)
         self._is_busy, self._awaited = False, None
-        if type(awaited) is Later and awaited.answer is not None:
+        if type(awaited) is CallbackFuture and awaited.answer is not None:
             answer = awaited.answer
         elif awaited.cancelled() and self._at is _At.END:
             return  # by us: it took too long
@@ -566,7 +566,7 @@ class Connection(asyncio.Protocol):
             self._answer(answer)
             self._go_on()
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: HttpResponse) -> None:
         method, _, is_modern = self._request
         self._since = self._shared.now
         end = self._shared.end
@@ -667,7 +667,7 @@ class Connection(asyncio.Protocol):
             self._end(lingers=False)
 
 
-def _fail(error: BaseException) -> Answer:
+def _fail(error: BaseException) -> HttpResponse:
     answer = refusal(500, ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
     _log.error("unhandled", exc_info=error, extra={"request_id": answer.request_id})
     return answer

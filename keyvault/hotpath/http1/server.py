@@ -32,7 +32,7 @@ SPARE_DESCRIPTORS = 256
 """For all that is not a client's connection: databases, logs, the feed."""
 
 
-class Engine(Protocol):
+class RequestHandler(Protocol):
     """What answers: `handle`, and `shortcut` for what takes a shorter way; what goes on beside it between `start` and
     `stop`."""
 
@@ -47,7 +47,7 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
 
-class Server:
+class Http1Server:
     """Answers on sockets that listen already. `start` and `stop` once each, in a running loop."""
 
     def __init__(self, handle: Handler, bounds: Bounds | None = None, shortcut: Shortcut | None = None) -> None:
@@ -122,7 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def run(load: Callable[[], Engine], listening: socket.socket, tell_ready: Callable[[], None]) -> None:
+def run(load: Callable[[], RequestHandler], listening: socket.socket, tell_ready: Callable[[], None]) -> None:
     """A worker's life: serves until SIGTERM or SIGINT, then drains. In the main thread; returns with all answered."""
     sys.setswitchinterval(SWITCH_SECONDS)
     bounds = Bounds()
@@ -140,13 +140,15 @@ def _fit_connections(wanted: int) -> int:
     return wanted if now == resource.RLIM_INFINITY else max(1, min(wanted, (now - SPARE_DESCRIPTORS) // 2))
 
 
-async def _serve(engine: Engine, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]) -> None:
+async def _serve(
+    engine: RequestHandler, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]
+) -> None:
     loop = asyncio.get_running_loop()
     is_told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, is_told.set)
     await engine.start()
-    server = Server(engine.handle, bounds, engine.shortcut)
+    server = Http1Server(engine.handle, bounds, engine.shortcut)
     try:
         await server.start([listening])
         # What is there now stays: the collector needs not look at it again while requests are answered.

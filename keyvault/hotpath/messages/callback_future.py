@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator
 
 from msgspec import Struct
 
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 
 _log = logging.getLogger(__name__)
 
 
-class Later(Struct, eq=False):
+class CallbackFuture(Struct, eq=False):
     """As an `asyncio.Future` of an answer, but that whoever waits for it is called at once and not in the loop's next
     turn: that turn costs more than handing over the answer.
 
@@ -19,8 +19,8 @@ class Later(Struct, eq=False):
     """
 
     is_open: bool = True
-    answer: Answer | None = None
-    callbacks: tuple[Callable[["Later"], object], ...] = ()
+    answer: HttpResponse | None = None
+    callbacks: tuple[Callable[["CallbackFuture"], object], ...] = ()
 
     def done(self) -> bool:
         return not self.is_open
@@ -28,13 +28,13 @@ class Later(Struct, eq=False):
     def cancelled(self) -> bool:
         return not self.is_open and self.answer is None
 
-    def result(self) -> Answer:
+    def result(self) -> HttpResponse:
         """Raises asyncio.CancelledError, and InvalidStateError while there is none."""
         if self.answer is None:
             raise asyncio.InvalidStateError if self.is_open else asyncio.CancelledError
         return self.answer
 
-    def set_result(self, answer: Answer) -> None:
+    def set_result(self, answer: HttpResponse) -> None:
         """Nobody gets it where it was given up."""
         if self.is_open:
             self.is_open, self.answer = False, answer
@@ -46,12 +46,12 @@ class Later(Struct, eq=False):
             self.is_open = False
             self._tell()
 
-    def add_done_callback(self, callback: "Callable[[Later], object]") -> None:
+    def add_done_callback(self, callback: "Callable[[CallbackFuture], object]") -> None:
         self.callbacks = (*self.callbacks, callback) if self.callbacks else (callback,)
         if not self.is_open:
             self._tell()
 
-    def __await__(self) -> Generator[object, None, Answer]:
+    def __await__(self) -> Generator[object, None, HttpResponse]:
         if self.is_open:
             told = asyncio.Event()
             self.add_done_callback(lambda _: told.set())

@@ -7,7 +7,7 @@ from typing import Final
 
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.limits import Bucket, Spend
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.errors import ErrorCode, Fault, KeyvaultError, RequestInvalidError
 from keyvault.domain.keys import KeyRecord
@@ -59,7 +59,7 @@ class Payment:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class DataRequirements:
     """What a step lacks. `address` of the client: look-ups of those that fail too often wait for each other."""
 
     ids: Mapping[str, frozenset[str]]
@@ -67,7 +67,7 @@ class Needs:
     address: str | None = None
 
 
-class LackingError(Exception):
+class MissingDataError(Exception):
     """This cannot be decided without what it names."""
 
     def __init__(
@@ -80,15 +80,15 @@ class LackingError(Exception):
         self.address = address
 
 
-class LackingSeveralError(Exception):
+class SeveralMissingDataError(Exception):
     """Several of them, on their way to one answer."""
 
-    def __init__(self, each: list[LackingError]) -> None:
+    def __init__(self, each: list[MissingDataError]) -> None:
         super().__init__(len(each))
         self.each = each
 
 
-def needs_of(each: Iterable[LackingError]) -> Needs:
+def needs_of(each: Iterable[MissingDataError]) -> DataRequirements:
     ids: dict[str, set[str]] = {}
     payments = []
     address = None
@@ -98,10 +98,10 @@ def needs_of(each: Iterable[LackingError]) -> Needs:
             payments.append(lacking.payment)
         else:
             ids.setdefault(lacking.kind, set()).add(lacking.identity)
-    return Needs({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
+    return DataRequirements({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
 
 
-class Question:
+class PendingRequest:
     """One request, and what was read for it so far."""
 
     __slots__ = ("at", "body", "decided", "found", "headers", "method", "paid", "request_id", "rules", "target")
@@ -115,19 +115,19 @@ class Question:
         self.body = body
         self.request_id = mint_request_id(random_bytes)
         self.found: dict[tuple[str, str], Found | Exception | None] = {}
-        self.rules: RuleBook | Exception | None = None
+        self.rules: PolicySnapshot | Exception | None = None
         self.paid: dict[int, Spend | Exception] = {}
         self.decided: dict[int, bytes] = {}
         self.at = datetime.min.replace(tzinfo=UTC)
 
 
-def dialect_of(question: Question) -> Dialect | None:
+def dialect_of(question: PendingRequest) -> Dialect | None:
     """None: it is no gateway that asks."""
     path = question.target.partition("?")[0]
     return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 
-def body_of(question: Question) -> bytes:
+def body_of(question: PendingRequest) -> bytes:
     """Raises KeyvaultError: it is too large, or no JSON by its type."""
     body = question.body
     if body is None:
@@ -144,7 +144,7 @@ class _BodyError(KeyvaultError):
         self.code = code
 
 
-def forwarded_of(question: Question, dialect: Dialect) -> Forwarded:
+def forwarded_of(question: PendingRequest, dialect: Dialect) -> Forwarded:
     if dialect is Dialect.ENVOY:
         return Forwarded(
             method=question.method,

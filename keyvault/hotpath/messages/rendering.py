@@ -13,10 +13,10 @@ import msgspec
 from keyvault.access.customers import Customer
 from keyvault.access.decision import Denial, Grant
 from keyvault.access.judgement import Judgement
-from keyvault.access.limits import Bucket, Spend, Standing
+from keyvault.access.limits import Bucket, BucketStatus, Spend
 from keyvault.access.principals import KeyHolder
 from keyvault.domain.keys import KeyRecord
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem
 
@@ -59,10 +59,10 @@ def denial_problem(denial: Denial, request_id: str) -> Problem:
     )
 
 
-def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] | None = None) -> Answer:
+def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] | None = None) -> HttpResponse:
     """`headers` beside those that the problem itself asks for."""
     sent = {"Content-Type": CONTENT_TYPE, **found.headers, **(headers or {})}
-    return Answer(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
+    return HttpResponse(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
 
 
 def _limit(spend: Spend | None) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Template:
             raise TypeError("a template is of a grant to a key alone")
         self._policies = tuple(bucket.policy.encode() for bucket in buckets)
         standings = tuple(
-            Standing(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
+            BucketStatus(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
             for index, bucket in enumerate(buckets)
         )
         spend = Spend(True, standings, 0) if standings else None

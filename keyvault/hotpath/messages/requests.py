@@ -29,7 +29,7 @@ _Merchant = Annotated[str, Meta(min_length=1, max_length=64)]
 _Store = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class Asked(Struct, forbid_unknown_fields=True, gc=False):
+class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
     """One question. UNSET: not there; None where null says so. Bounds are those of the table below."""
 
     key: str | None
@@ -51,22 +51,22 @@ class Asked(Struct, forbid_unknown_fields=True, gc=False):
         return f"Asked({self.environment}, {self.endpoint or self.method})"
 
 
-class AskedBatch(Struct, forbid_unknown_fields=True, gc=False):
-    requests: Annotated[list[Asked], Meta(min_length=1, max_length=MOST_REQUESTS)]
+class VerifyBatch(Struct, forbid_unknown_fields=True, gc=False):
+    requests: Annotated[list[VerifyRequest], Meta(min_length=1, max_length=MOST_REQUESTS)]
 
 
 class _Pieces(Struct, forbid_unknown_fields=True, gc=False):
     requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MOST_REQUESTS)]
 
 
-_decode = msgspec.json.Decoder(Asked).decode
-_decode_batch = msgspec.json.Decoder(AskedBatch).decode
+_decode = msgspec.json.Decoder(VerifyRequest).decode
+_decode_batch = msgspec.json.Decoder(VerifyBatch).decode
 _split = msgspec.json.Decoder(_Pieces).decode
 _encode = msgspec.json.Encoder().encode
 _UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_asked(body: bytes) -> Asked | None:
+def read_asked(body: bytes) -> VerifyRequest | None:
     """None: read it the whole way. A name that came twice is not seen by the decoder: but in a text without escapes
     there are more quotes then than what was decoded takes."""
     if b"\\" in body:
@@ -78,7 +78,7 @@ def read_asked(body: bytes) -> Asked | None:
     return asked if _encode(asked).count(b'"') == body.count(b'"') and _is_plain(asked) else None
 
 
-def read_plain(body: bytes) -> Asked | None:
+def read_plain(body: bytes) -> VerifyRequest | None:
     """Only what nearly every question is made of: key, environment, endpoint and perhaps client_ip, then user_agent.
 
     In a text without escapes a quote begins or ends a string: with as many quotes as these fields have, none came twice
@@ -104,7 +104,7 @@ def read_plain(body: bytes) -> Asked | None:
     return asked
 
 
-def read_asked_batch(body: bytes) -> list[Asked] | None:
+def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
     """The same for a batch."""
     if b"\\" in body:
         return None
@@ -127,7 +127,7 @@ def split_batch(body: bytes) -> list[msgspec.Raw] | None:
         return None
 
 
-def _is_plain(asked: Asked) -> bool:
+def _is_plain(asked: VerifyRequest) -> bool:
     """What the decoder's types cannot say. An address is put into its canonical form."""
     address = asked.client_ip
     if address:
@@ -145,7 +145,7 @@ def _is_plain(asked: Asked) -> bool:
 # --- the whole way ----------------------------------------------------------------------------------------
 
 
-def read_verify(body: bytes) -> Asked:
+def read_verify(body: bytes) -> VerifyRequest:
     """Raises RequestInvalidError, listing every fault with its JSON Pointer."""
     faults: list[Fault] = []
     asked = _read_one(_read_object(body), "", faults)
@@ -154,13 +154,13 @@ def read_verify(body: bytes) -> Asked:
     return asked
 
 
-def read_batch(body: bytes) -> list[Asked]:
+def read_batch(body: bytes) -> list[VerifyRequest]:
     """One malformed one refuses them all. Raises RequestInvalidError."""
     value = _read_object(body)
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
         raise RequestInvalidError("The request does not fit.", faults)
-    asked: list[Asked | None] = []
+    asked: list[VerifyRequest | None] = []
     match value.get("requests", UNSET):
         case [*each] if 1 <= len(each) <= MOST_REQUESTS:
             asked = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
@@ -186,13 +186,13 @@ _UNKNOWN = "There is no such field."
 _METHOD = re.compile("[A-Z]{1,16}")
 
 
-def _read_one(value: Any, pointer: str, faults: list[Fault]) -> Asked | None:
+def _read_one(value: Any, pointer: str, faults: list[Fault]) -> VerifyRequest | None:
     """None, and something added to the faults."""
     found = [*_faults_of(value, pointer)]
     faults += found
     if found:
         return None
-    asked = Asked(**value)
+    asked = VerifyRequest(**value)
     if isinstance(asked.client_ip, str):
         asked.client_ip = _canonical_address(asked.client_ip)
     return asked

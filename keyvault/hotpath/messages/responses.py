@@ -15,7 +15,7 @@ _LENGTHS = tuple(b"\r\ncontent-length: %d\r\n" % length for length in range(2048
 """Written once: a verdict is a few hundred bytes, and formatting a number is a tenth of the whole answer."""
 
 
-class Answer(Struct, gc=False):
+class HttpResponse(Struct, gc=False):
     """Status, headers and body. `headers` lacks X-Request-Id and Content-Length, which every answer has."""
 
     status: int

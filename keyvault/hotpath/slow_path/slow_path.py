@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from msgspec import UNSET
 
-from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.decision import Denial, Grant, decide
-from keyvault.access.judgement import Judgement, Presented, deny_stale, judge
+from keyvault.access.judgement import Judgement, VerificationRequest, deny_stale, judge
 from keyvault.access.permissions import Permission
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.principals import Service
 from keyvault.access.rules import PLATFORM, Target, operation
 from keyvault.access.verification import TokenRecord, find_exposed
@@ -37,25 +37,32 @@ from keyvault.domain.free_text import READ_AT_MOST
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.engine.engine import Engine
-from keyvault.hotpath.engine.ports import Verdict
+from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.messages.questions import (
     BATCH,
     VERIFY,
+    DataRequirements,
     Found,
     Headers,
-    LackingError,
-    LackingSeveralError,
-    Needs,
-    Question,
+    MissingDataError,
+    PendingRequest,
+    SeveralMissingDataError,
     body_of,
     dialect_of,
     forwarded_of,
     needs_of,
 )
 from keyvault.hotpath.messages.rendering import decision, denial_problem, encode, problem_answer
-from keyvault.hotpath.messages.requests import Asked, read_asked, read_asked_batch, read_batch, read_verify, split_batch
-from keyvault.hotpath.messages.responses import Answer
-from keyvault.hotpath.slow_path.sources import Sources, read_for
+from keyvault.hotpath.messages.requests import (
+    VerifyRequest,
+    read_asked,
+    read_asked_batch,
+    read_batch,
+    read_verify,
+    split_batch,
+)
+from keyvault.hotpath.messages.responses import HttpResponse
+from keyvault.hotpath.slow_path.sources import CachedSources, read_for
 from keyvault.wire.gateways import (
     AUTH_CODE,
     AUTH_STATUS,
@@ -72,7 +79,7 @@ from keyvault.wire.problems import Problem, problem
 _log = logging.getLogger("keyvault.requests")
 
 
-class DeniedError(Exception):
+class VerificationDeniedError(Exception):
     """Carries a denial of the whole request out to where answers are written."""
 
     def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
@@ -81,17 +88,17 @@ class DeniedError(Exception):
         self.headers = dict(headers or {})
 
 
-class Answering:
+class SlowPath:
     """The service plane's questions, put to one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def ask(self, method: str, target: str, headers: Headers, body: bytes | None) -> Question:
+    def ask(self, method: str, target: str, headers: Headers, body: bytes | None) -> PendingRequest:
         """`body` None: it is larger than 64 KiB and was not read."""
-        return Question(method, target, headers, body, self._engine.ports.random_bytes)
+        return PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
 
-    def step(self, question: Question) -> Answer | Needs:
+    def step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
         engine = self._engine
         with engine.lock:
             engine.catch_up()
@@ -101,23 +108,23 @@ class Answering:
         dialect = dialect_of(question)
         try:
             if dialect is not None:
-                return self._authorize(question, dialect, Sources(engine, question, may_remember))
-            return self._verify(question, path == BATCH, Sources(engine, question, may_remember))
-        except LackingError as lacking:
+                return self._authorize(question, dialect, CachedSources(engine, question, may_remember))
+            return self._verify(question, path == BATCH, CachedSources(engine, question, may_remember))
+        except MissingDataError as lacking:
             return needs_of([lacking])
-        except LackingSeveralError as several:
+        except SeveralMissingDataError as several:
             return needs_of(several.each)
-        except (DeniedError, KeyvaultError) as error:
+        except (VerificationDeniedError, KeyvaultError) as error:
             return self._refuse(question, dialect, error)
 
-    def break_off(self, question: Question) -> Answer:
+    def break_off(self, question: PendingRequest) -> HttpResponse:
         """What is answered when something of ours has failed: called where the exception is, which it tells the log."""
         _log.exception("unhandled", extra={"request_id": question.request_id})
         return self._refuse(question, dialect_of(question), _FaultError("Something went wrong on our side."))
 
     # --- verify ---------------------------------------------------------------------------------------------
 
-    def _verify(self, question: Question, is_batch: bool, sources: Sources) -> Answer:
+    def _verify(self, question: PendingRequest, is_batch: bool, sources: CachedSources) -> HttpResponse:
         _refuse_exposed(question.target)
         service = self._service(sources, read_bearer(question.headers.get("authorization")), _NO_TOKEN)
         if question.method != "POST":
@@ -137,9 +144,9 @@ class Answering:
             self._decide_known(question, [asked], service)
         text = question.decided.get(0) or self._decide(question, 0, asked, service, sources, question.request_id)
         self._bind(question, sources)
-        return Answer(200, text, question.request_id)
+        return HttpResponse(200, text, question.request_id)
 
-    def _decide_again(self, question: Question, body: bytes) -> list[bytes]:
+    def _decide_again(self, question: PendingRequest, body: bytes) -> list[bytes]:
         """A batch whose questions were all granted before; the tags of its questions, where they can be asked again."""
         authorization, pieces = _authorization(question), split_batch(body)
         if pieces is None or authorization is None:
@@ -155,7 +162,7 @@ class Answering:
         return tags
 
     def _decide_known(
-        self, question: Question, batch: list[Asked], service: Service, tags: Sequence[bytes] = ()
+        self, question: PendingRequest, batch: list[VerifyRequest], service: Service, tags: Sequence[bytes] = ()
     ) -> None:
         """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
@@ -180,35 +187,40 @@ class Answering:
                     engine.answered_from_memory += record is None
 
     def _decide_batch(
-        self, question: Question, batch: list[Asked], service: Service, sources: Sources, tags: Sequence[bytes]
-    ) -> Answer:
+        self,
+        question: PendingRequest,
+        batch: list[VerifyRequest],
+        service: Service,
+        sources: CachedSources,
+        tags: Sequence[bytes],
+    ) -> HttpResponse:
         """Each is decided once: what was spent for one is not spent again while others are read for."""
         if sources.may_remember:
             self._decide_known(question, batch, service, tags)
-        lacking: list[LackingError] = []
+        lacking: list[MissingDataError] = []
         for number, asked in enumerate(batch):
             if number in question.decided:
                 continue
             request_id = f"{question.request_id}-{number}"
             try:
                 question.decided[number] = self._decide(question, number, asked, service, sources, request_id)
-            except LackingError as lack:
+            except MissingDataError as lack:
                 lacking.append(lack)
         if lacking:
-            raise LackingSeveralError(lacking)
+            raise SeveralMissingDataError(lacking)
         self._bind(question, sources)
         return _batch_answer(question)
 
     def _decide(
         self,
-        question: Question,
+        question: PendingRequest,
         number: int,
-        asked: Asked,
+        asked: VerifyRequest,
         service: Service,
-        sources: Sources,
+        sources: CachedSources,
         request_id: str,
     ) -> bytes:
-        """One decision as its JSON. Raises LackingError, having noted and spent nothing."""
+        """One decision as its JSON. Raises MissingDataError, having noted and spent nothing."""
         engine = self._engine
         environment = Environment(asked.environment)
         if environment not in engine.ports.environments:
@@ -219,7 +231,7 @@ class Answering:
         sources.number = number
         judgement = _judge(presented, sources, question.at)
         if not presented.is_dry:
-            verdict = Verdict(
+            verdict = EngineVerdict(
                 judgement,
                 request_id,
                 "verify",
@@ -240,11 +252,11 @@ class Answering:
 
     def _learn(
         self,
-        question: Question,
-        asked: Asked,
-        verdict: Verdict,
-        endpoint: Endpoint | Miss,
-        rules: RuleBook,
+        question: PendingRequest,
+        asked: VerifyRequest,
+        verdict: EngineVerdict,
+        endpoint: Endpoint | NoMatchingEndpoint,
+        rules: PolicySnapshot,
         token: TokenRecord | None,
     ) -> None:
         """The next one like it goes the fast way. `rules` that it was judged by, whatever has become of them."""
@@ -258,7 +270,7 @@ class Answering:
             if authorization is not None and token is not None and _is_single(question):
                 engine.learn_denial(verdict, authorization, question.body or b"", token, rules)
 
-    def _bind(self, question: Question, sources: Sources) -> None:
+    def _bind(self, question: PendingRequest, sources: CachedSources) -> None:
         """The next request of this caller goes the fast way."""
         authorization, token = _authorization(question), sources.token
         if token is None or authorization is None or not sources.may_remember:
@@ -273,7 +285,7 @@ class Answering:
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
-    def _authorize(self, question: Question, dialect: Dialect, sources: Sources) -> Answer:
+    def _authorize(self, question: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
         # Envoy's URL is the client's: a key in it is attributed by the judgement.
         if dialect is not Dialect.ENVOY:
             _refuse_exposed(question.target)
@@ -290,7 +302,7 @@ class Answering:
             name = endpoint.name
             merchant, store = endpoint.read_contexts(forwarded.uri, headers)
         authorization = headers.get("authorization")
-        presented = Presented(
+        presented = VerificationRequest(
             key=headers.get(API_KEY),
             environment=environment,
             endpoint=endpoint,
@@ -304,7 +316,7 @@ class Answering:
         )
         judgement = _judge(presented, sources, question.at)
         self._engine.ports.note_verdict(
-            Verdict(
+            EngineVerdict(
                 judgement,
                 question.request_id,
                 dialect,
@@ -320,12 +332,12 @@ class Answering:
         limits = limit_headers(judgement.spend)
         verdict, holder = judgement.verdict, judgement.holder
         if isinstance(verdict, Denial):
-            raise DeniedError(verdict, limits)
+            raise VerificationDeniedError(verdict, limits)
         if holder is None:
             raise TypeError("a grant is given after proof")
         identity = identity_headers(holder, judgement.customer, question.request_id)
         identity.pop(REQUEST_ID)  # every answer has it
-        return Answer(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
+        return HttpResponse(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
 
     # --- what was read for a question ---------------------------------------------------------------------
 
@@ -353,7 +365,7 @@ class Answering:
                     case None:
                         engine.memory.absent.put(kind, identity, now)
 
-    def admit_rules(self, rules: RuleBook, stamp: int) -> None:
+    def admit_rules(self, rules: PolicySnapshot, stamp: int) -> None:
         with self._engine.lock:
             if self._may_admit(stamp):
                 self._engine.rules = rules
@@ -364,20 +376,22 @@ class Answering:
 
     # --- both -----------------------------------------------------------------------------------------------
 
-    def _service(self, sources: Sources, presented: str | None, refusal: Denial) -> Service:
+    def _service(self, sources: CachedSources, presented: str | None, refusal: Denial) -> Service:
         """Who asks, once that is proved and may verify. Raises DeniedError."""
         service = sources.prove_service(presented)
         if service is None:
-            raise DeniedError(refusal)
+            raise VerificationDeniedError(refusal)
         verdict = decide(operation(Permission.KEYS_VERIFY), service, PLATFORM, sources.now)
         if isinstance(verdict, Denial):
-            raise DeniedError(verdict)
+            raise VerificationDeniedError(verdict)
         return service
 
-    def _refuse(self, question: Question, dialect: Dialect | None, error: DeniedError | KeyvaultError) -> Answer:
+    def _refuse(
+        self, question: PendingRequest, dialect: Dialect | None, error: VerificationDeniedError | KeyvaultError
+    ) -> HttpResponse:
         request_id = question.request_id
         headers: dict[str, str] = {}
-        if isinstance(error, DeniedError):
+        if isinstance(error, VerificationDeniedError):
             found, headers = denial_problem(error.denial, request_id), error.headers
             internal = error.denial.internal
         else:
@@ -387,7 +401,7 @@ class Answering:
         answer = problem_answer(found, request_id, headers)
         if dialect is Dialect.NGINX:
             told = {AUTH_STATUS: str(found.status), AUTH_CODE: str(found.body["code"])}
-            answer = Answer(nginx_status(found.status), answer.body, request_id, (*answer.headers, *told.items()))
+            answer = HttpResponse(nginx_status(found.status), answer.body, request_id, (*answer.headers, *told.items()))
         _log.info(
             "refused",
             extra={
@@ -416,22 +430,22 @@ class _MethodError(KeyvaultError):
         self.allowed = allowed
 
 
-def _is_single(question: Question) -> bool:
+def _is_single(question: PendingRequest) -> bool:
     return question.target.partition("?")[0] == VERIFY
 
 
-def _authorization(question: Question) -> bytes | None:
+def _authorization(question: PendingRequest) -> bytes | None:
     """The header as it was sent, for whoever knows it by its tag. None: there is none, or none that a token fits in."""
     text = question.headers.get("authorization")
     return text.encode() if text is not None and text.isascii() else None
 
 
-def _batch_answer(question: Question) -> Answer:
+def _batch_answer(question: PendingRequest) -> HttpResponse:
     texts = [question.decided[number] for number in range(len(question.decided))]
-    return Answer(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
+    return HttpResponse(200, b'{"decisions":[%b]}' % b",".join(texts), question.request_id)
 
 
-def _judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
+def _judge(presented: VerificationRequest, sources: CachedSources, now: datetime) -> Judgement:
     try:
         return judge(presented, sources, now)
     except VerifierStaleError as error:
@@ -443,7 +457,7 @@ def _judge(presented: Presented, sources: Sources, now: datetime) -> Judgement:
 def _refuse_exposed(target: str) -> None:
     exposed = find_exposed(target)
     if exposed is not None:
-        raise DeniedError(exposed)
+        raise VerificationDeniedError(exposed)
 
 
 def _refuse_cost(judgement: Judgement) -> None:
@@ -465,23 +479,25 @@ def _error_problem(error: KeyvaultError, request_id: str) -> Problem:
 def _require_served(environment: str, service: Service, now: datetime) -> None:
     verdict = decide(operation(Permission.KEYS_VERIFY), service, Target(environment=Environment(environment)), now)
     if isinstance(verdict, Denial):
-        raise DeniedError(verdict)
+        raise VerificationDeniedError(verdict)
 
 
-def _endpoint(asked: Asked, rules: RuleBook, base_path: str) -> Endpoint | Miss:
+def _endpoint(asked: VerifyRequest, rules: PolicySnapshot, base_path: str) -> Endpoint | NoMatchingEndpoint:
     if asked.endpoint is not UNSET:
         return rules.catalog.find(asked.endpoint)
     return rules.catalog.match(asked.method or "", asked.path or "", base_path)
 
 
-def _presented(asked: Asked, environment: Environment, endpoint: Endpoint | Miss, service: Service) -> Presented:
+def _presented(
+    asked: VerifyRequest, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint, service: Service
+) -> VerificationRequest:
     merchant, store = _given(asked.merchant), _given(asked.store)
     path = _given(asked.path)
     if isinstance(endpoint, Endpoint):
         merchant_context, store_context = endpoint.read_contexts(path, {}, merchant, store)
     else:
         merchant_context, store_context = merchant, store
-    return Presented(
+    return VerificationRequest(
         key=asked.key,
         environment=environment,
         endpoint=endpoint,
@@ -513,11 +529,11 @@ def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[E
     """The one environment of the gateway's token. Raises DeniedError: several, or another one's host was asked for."""
     if len(service.environments) != 1:
         detail = "A gateway's service token names exactly one environment, and this one names several."
-        raise DeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
+        raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     (environment,) = service.environments
     hosts = {name: urlsplit(url).hostname for name, url in base_urls.items()}
     is_unreadable = forwarded.hostname == "" and len(set(hosts.values())) > 1
     if is_unreadable or (forwarded.hostname != hosts[environment] and forwarded.hostname in hosts.values()):
         detail = f"The gateway's token is for {environment}, and the request did not go to a host of it."
-        raise DeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
+        raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     return environment

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from keyvault.access.catalog import Endpoint
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.limits import Bucket, Spend
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.principals import Service
 from keyvault.access.verification import TokenRecord, judge_service_token, read_service_token
 from keyvault.domain.digests import PEPPER_SET, Peppers, PepperSet
@@ -14,14 +14,23 @@ from keyvault.domain.errors import VerifierStaleError
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.keystring import KEY_ID_PLACE, KeyString
 from keyvault.hotpath.engine.engine import Engine
-from keyvault.hotpath.engine.memory import Known
-from keyvault.hotpath.messages.questions import CUSTOMER, KEY, RULES, TOKEN, Found, LackingError, Payment, Question
+from keyvault.hotpath.engine.memory import CacheEntry
+from keyvault.hotpath.messages.questions import (
+    CUSTOMER,
+    KEY,
+    RULES,
+    TOKEN,
+    Found,
+    MissingDataError,
+    Payment,
+    PendingRequest,
+)
 
 
-class Sources:
+class CachedSources:
     """What a judgement takes from: memory where it may be used, and what was read for this question."""
 
-    def __init__(self, engine: Engine, question: Question, may_remember: bool) -> None:
+    def __init__(self, engine: Engine, question: PendingRequest, may_remember: bool) -> None:
         self.brand = engine.ports.brand
         self.base_urls = engine.ports.base_urls
         self.may_remember = may_remember
@@ -61,8 +70,8 @@ class Sources:
             ports.note_token_proof(record, keystring, peppers)
         return service
 
-    def rules(self) -> RuleBook:
-        """Raises LackingError, and VerifierStaleError when they could not be read."""
+    def rules(self) -> PolicySnapshot:
+        """Raises MissingDataError, and VerifierStaleError when they could not be read."""
         read, remembered = self._question.rules, self._engine.rules
         if isinstance(read, Exception):
             raise VerifierStaleError("The rules cannot be looked up right now.")
@@ -70,7 +79,7 @@ class Sources:
             return read
         if remembered is not None and self.may_remember:
             return remembered
-        raise LackingError(RULES)
+        raise MissingDataError(RULES)
 
     def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
         limit, setting = self.rules().endpoint_limit(record.account_id, record.environment, endpoint)
@@ -85,7 +94,7 @@ class Sources:
             raise paid
         if budgets.is_local:
             return budgets.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
-        raise LackingError("payment", payment=Payment(self.number, buckets, cost, refuse_on_loss))
+        raise MissingDataError("payment", payment=Payment(self.number, buckets, cost, refuse_on_loss))
 
     def note_failed_proof(self, address: str | None) -> int | None:
         return self._engine.ports.note_failed_proof(address)
@@ -97,10 +106,10 @@ class Sources:
         self,
         kind: str,
         identity: str,
-        shelf: Mapping[str, Known[KeyRecord] | Known[CustomerRecord] | Known[TokenRecord]],
+        shelf: Mapping[str, CacheEntry[KeyRecord] | CacheEntry[CustomerRecord] | CacheEntry[TokenRecord]],
         address: str | None = None,
     ) -> Found | None:
-        """Raises LackingError, and VerifierStaleError when it could not be read, or is not to be trusted."""
+        """Raises MissingDataError, and VerifierStaleError when it could not be read, or is not to be trusted."""
         if self._engine.freshness.is_lost:
             raise VerifierStaleError(
                 "The verifier knows of changes that its database lacks, and vouches for nothing until it is restarted.",
@@ -122,10 +131,10 @@ class Sources:
                 return known.record
             if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
                 return None
-        raise LackingError(kind, identity, address=address)
+        raise MissingDataError(kind, identity, address=address)
 
 
-def read_for(question: Question, text: str | None) -> KeyRecord | None:
+def read_for(question: PendingRequest, text: str | None) -> KeyRecord | None:
     """What was read for this question of the key that it is about."""
     if text is None or not question.found:
         return None

@@ -7,12 +7,12 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.webhooks.endpoints import add_endpoint
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Adds a webhook endpoint. Its signing secret is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from django.core.management.base import CommandError
 
 from keyvault.domain.audit_records import public_keys_text
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.audit.checkpoints import read_public_keys
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Prints the public keys that check the audit log's checkpoints, as a file for the auditor."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

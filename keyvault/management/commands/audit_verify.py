@@ -10,12 +10,12 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.domain.audit_records import gather_kept, parse_public_keys
 from keyvault.domain.checkpoints import Kept, PublicKeys
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.audit.checkpoints import ScopeReport, gather_public_keys, verify_checkpoints
 from keyvault.services.recording.audit_chain import verify_audit
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Checks every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have waited "
         "for more than an hour to be signed."

@@ -8,13 +8,13 @@ from django.conf import settings
 from keyvault.access.catalog import Endpoint
 from keyvault.access.endpoint_description import limit_words
 from keyvault.access.limits import Limit
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.catalog.catalog import current_catalog
 
 _COLUMNS = ("endpoint", "method", "path", "key", "bearer", "context", "limit", "added")
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Prints every endpoint with its rule and limits. Where no limit stands, the account's alone holds."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.environments import Environment
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, list_connections
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Lists a merchant's provider connections, and with a Vault where its backend reads them. No secrets."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -9,14 +9,14 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.management.passwords import read_password
 from keyvault.models import Operator
 from keyvault.services.merchants.operators import create_operator
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Makes an operator. The password is asked for, or read from standard input when that is no terminal."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -9,12 +9,12 @@ from keyvault.access.permissions import SERVICE_PERMISSIONS, Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, StringScope
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Makes a service token. The token itself is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -7,12 +7,12 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.operators import disable_operator, get_operator
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Disables an operator permanently and ends their sessions at once; the last active key_administrator is kept."
     )

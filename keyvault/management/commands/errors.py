@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.wire.problems import PROBLEM_TYPES, problems_page
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Prints every error code: its status, what caused it, and what to do. Without --json: a Markdown page."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

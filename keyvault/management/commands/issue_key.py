@@ -10,13 +10,13 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.issuance import requests
 from keyvault.services.maintenance import issue_one
 from keyvault.services.merchants.merchants import find_account
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Issues a new credential with its first key. Where the environment's policy wants a second person, "
         "--approved-by must name one; in production an approval given here counts as break-glass."

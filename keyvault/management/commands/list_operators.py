@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.operators import list_operators
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Lists every operator with roles, state and last sign-in. The same `person` twice: two log-ins of one."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant
 from keyvault.services.offboarding import count_belongings, offboard_merchant
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Ends every key, customer token, request and webhook endpoint of a merchant, in both environments, for ever. "
         "Needs neither the secret backend nor the broker; interrupted, it is run again."

@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.pepper_rotation.status import (
     DORMANT_DAYS,
     DormantKey,
@@ -20,7 +20,7 @@ from keyvault.services.pepper_rotation.status import (
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Shows every pepper version: who leans on it, whether it is loaded and stored, and what is wrong with it."
 
     def add_options(self, parser: CommandParser) -> None:

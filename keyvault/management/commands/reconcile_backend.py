@@ -9,11 +9,11 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.principals import WORKER, Channel
 from keyvault.domain.environments import Environment
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.reconciliation.reconciliation import reconcile
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Compares every version in the secret backend with the rows: destroys what dead keys of ours left there, puts "
         "right what was left half done, and tells of what is missing and of what nobody can attribute, which is never "

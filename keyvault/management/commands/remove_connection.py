@@ -7,12 +7,12 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, get_connection, remove_connection
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Removes a provider connection. A worker erases its credentials from the secret backend."
 
     def add_options(self, parser: CommandParser) -> None:

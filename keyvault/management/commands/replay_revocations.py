@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models.recording import Subject
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations.log_opening import accept_loss, is_lost
@@ -17,7 +17,7 @@ from keyvault.services.revocations.replay import Replay, compare_journal, replay
 from keyvault.services.startup.startup_checks import words_of_damage, words_of_loss
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "After a restored backup or a failed-over replica: revokes again whatever this host's journal says was "
         "revoked, and moves the sequence of changes on. Start is refused until then. Repeatable. Where the journal is "

@@ -9,13 +9,13 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.management.passwords import read_password
 from keyvault.services.merchants.operators import get_operator, reset_password
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Resets an operator's password, ends their sessions, forgets their devices and lifts a lock of their name. The "
         "password is asked for, or read from standard input when that is no terminal."

@@ -10,7 +10,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.digests import PepperSet
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.rotation import (
     KEPT_AFTER_RETIREMENT,
@@ -25,7 +25,7 @@ from keyvault.services.recording.authorization import authorize
 _MOST_LISTED = 100
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Retires an old pepper version; refused while anything that may still be good leans on it. Its dead keys are "
         "answered credential_invalid instead of key_revoked from then on. Its material stays in the secret backend, "

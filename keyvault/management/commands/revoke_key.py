@@ -10,12 +10,12 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.change_feed.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Revokes a key. Needs neither the secret backend nor the broker; repeatable."
 
     def add_options(self, parser: CommandParser) -> None:

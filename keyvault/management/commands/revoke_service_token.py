@@ -8,12 +8,12 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import get_service_token, revoke_service_token
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Revokes a service token: whoever holds it is refused from now on."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -8,13 +8,13 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.domain.digests import PepperSet
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.pepper_rotation.propagation import PROPAGATION
 from keyvault.services.pepper_rotation.rotation import rotate_pepper
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Makes a new pepper in the secret backend. Killed anywhere, it is run again. Needs the keeper's login."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -12,7 +12,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant, Operator
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.merchants.merchants import create_merchant
@@ -29,7 +29,7 @@ OPERATORS = {
 }
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Makes the demo's merchants and operators where they are missing. `manage.py run` gives them passwords."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

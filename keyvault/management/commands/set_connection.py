@@ -12,7 +12,7 @@ from keyvault.domain.connections import MOST_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
@@ -20,7 +20,7 @@ _MOST_READ = 2 * MOST_BYTES
 """With the blanks around it. What is longer is refused for its size, read to the end or not."""
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Stores a payment provider's credentials in the secret backend, in place of those that the account had: test "
         "mode in sandbox, live in production. They are never shown again."

@@ -9,7 +9,7 @@ from keyvault.access.limits import Limit, find_limit_fault
 from keyvault.access.permissions import Permission
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Account
 from keyvault.services.limits.overrides import (
     account_limit_in_force,
@@ -20,7 +20,7 @@ from keyvault.services.limits.overrides import (
 from keyvault.services.merchants.merchants import find_account
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Sets the limit of an account (--merchant), of an endpoint for all accounts of an environment (--endpoint), or "
         "of an endpoint for one account (both). In force in running servers before the command returns."

@@ -8,12 +8,12 @@ from django.core.management.base import CommandParser
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.operators import get_operator, set_roles
 from keyvault.services.recording.authorization import authorize
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Gives an operator these roles and no others, and ends their sessions: they sign in again."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -7,14 +7,14 @@ from django.core.management import call_command
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.ring import ensure_peppers
 from keyvault.services.revocations.log_opening import open_journal
 from keyvault.services.startup.startup_checks import words_of_loss
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Migrates the database, opens the keystore, makes the first peppers and checks them. Repeatable."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

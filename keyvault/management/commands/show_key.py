@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.keys.credentials import find_reading_place
 from keyvault.services.keys.lifecycle import describe_key, get_key
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Shows a key's state, dates and use."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -11,7 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.backends.vault.bootstrap import (
     SECRET_ID_DAYS,
-    Wishes,
+    BootstrapOptions,
     bootstrap,
     list_logins,
     list_scopes,
@@ -19,19 +19,19 @@ from keyvault.backends.vault.bootstrap import (
 )
 from keyvault.backends.vault.capabilities import ROLES_OF_HOST
 from keyvault.backends.vault.client import open_client
-from keyvault.backends.vault.layout import Role
+from keyvault.backends.vault.layout import VaultRole
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.networks import parse_network
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.secrets.backend import vault_layout, vault_server
 
 WRAP_SECONDS = 86_400
 _LONGEST_TOKEN = 4096
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Mounts, policies, signing keys and roles of the named environments, and of scope `service`, in the Vault at "
         "VAULT_ADDR. Repeatable: it changes what is not as it should be, and says what. The administrator's token "
@@ -60,7 +60,7 @@ class Command(AnsweringCommand):
         parser.add_argument("--logins-folder", type=Path, metavar="DIR", help="makes the logins that are not there yet")
         parser.add_argument("--host", choices=sorted(ROLES_OF_HOST), help="the logins of such a host only")
         parser.add_argument(
-            "--role", action="append", choices=[role.value for role in Role], help="these logins only; repeatable"
+            "--role", action="append", choices=[role.value for role in VaultRole], help="these logins only; repeatable"
         )
         how = parser.add_mutually_exclusive_group()
         how.add_argument(
@@ -105,14 +105,14 @@ class Command(AnsweringCommand):
 
 
 def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -> list[str]:
-    roles = {Role(role) for role in options["role"] or Role} & ROLES_OF_HOST[options["host"] or "all"]
+    roles = {VaultRole(role) for role in options["role"] or VaultRole} & ROLES_OF_HOST[options["host"] or "all"]
     layout, scopes = vault_layout(), list_scopes(options["environment"])
     names = [layout.login(role, scope) for role, scope in list_logins(scopes) if role in roles]
     wrap_seconds = None if options["plain"] else options["wrap_seconds"] or WRAP_SECONDS
     return make_logins(admin, layout, names, folder, wrap_seconds=wrap_seconds, renew=options["renew_logins"])
 
 
-def _read_wishes(options: Mapping[str, Any]) -> Wishes:
+def _read_wishes(options: Mapping[str, Any]) -> BootstrapOptions:
     for name, most in (("secret_id_days", 3_650), ("wrap_seconds", 30 * 86_400)):
         if options[name] is not None and not 1 <= options[name] <= most:
             raise RequestInvalidError("That cannot be meant.", [Fault(f"/{name}", f"wants 1 to {most}")])
@@ -121,7 +121,7 @@ def _read_wishes(options: Mapping[str, Any]) -> Wishes:
         parsed = None if networks is None else tuple(str(parse_network(network)) for network in networks)
     except ValueError as error:
         raise RequestInvalidError("There is no such network.", [Fault("/cidr", str(error))]) from None
-    return Wishes(parsed, options["secret_id_days"], options["kubernetes_namespace"])
+    return BootstrapOptions(parsed, options["secret_id_days"], options["kubernetes_namespace"])
 
 
 def _read_token(name: str) -> Plaintext:

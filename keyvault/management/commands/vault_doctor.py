@@ -13,13 +13,13 @@ from keyvault.backends.vault.bootstrap import list_logins, list_scopes
 from keyvault.backends.vault.capabilities import ROLES_OF_HOST
 from keyvault.backends.vault.doctor import Examination
 from keyvault.backends.vault.remediation import Finding
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import PepperVersion
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.secrets.backend import choose_login, vault_layout, vault_server
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Looks at the Vault with the logins of this host, as the service does, and says in plain words what is wrong "
         "and how to mend it; exit 1 when something is."

@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.domain.environments import Environment
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.webhooks.endpoints import describe_endpoint, list_endpoints
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Lists a merchant's webhook endpoints, and how many messages wait, arrived or were given up. No secrets."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -281,7 +281,7 @@ def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CheckpointStatus:
     """The newest checkpoint of a scope and whether it holds, as the console shows it. `fault` None: it does."""
 
     scope: str
@@ -291,20 +291,20 @@ class Standing:
     fault: str | None
 
 
-def list_standings() -> list[Standing]:
+def list_standings() -> list[CheckpointStatus]:
     """Of each served scope: the newest checkpoint only; `verify_checkpoints` looks at them all."""
     keys, silent = read_public_keys()
     return [_standing(scope.value, keys, silent.get(scope.value)) for scope in list_served_sets()]
 
 
-def _standing(scope: str, keys: PublicKeys, unchecked: str | None) -> Standing:
+def _standing(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
     signed = find_newest(scope)
     heads = read_heads(scope)
     if signed is None:
-        return Standing(scope, None, count_unsigned(None, heads), unchecked, None)
+        return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, None)
     try:
         checkpoint = _require_held(signed, heads)
     except IntegrityError as error:
-        return Standing(scope, signed, 0, unchecked, error.internal)
+        return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
     fault = None if unchecked else find_signature_fault(signed, keys)
-    return Standing(scope, signed, count_unsigned(checkpoint, heads), unchecked, fault)
+    return CheckpointStatus(scope, signed, count_unsigned(checkpoint, heads), unchecked, fault)

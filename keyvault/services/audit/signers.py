@@ -17,7 +17,7 @@ from django.conf import settings
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount, SecretBackend
 from keyvault.backends.vault import transit
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.layout import SIGNING_KEY, Engine
+from keyvault.backends.vault.layout import SIGNING_KEY, SecretsEngine
 from keyvault.backends.vault.transit import Signature
 from keyvault.domain.errors import IntegrityError
 from keyvault.domain.plaintext import Plaintext
@@ -48,7 +48,7 @@ class TransitSigner:
     backend: VaultBackend
 
     def name(self, scope: str) -> str:
-        return f"vault:{self.backend.layout.mount(Engine.ANCHOR, scope)}/{SIGNING_KEY}"
+        return f"vault:{self.backend.layout.mount(SecretsEngine.ANCHOR, scope)}/{SIGNING_KEY}"
 
     def sign(self, scope: str, message: bytes) -> Signature:
         return transit.sign(self.backend, scope, message)

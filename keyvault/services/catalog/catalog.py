@@ -7,8 +7,8 @@ from keyvault.access.catalog import (
     Bearer,
     Catalog,
     Endpoint,
-    LimiterLoss,
-    Miss,
+    LimiterFailurePolicy,
+    NoMatchingEndpoint,
     parse_context,
 )
 from keyvault.access.limits import Limit
@@ -36,12 +36,12 @@ def current_catalog() -> Catalog:
     return catalog
 
 
-def find_endpoint(name: str) -> Endpoint | Miss:
+def find_endpoint(name: str) -> Endpoint | NoMatchingEndpoint:
     built_in = BUILT_IN.find(name)
     return built_in if isinstance(built_in, Endpoint) else current_catalog().find(name)
 
 
-def match_endpoint(method: str, path: str, base_path: str = "") -> Endpoint | Miss:
+def match_endpoint(method: str, path: str, base_path: str = "") -> Endpoint | NoMatchingEndpoint:
     built_in = BUILT_IN.match(method, path, base_path)
     return built_in if isinstance(built_in, Endpoint) else current_catalog().match(method, path, base_path)
 
@@ -59,7 +59,7 @@ def endpoint_of(row: CatalogEndpoint) -> Endpoint:
         merchant_from=parse_context(row.merchant_from),
         store_from=parse_context(row.store_from),
         limit=limit_of(row.limit_count, row.limit_seconds),
-        on_limiter_loss=LimiterLoss(row.on_limiter_loss),
+        on_limiter_loss=LimiterFailurePolicy(row.on_limiter_loss),
         is_built_in=False,
     )
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from keyvault.access.catalog import BUILT_IN, Endpoint
 from keyvault.access.decision import Grant
 from keyvault.access.endpoint_description import authorization_panel
-from keyvault.access.endpoints import EndpointWish, read_endpoint
+from keyvault.access.endpoints import EndpointDraft, read_endpoint
 from keyvault.access.permissions import Permission
 from keyvault.domain.audit import PLATFORM_CHAIN
 from keyvault.domain.canonical import JsonValue
@@ -19,7 +19,7 @@ from keyvault.services.catalog.catalog import endpoint_of
 from keyvault.services.recording.transaction import recorded
 
 
-def add_endpoint(grant: Grant, wish: EndpointWish) -> CatalogEndpoint:
+def add_endpoint(grant: Grant, wish: EndpointDraft) -> CatalogEndpoint:
     """A new one. A withdrawn one's name stays taken: that one is restored. Raises RequestInvalidError with faults."""
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=wish.name) as record:
         _take_turns()
@@ -34,7 +34,7 @@ def add_endpoint(grant: Grant, wish: EndpointWish) -> CatalogEndpoint:
     return row
 
 
-def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointWish) -> None:
+def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointDraft) -> None:
     """All of it but its name, at once. Raises RequestInvalidError with faults, StateConflictError when withdrawn."""
     _require_live(row)
     if wish.name != row.name:
@@ -67,10 +67,10 @@ def restore_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
         row.compare_and_swap(withdrawn_at=None)
 
 
-def wish_of(row: CatalogEndpoint) -> EndpointWish:
+def wish_of(row: CatalogEndpoint) -> EndpointDraft:
     """What would make just this endpoint."""
     endpoint = endpoint_of(row)
-    return EndpointWish(
+    return EndpointDraft(
         name=endpoint.name,
         method=endpoint.method,
         path=endpoint.path,
@@ -104,7 +104,7 @@ def _require_live(row: CatalogEndpoint) -> None:
         raise StateConflictError("The endpoint is withdrawn: restore it first.")
 
 
-def _require_readable(wish: EndpointWish, others: Iterable[Endpoint]) -> Endpoint:
+def _require_readable(wish: EndpointDraft, others: Iterable[Endpoint]) -> Endpoint:
     read = read_endpoint(wish, others, _base_segments())
     if isinstance(read, Endpoint):
         return read
@@ -116,7 +116,7 @@ def _base_segments() -> frozenset[str]:
     return frozenset(path.split("/")[0].lower() for path in paths if path)
 
 
-def _rule_columns(wish: EndpointWish) -> dict[str, Any]:
+def _rule_columns(wish: EndpointDraft) -> dict[str, Any]:
     columns = asdict(wish) | {"credentials": sorted(wish.credentials)}
     del columns["name"]
     return columns

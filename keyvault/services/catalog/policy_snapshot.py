@@ -4,12 +4,12 @@ from django.db.models import Count, Max, Sum
 
 from keyvault.access.catalog import BUILT_IN
 from keyvault.access.limits import Limit
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.models import CatalogEndpoint, LimitOverride
 from keyvault.services.catalog.catalog import endpoint_of, limit_of
 
 
-def read_rules(known: RuleBook | None) -> RuleBook:
+def read_rules(known: PolicySnapshot | None) -> PolicySnapshot:
     """The rules as the rows have them now: `known` itself when nothing was changed since it was read.
 
     Rows are never deleted and count their versions up, so that their number and the sum of their versions change with
@@ -28,4 +28,4 @@ def read_rules(known: RuleBook | None) -> RuleBook:
         limit = limit_of(count, seconds)
         if limit is not None:
             overrides[account_id, environment, endpoint] = (limit, f"{pk}.{version}")
-    return RuleBook(BUILT_IN.with_added(map(endpoint_of, endpoints)), overrides, state)
+    return PolicySnapshot(BUILT_IN.with_added(map(endpoint_of, endpoints)), overrides, state)

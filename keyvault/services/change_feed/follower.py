@@ -25,7 +25,7 @@ from psycopg import sql
 
 from keyvault.models import Confirmation, Verifier
 from keyvault.models.recording import Subject
-from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, hang_up, take_impatient_connection
+from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import ask, wait_for_notice
 from keyvault.services.recording.changes import CHANNEL, FeedWentBackError, Position, generation, look_at_feed
 from keyvault.services.usage.recorder import usage_log
@@ -203,7 +203,7 @@ class Follower:
     def _follow(self) -> None:
         wake_up = _WakeUp(self._stop)
         try:
-            take_impatient_connection()
+            use_short_timeouts()
             self._watch(wake_up)
             while not self._stop.is_set() and not self._is_lost:
                 self._turn_began_at = time.monotonic()
@@ -227,8 +227,8 @@ class Follower:
         def watch() -> None:
             while not stop.wait(_WATCH_SECONDS):
                 if time.monotonic() - self._turn_began_at > _TURN_SECONDS:
-                    hang_up(watched.connection)
-                    hang_up(wake_up.connection)
+                    abort_connection(watched.connection)
+                    abort_connection(wake_up.connection)
 
         self._turn_began_at = time.monotonic()
         threading.Thread(target=watch, name="feed-watch", daemon=True).start()

@@ -46,7 +46,7 @@ _LONGEST_PAUSE_SECONDS = 0.05
 _waiters = threading.BoundedSemaphore(MOST_WAITERS)
 
 
-class Standing(StrEnum):
+class VerifierProgress(StrEnum):
     """How a verifier stands to a change. EXPIRED: it was not heard of in time, and is not waited for."""
 
     CONFIRMED = "confirmed"
@@ -60,7 +60,7 @@ class VerifierStanding:
 
     verifier_id: str
     door: str
-    standing: Standing
+    standing: VerifierProgress
     confirmed_at: datetime | None
     started_at: datetime
     seen_at: datetime
@@ -79,7 +79,7 @@ class Receipt:
     changed_at: datetime | None = None
     verifiers: tuple[VerifierStanding, ...] = ()
 
-    def of(self, standing: Standing) -> list[VerifierStanding]:
+    def of(self, standing: VerifierProgress) -> list[VerifierStanding]:
         return [verifier for verifier in self.verifiers if verifier.standing is standing]
 
     def seconds_until(self, verifier: VerifierStanding) -> float | None:
@@ -113,7 +113,7 @@ def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
 
 def list_unconfirmed(sequence: int) -> list[str]:
     """The ids of the verifiers that are waited for until all have applied the change."""
-    return [verifier.verifier_id for verifier in _receipt(sequence).of(Standing.WAITING)]
+    return [verifier.verifier_id for verifier in _receipt(sequence).of(VerifierProgress.WAITING)]
 
 
 def find_account_of(subject: Subject | None) -> Account | None:
@@ -178,7 +178,7 @@ def _receipt(sequence: int) -> Receipt:
     standings = []
     for row in rows.order_by("started_at", "verifier_id"):
         standing = _standing(row, sequence, row.now)
-        if standing is not None and (standing is not Standing.EXPIRED or _was_heard_of(row, change)):
+        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_heard_of(row, change)):
             standings.append(
                 VerifierStanding(
                     row.verifier_id, row.door, standing, row.first_confirmed_at, row.started_at, row.seen_at
@@ -186,20 +186,24 @@ def _receipt(sequence: int) -> Receipt:
             )
     return Receipt(
         sequence,
-        is_complete=all(verifier.standing is not Standing.WAITING for verifier in standings),
+        is_complete=all(verifier.standing is not VerifierProgress.WAITING for verifier in standings),
         subject=None if change is None else (change.subject_kind, change.subject_id),
         changed_at=None if change is None else change.at,
         verifiers=tuple(standings),
     )
 
 
-def _standing(row: Verifier, sequence: int, now: datetime) -> Standing | None:
+def _standing(row: Verifier, sequence: int, now: datetime) -> VerifierProgress | None:
     """None: it went, and had not got there."""
     if row.confirmed_sequence >= sequence:
-        return Standing.CONFIRMED
+        return VerifierProgress.CONFIRMED
     if row.stopped_at is not None:
         return None
-    return Standing.WAITING if row.seen_at + timedelta(milliseconds=row.staleness_ms) >= now else Standing.EXPIRED
+    return (
+        VerifierProgress.WAITING
+        if row.seen_at + timedelta(milliseconds=row.staleness_ms) >= now
+        else VerifierProgress.EXPIRED
+    )
 
 
 def _was_heard_of(row: Verifier, change: Change | None) -> bool:

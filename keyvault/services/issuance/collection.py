@@ -17,7 +17,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import Sealed, seal_to
 from keyvault.models import IssuanceRequest, Key, KeyUse, Material
-from keyvault.services.keys.lifecycle import burn_key
+from keyvault.services.keys.lifecycle import discard_key
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import read_string, require_served
@@ -117,7 +117,7 @@ def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
     ):
         request.compare_and_swap(state=IssuanceState.BURNED)
         if is_alive:
-            burn_key(grant, key)
+            discard_key(grant, key)
             announce(
                 grant,
                 NoticeKind.KEY_REVOKED,

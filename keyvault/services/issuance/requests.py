@@ -24,7 +24,7 @@ from keyvault.domain.issuance import (
     Delivery,
     IssuancePlan,
     IssuanceState,
-    may_become,
+    can_transition_issuance,
 )
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
@@ -34,7 +34,7 @@ from keyvault.models import Account, Credential, IssuanceApproval, IssuanceReque
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import approving_operator, locked, note_command_line_approval
 from keyvault.services.issuance.collection import record_collection, require_collectable
-from keyvault.services.keys.lifecycle import activate_key, burn_key, note_stored, stage_key
+from keyvault.services.keys.lifecycle import activate_key, discard_key, note_stored, stage_key
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.peppers.ring import freshen_peppers
@@ -250,7 +250,7 @@ def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> Non
             hold(lease)
             if stored is not None and stored.labels.get("key_id") == key.key_id:
                 note_stored(grant, key, stored.version)
-            burn_key(grant, key)
+            discard_key(grant, key)
 
 
 def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
@@ -383,7 +383,7 @@ def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key |
         else:
             with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_about(request)):
                 hold(lease)
-                burn_key(grant, key)
+                discard_key(grant, key)
     return adopted
 
 
@@ -395,7 +395,7 @@ def _close(
     event: str,
     **details: JsonValue,
 ) -> IssuanceRequest:
-    if not may_become(IssuanceState(request.state), state):
+    if not can_transition_issuance(IssuanceState(request.state), state):
         raise StateConflictError(f"The request is {request.state}; it cannot be {state} any more.")
     with recorded(grant, permission, event, account=request.account, **_about(request), **details):
         request.compare_and_swap(state=state, decided_at=grant.at)

@@ -17,7 +17,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.domain.free_text import clean_text
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement, may_become
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason, can_transition
 from keyvault.domain.keystring import STRING_KIND, STRING_SCOPE, mint_keystring
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -25,7 +25,7 @@ from keyvault.domain.revocation import RevocationReason, state_after
 from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
 from keyvault.services.limits.limiter import spend_repeat
 from keyvault.services.peppers.ring import load_peppers
-from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import Record, recorded
 
@@ -134,10 +134,10 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
         with recorded(grant, _REVOKE, "key.revoke_repeated", account=key.credential.account, **_about(key)) as record:
             pass
         # Whoever asks again may have lost the answer to a commit, and this host with it the news.
-        tell_host([key.alters()])
+        notify_host([key.alters()])
         return record
     if key.state == KeyState.PRE_ACTIVATION:
-        return burn_key(grant, key)
+        return discard_key(grant, key)
     return _move(
         grant,
         _REVOKE,
@@ -147,7 +147,7 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
         notice=NoticeKind.KEY_REVOKED,
         details={"reason": reason.value, "evidence": list(evidence)},
         deactivated_at=grant.at,
-        retirement=Retirement.REVOKED,
+        retirement=RetirementReason.REVOKED,
         reason=reason,
         material=_to_destroy(key),
     )
@@ -180,7 +180,7 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
             if not is_repeat:
                 _report_compromise(grant, key)
     if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _NEWS):
-        tell_host([key.alters()])  # as in `_revoke`; later nobody vouches for what was before
+        notify_host([key.alters()])  # as in `_revoke`; later nobody vouches for what was before
     return last_sequence(key)
 
 
@@ -203,7 +203,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
             grant, permissions, "key.compromise_repeated", account=key.credential.account, **_about(key)
         ) as record:
             pass
-        tell_host([key.alters()])  # as in `_revoke`
+        notify_host([key.alters()])  # as in `_revoke`
         return record
     return _move(
         grant,
@@ -223,7 +223,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
     )
 
 
-def burn_key(grant: Grant, key: Key) -> Record:
+def discard_key(grant: Grant, key: Key) -> Record:
     """Ends a key that nobody was given: it never verified, or must never verify again."""
     permissions = _REVOKE | {P.ROTATIONS_WRITE}
     material = _to_destroy(key)
@@ -238,13 +238,13 @@ def burn_key(grant: Grant, key: Key) -> Record:
         KeyState.DEACTIVATED,
         "key.burned",
         deactivated_at=grant.at,
-        retirement=Retirement.REVOKED,
+        retirement=RetirementReason.REVOKED,
         reason=RevocationReason.CESSATION_OF_OPERATION,
         material=material,
     )
 
 
-def end_again(grant: Grant, key: Key, reason: RevocationReason, **details: JsonValue) -> Record:
+def reapply_revocation(grant: Grant, key: Key, reason: RevocationReason, **details: JsonValue) -> Record:
     """Ends a key that had ended, and that a restored database has brought back; everybody was told at the time."""
     state = state_after(reason)
     if key.state == KeyState.PRE_ACTIVATION and state is KeyState.DEACTIVATED:
@@ -253,7 +253,7 @@ def end_again(grant: Grant, key: Key, reason: RevocationReason, **details: JsonV
     if state is not KeyState.DESTROYED:
         stamps["reason"] = reason
     if state is KeyState.DEACTIVATED:
-        stamps["retirement"] = Retirement.REVOKED
+        stamps["retirement"] = RetirementReason.REVOKED
     told: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
     return _move(
         grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=told, **stamps
@@ -271,7 +271,7 @@ def expire_key(grant: Grant, key: Key) -> None:
         KeyState.DEACTIVATED,
         "key.expired",
         deactivated_at=grant.at,
-        retirement=Retirement.EXPIRED,
+        retirement=RetirementReason.EXPIRED,
         material=_to_destroy(key),
         notice=NoticeKind.KEY_REVOKED,
     )
@@ -360,7 +360,7 @@ def _move(
     **stamps: object,
 ) -> Record:
     """One way of the transition table, in one transaction with its audit entry, change row and notices."""
-    if not may_become(KeyState(key.state), state):
+    if not can_transition(KeyState(key.state), state):
         raise StateConflictError(
             f"A key that is {key.state} cannot become {state}.", internal=f"{key.key_id}: {key.state} to {state}"
         )

@@ -14,7 +14,7 @@ from keyvault.access.principals import Service
 from keyvault.access.verification import TokenRecord, judge_service_token, read_service_token
 from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
-from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, Retirement
+from keyvault.domain.keys import KeyKind, KeyRecord, KeyState, RetirementReason
 from keyvault.domain.networks import IPNetwork, parse_network
 from keyvault.models import CustomerToken, Key, MerchantStatus, ServiceToken
 from keyvault.models.keys import OriginHeader
@@ -73,7 +73,7 @@ def key_record(row: Sequence[Any], read_networks: Callable[[Any], tuple[IPNetwor
         bytes(row[4]),
         row[5],
         _STATES[row[6]],
-        Retirement(row[7]) if row[7] else None,
+        RetirementReason(row[7]) if row[7] else None,
         row[8],
         row[9] == _ACTIVE,
         row[10] == _ACTIVE,

@@ -22,11 +22,11 @@ from django.conf import settings
 
 from keyvault.access.limits import Bucket, Spend
 from keyvault.services.limits.limiter import Limiter, limiter
-from keyvault.services.limits.stores import Answer, LimitStoreLostError, LocalStore, Payer, RedisStore
-from keyvault.services.limits.token_leases import Ask, Leases
+from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, Payer, RedisStore, StoreReply
+from keyvault.services.limits.token_leases import LeaseRequest, Leases
 
 
-class Budgets(Protocol):
+class LimitBudgets(Protocol):
     """`is_local`: `spend` does no I/O either."""
 
     is_local: bool
@@ -35,9 +35,9 @@ class Budgets(Protocol):
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
 
-    async def spend_soon(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
+    async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
 
-    async def close_soon(self) -> None:
+    async def close_async(self) -> None:
         """Before the running loop ends: a connection is of one loop."""
 
 
@@ -49,8 +49,8 @@ class LocalBudgets:
     def __init__(self, limiter: Limiter, store: LocalStore) -> None:
         self.payer = store.payer
         self.spend = limiter.spend
-        self.spend_soon = limiter.spend_soon
-        self.close_soon = limiter.close_soon
+        self.spend_async = limiter.spend_async
+        self.close_async = limiter.close_async
 
 
 class StrictBudgets:
@@ -60,8 +60,8 @@ class StrictBudgets:
 
     def __init__(self, limiter: Limiter) -> None:
         self.spend = limiter.spend
-        self.spend_soon = limiter.spend_soon
-        self.close_soon = limiter.close_soon
+        self.spend_async = limiter.spend_async
+        self.close_async = limiter.close_async
 
     def payer(self, buckets: Sequence[Bucket]) -> Payer:
         """Nothing is known here."""
@@ -78,12 +78,12 @@ class LeasedBudgets:
         self._store = store
         self._leases = leases or Leases()
         self.payer = self._leases.payer
-        self.close_soon = limiter.close_soon
+        self.close_async = limiter.close_async
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         step = self._leases.plan(buckets, cost)
-        while isinstance(step, Ask):
-            answer: Answer | None = None
+        while isinstance(step, LeaseRequest):
+            answer: StoreReply | None = None
             try:
                 with suppress(LimitStoreLostError), self._limiter.watch.asking():
                     answer = self._store.ask(step.buckets, step.costs)
@@ -95,13 +95,13 @@ class LeasedBudgets:
             step = self._leases.settle(step, answer)
         return step
 
-    async def spend_soon(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+    async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         step = self._leases.plan(buckets, cost)
-        while isinstance(step, Ask):
-            answer: Answer | None = None
+        while isinstance(step, LeaseRequest):
+            answer: StoreReply | None = None
             try:
                 with suppress(LimitStoreLostError), self._limiter.watch.asking():
-                    answer = await self._store.ask_soon(step.buckets, step.costs)
+                    answer = await self._store.ask_async(step.buckets, step.costs)
             finally:
                 if answer is None:
                     self._leases.abandon(step)
@@ -111,13 +111,13 @@ class LeasedBudgets:
         return step
 
 
-def budgets() -> Budgets:
+def budgets() -> LimitBudgets:
     """As configured. Spends from what `limiter()` spends from, and is made anew when that is."""
     return _budgets_of(limiter(), is_strict=settings.IS_STRICT_LIMITS)
 
 
 @lru_cache(maxsize=1)
-def _budgets_of(limiter: Limiter, *, is_strict: bool) -> Budgets:
+def _budgets_of(limiter: Limiter, *, is_strict: bool) -> LimitBudgets:
     if isinstance(limiter.store, LocalStore):
         return LocalBudgets(limiter, limiter.store)
     if isinstance(limiter.store, RedisStore) and not is_strict:

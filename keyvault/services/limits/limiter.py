@@ -105,18 +105,18 @@ class Limiter:
             return self.store.spend(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
-    async def spend_soon(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
+    async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         """The same in asyncio, where nothing waits for the store but the caller."""
         if not isinstance(self.store, PipelinedStore):
             return self.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
         with suppress(LimitStoreLostError), self.watch.asking():
-            return await self.store.spend_soon(buckets, cost)
+            return await self.store.spend_async(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
-    async def close_soon(self) -> None:
+    async def close_async(self) -> None:
         """Lets go of what the store keeps open for the running loop, which is about to end."""
         if isinstance(self.store, PipelinedStore):
-            await self.store.close_soon()
+            await self.store.close_async()
 
     def spend_share(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool) -> Spend:
         """What becomes of a request while the store is lost.

@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from keyvault.access.limits import Arrival, Bucket, Spend, spend, spend_each
+from keyvault.access.limits import Bucket, BucketState, Spend, spend, spend_each
 from keyvault.services.limits.redis_pipeline import LimitPipeline
 
 
@@ -33,18 +33,18 @@ class LimitStore(Protocol):
 
 @runtime_checkable
 class PipelinedStore(Protocol):
-    async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+    async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         """The same for callers in asyncio: all of one turn of the loop travel together."""
 
-    async def close_soon(self) -> None:
+    async def close_async(self) -> None:
         """Lets go of the connection of the running loop."""
 
 
-class Answer(NamedTuple):
+class StoreReply(NamedTuple):
     """What a shared store said: the outcome, the states that it keeps, and the time there in microseconds."""
 
     spend: Spend
-    states: tuple[Arrival, ...]
+    states: tuple[BucketState, ...]
     now_us: int
 
 
@@ -54,7 +54,7 @@ def monotonic_us() -> int:
 
 
 class _Cell:
-    """A state as one number, in units of 1/count microseconds: `Arrival` is its quotient and remainder by count."""
+    """A state as one number, in units of 1/count microseconds: `BucketState` is its quotient and remainder by count."""
 
     __slots__ = ("count", "full_at")
 
@@ -63,8 +63,8 @@ class _Cell:
         self.count = count
 
     @property
-    def arrival(self) -> Arrival:
-        return Arrival(*divmod(self.full_at, self.count))
+    def arrival(self) -> BucketState:
+        return BucketState(*divmod(self.full_at, self.count))
 
 
 class LocalStore:
@@ -219,10 +219,10 @@ class RedisStore:
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         return self.ask(buckets, [cost] * len(buckets)).spend
 
-    async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        return (await self.ask_soon(buckets, [cost] * len(buckets))).spend
+    async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+        return (await self.ask_async(buckets, [cost] * len(buckets))).spend
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         """`access.limits.spend_each`. Raises LimitStoreLostError."""
         numbers = _numbers(buckets, costs)
         try:
@@ -231,7 +231,7 @@ class RedisStore:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
         return _answer(found, buckets, costs)
 
-    async def ask_soon(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    async def ask_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         numbers = _numbers(buckets, costs)
         try:
             found = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
@@ -239,7 +239,7 @@ class RedisStore:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
         return _answer(found, buckets, costs)
 
-    async def close_soon(self) -> None:
+    async def close_async(self) -> None:
         await self._pipeline.close()
 
 
@@ -251,14 +251,14 @@ def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
     ]
 
 
-def _answer(found: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+def _answer(found: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
     now, *states = found
     now_us = int(now)
-    return Answer(*spend_each([_parsed(state) for state in states], buckets, costs, now_us), now_us)
+    return StoreReply(*spend_each([_parsed(state) for state in states], buckets, costs, now_us), now_us)
 
 
-def _parsed(state: Any) -> Arrival | None:
+def _parsed(state: Any) -> BucketState | None:
     if state is None:
         return None
     micros, _, fraction = state.partition(b":")
-    return Arrival(int(micros), int(fraction))
+    return BucketState(int(micros), int(fraction))

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from keyvault.access.limits import Arrival, Bucket, Spend, Standing, spend, stand
-from keyvault.services.limits.stores import Answer, Payer, monotonic_us
+from keyvault.access.limits import Bucket, BucketState, BucketStatus, Spend, bucket_status, spend
+from keyvault.services.limits.stores import Payer, StoreReply, monotonic_us
 
 LIFE_US = 100_000
 
@@ -63,7 +63,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LeaseRequest:
     """What the store is asked for: `costs` of `buckets`, all or none, for one request for `cost`."""
 
     request: Sequence[Bucket]
@@ -122,7 +122,7 @@ class Leases:
                 holding.left -= cost
         return told
 
-    def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | Ask:
+    def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
         """Raises ValueError when some bucket can never hold that many tokens."""
         for bucket in buckets:
             bucket.limit.advance(cost)
@@ -143,9 +143,9 @@ class Leases:
             if not lacking:
                 return self._told(buckets, now_us)
             parts = tuple(_part(bucket, holding, cost, now_us) for bucket, holding in lacking)
-            return Ask(buckets, cost, parts, tuple((holding, holding.ends_us) for holding in paid), now_us)
+            return LeaseRequest(buckets, cost, parts, tuple((holding, holding.ends_us) for holding in paid), now_us)
 
-    def settle(self, ask: Ask, answer: Answer) -> Spend | Ask:
+    def settle(self, ask: LeaseRequest, answer: StoreReply) -> Spend | LeaseRequest:
         with self._lock:
             now_us = self._now_us()
             is_paid = answer.spend.allowed
@@ -157,20 +157,20 @@ class Leases:
                     self._take(part, ask, now_us)
             if not is_paid and any(part.size > ask.cost for part in ask.parts):
                 parts = tuple(_Part(part.bucket, part.holding, ask.cost, part.is_lease) for part in ask.parts)
-                return Ask(ask.request, ask.cost, parts, ask.paid, now_us)
+                return LeaseRequest(ask.request, ask.cost, parts, ask.paid, now_us)
             self._let_go(ask)
             if is_paid:
                 return self._told(ask.request, now_us)
             self._give_back(ask)
             return self._told(ask.request, now_us, answer.spend, ask.buckets)
 
-    def abandon(self, ask: Ask) -> None:
+    def abandon(self, ask: LeaseRequest) -> None:
         """Nobody knows what the store has done. What it may have paid is lost."""
         with self._lock:
             self._let_go(ask)
             self._give_back(ask)
 
-    def _take(self, part: _Part, ask: Ask, now_us: int) -> None:
+    def _take(self, part: _Part, ask: LeaseRequest, now_us: int) -> None:
         """Of the lease before, only what this request itself uses up lives on: the rest is all new."""
         holding = part.holding
         before = min(holding.left, ask.cost - 1) if now_us < holding.ends_us else 0
@@ -179,13 +179,13 @@ class Leases:
         holding.size = part.size
 
     @staticmethod
-    def _let_go(ask: Ask) -> None:
+    def _let_go(ask: LeaseRequest) -> None:
         for part in ask.parts:
             if part.is_lease:
                 part.holding.is_leasing = False
 
     @staticmethod
-    def _give_back(ask: Ask) -> None:
+    def _give_back(ask: LeaseRequest) -> None:
         """To the same lease, if nobody has asked for the next one because this one was used up: else they are lost."""
         for holding, ends_us in ask.paid:
             if holding.ends_us == ends_us and not holding.is_leasing:
@@ -218,7 +218,7 @@ def _part(bucket: Bucket, holding: _Holding, cost: int, now_us: int) -> _Part:
     size = 0
     if now_us - holding.seen_us < _REMEMBERED_US:
         used = holding.size - holding.left
-        left_there = stand(bucket, _state(bucket, holding), now_us).remaining
+        left_there = bucket_status(bucket, _state(bucket, holding), now_us).remaining
         size = min(2 * used if now_us < holding.ends_us else used, left_there // SHARE)
     return _Part(bucket, holding, max(cost, size), is_lease=True)
 
@@ -234,14 +234,14 @@ def _refusal(lacking: Sequence[tuple[Bucket, _Holding]], cost: int, now_us: int)
     return None if outcome.allowed else outcome
 
 
-def _state(bucket: Bucket, holding: _Holding) -> Arrival:
-    return Arrival(*divmod(holding.full_at, bucket.limit.count))
+def _state(bucket: Bucket, holding: _Holding) -> BucketState:
+    return BucketState(*divmod(holding.full_at, bucket.limit.count))
 
 
-def _standing(bucket: Bucket, holding: _Holding, now_us: int) -> Standing:
+def _standing(bucket: Bucket, holding: _Holding, now_us: int) -> BucketStatus:
     """What is left there and here. The bucket is full again when it is so there."""
-    there = stand(bucket, _state(bucket, holding), now_us)
+    there = bucket_status(bucket, _state(bucket, holding), now_us)
     here = holding.left if now_us < holding.ends_us else 0
-    return Standing(
+    return BucketStatus(
         there.policy, there.limit, min(there.remaining + here, there.limit.count), max(there.reset_seconds, 1)
     )

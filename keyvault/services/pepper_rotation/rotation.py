@@ -115,7 +115,7 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaning:
+class PepperUsage:
     """What can still prove something by a version, or is sealed under it; each set of rows to be listed."""
 
     keys: QuerySet[Key]
@@ -140,13 +140,13 @@ class PepperInUseError(StateConflictError):
     """Something that lives leans on it."""
 
 
-def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> Leaning:
+def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
     environment = _environment(pepper_set)
     living = Key.objects.filter(pepper_version=number).exclude(state__in=DEAD_STATES)
     good = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
     tokens = ServiceToken.objects.filter(**good) if environment is None else ServiceToken.objects.none()
     endpoints = WebhookEndpoint.objects.filter(account__environment=environment).order_by("pk")
-    return Leaning(
+    return PepperUsage(
         living.filter(credential__account__environment=environment).order_by("key_id"),
         tokens.order_by("token_id"),
         CustomerToken.objects.filter(account__environment=environment, **good).order_by("token_id"),

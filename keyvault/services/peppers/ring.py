@@ -93,7 +93,7 @@ class PepperRing:
         is then tried by a thread."""
         loaded = self._loaded.get(pepper_set)
         if loaded is None:
-            self.refresh_soon()
+            self.schedule_refresh()
             raise VerifierStaleError(
                 "The key cannot be judged right now. Try again.",
                 internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend away?",
@@ -132,11 +132,11 @@ class PepperRing:
         if time.monotonic() - self._refreshed_at < REFRESH_SECONDS:
             return
         if self._missing() or any(_is_behind(loaded) for loaded in list(self._loaded.values())):
-            self.refresh_soon()
+            self.schedule_refresh()
         self._refreshed_at = time.monotonic()
         self._note_versions()
 
-    def refresh_soon(self) -> None:
+    def schedule_refresh(self) -> None:
         """By a thread of its own, one at a time and with a pause after each: for a request that must not wait."""
         if self._thread is not None and self._thread.is_alive():
             return
@@ -201,7 +201,7 @@ def take_pepper(peppers: Peppers, version: int) -> Peppers:
         return peppers
     newest = load_peppers(peppers.pepper_set)
     if newest.lacks(version):
-        load_peppers.refresh_soon()
+        load_peppers.schedule_refresh()
         raise VerifierStaleError(
             "The key cannot be judged right now. Try again.",
             internal=f"{peppers.pepper_set} pepper {version} is not loaded yet: is the secret backend away?",

@@ -23,7 +23,7 @@ _LOCK_SECONDS = 0.2
 _CONNECT_SECONDS = 2
 
 
-def take_impatient_connection() -> None:
+def use_short_timeouts() -> None:
     """The calling thread's own connection is one that gives up soon, from here on."""
     impatient = connections.create_connection("default")
     impatient.settings_dict = copy.deepcopy(impatient.settings_dict)
@@ -35,7 +35,7 @@ def take_impatient_connection() -> None:
     connections["default"] = impatient
 
 
-def hang_up(waited_for: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
+def abort_connection(waited_for: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
     """From another thread than the one that waits, or from the loop: that one gets an OperationalError."""
     if waited_for is None:
         return

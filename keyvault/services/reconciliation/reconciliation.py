@@ -33,7 +33,7 @@ from keyvault.domain.keys import DEAD_STATES
 from keyvault.models import Credential, Key, Material, ProviderConnection
 from keyvault.services import offboarding
 from keyvault.services.keys.lifecycle import get_key
-from keyvault.services.reconciliation.report import Report, Telling
+from keyvault.services.reconciliation.report import ReconciliationNotice, ReconciliationReport
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import provider_connections
@@ -86,7 +86,7 @@ def reconcile(
     is_dry_run: bool = False,
     principal: System = WORKER,
     keep: Callable[[], None] = lambda: None,
-) -> Report:
+) -> ReconciliationReport:
     """All of one environment. `keep` is called again and again, and may raise to end it.
 
     A path's fault is counted and the next one looked at; a backend that is away or refuses us ends it, and the report
@@ -101,7 +101,7 @@ def reconcile(
         _log.warning("reconciling ended early", extra={"environment": environment, "why": error.internal})
     except BackendDeniedError as error:
         _log.error("reconciling was refused", extra={"environment": environment, "why": error.internal})
-        run.tell_of_refusal(error)
+        run.report_refusal(error)
     if not is_dry_run:
         grant = authorize(principal, P.BACKEND_RECONCILE, now=datetime.now(UTC))
         with recorded(grant, P.BACKEND_RECONCILE, "backend.reconciled", account=None, **run.report.counts()):
@@ -110,7 +110,7 @@ def reconcile(
     return run.report
 
 
-class _Run(Telling):
+class _Run(ReconciliationNotice):
     """One look at one environment."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System, keep: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class _Run(Telling):
         elif (connection := provider_connections.find_by_path(self.environment, path)) is not None:
             self._look_at_connection(connection)
         else:
-            self.tell_stranger(path, None, "no credential or connection of ours has this path")
+            self.report_unattributed(path, None, "no credential or connection of ours has this path")
 
     def _versions(self, path: str) -> Iterator[StoredVersion]:
         """Those that are not destroyed."""
@@ -158,17 +158,17 @@ class _Run(Telling):
         path, number = credential.backend_path, version.version
         if version.state is VersionState.DELETED:
             if not credential.keys.filter(backend_version=number).exists():
-                self.tell_stranger(path, number, "it is deleted, and no key of ours names it")
+                self.report_unattributed(path, number, "it is deleted, and no key of ours names it")
             return
         labels = self._labels(path, number)
         if labels is None:
             return
         key = self._attribute(credential, labels)
         if isinstance(key, str):
-            self.tell_stranger(path, number, key)
+            self.report_unattributed(path, number, key)
             return
         for other in credential.keys.filter(backend_version=number, material=Material.HELD).exclude(pk=key.pk):
-            self.tell_missing(other)  # The number was used again: the storage was set back.
+            self.report_missing(other)  # The number was used again: the storage was set back.
         if key.state in DEAD_STATES:
             self._destroy_orphan(key, number)
 
@@ -204,7 +204,7 @@ class _Run(Telling):
         found = list(self._versions(path))
         strange = [each.version for each in found if not self._is_of(own, path, each)]
         for number in strange:
-            self.tell_stranger(path, number, "it was not written for this connection, or is deleted")
+            self.report_unattributed(path, number, "it was not written for this connection, or is deleted")
         if strange or self.report.is_dry_run:
             return
         grant = self.grant(connection.account)
@@ -257,7 +257,7 @@ class _Run(Telling):
                 self.keep()
                 with self._one_by_one(row.backend_path):
                     if self._state_of(row.backend_path, row.backend_version) is not VersionState.LIVE:
-                        self.tell_missing_connection(row)
+                        self.report_missing_connection(row)
             last = batch[-1].pk
 
     def _look_at_row(self, key: Key) -> None:
@@ -272,7 +272,7 @@ class _Run(Telling):
         elif state is VersionState.LIVE:
             self._put_right(key, Material.DELETE_DUE)
         else:
-            self.tell_missing(key)
+            self.report_missing(key)
 
     def _state_of(self, path: str, number: int | None) -> VersionState | None:
         found = secret_backend().versions(self.mount, path)

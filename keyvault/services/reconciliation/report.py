@@ -17,7 +17,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import provider_connections
-from keyvault.services.secrets.stored_copies import announce_missing, tell_of_refusal
+from keyvault.services.secrets.stored_copies import announce_missing, report_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MOST_TOLD = 1000
 
 
 @dataclass(slots=True)
-class Report:
+class ReconciliationReport:
     """What one environment's backend holds, and what was done about it (in a dry run: would be).
 
     `destroyed`: orphans of ours. `put_right`: copies that were hidden and should not be, or the other way round.
@@ -65,14 +65,14 @@ class Report:
             self.findings.append(finding)
 
 
-class Telling:
+class ReconciliationNotice:
     """What one look at one environment says, to whom and how often."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System) -> None:
         self.environment, self.principal = environment, principal
-        self.report = Report(environment.value, is_dry_run)
+        self.report = ReconciliationReport(environment.value, is_dry_run)
 
-    def tell_stranger(self, path: str, number: int | None, why: str) -> None:
+    def report_unattributed(self, path: str, number: int | None, why: str) -> None:
         """In the answer and the log each time; in the console once, where an account can be named."""
         self.report.strangers += 1
         self.report.tell("stranger", path, number, why=why)
@@ -90,12 +90,12 @@ class Telling:
         with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
             announce(grant, NoticeKind.BACKEND_STRANGER, account, subject, **payload)
 
-    def tell_of_refusal(self, error: BackendDeniedError) -> None:
+    def report_refusal(self, error: BackendDeniedError) -> None:
         account = Account.objects.filter(environment=self.environment).order_by("pk").first()
         if account is not None and not self.report.is_dry_run:
-            tell_of_refusal(self.grant(account), account, "the nightly look at what is stored", error)
+            report_refusal(self.grant(account), account, "the nightly look at what is stored", error)
 
-    def tell_missing(self, key: Key) -> None:
+    def report_missing(self, key: Key) -> None:
         self.report.missing += 1
         self.report.tell("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
         account = key.credential.account
@@ -106,7 +106,7 @@ class Telling:
         with recorded(grant, P.BACKEND_RECONCILE, "key.material_missing", account=account, key_id=key.key_id):
             announce_missing(grant, key)
 
-    def tell_missing_connection(self, row: ProviderConnection) -> None:
+    def report_missing_connection(self, row: ProviderConnection) -> None:
         fresh = provider_connections.find_by_path(self.environment, row.backend_path)
         if fresh is None or fresh.version != row.version:
             self.report.left += 1

@@ -32,7 +32,7 @@ from msgspec.json import Decoder
 from keyvault.models import Change
 from keyvault.models.recording import Subject
 from keyvault.services.postgres.raw_queries import ask
-from keyvault.services.recording.host_generation import Generation
+from keyvault.services.recording.host_generation import HostGeneration
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ _ROWS_AS_JSON = """
 
 
 @cache
-def generation() -> Generation:
+def generation() -> HostGeneration:
     """This process's own. Raises OSError when the file cannot be opened or made."""
-    return Generation(settings.DATA_DIR / "generation")
+    return HostGeneration(settings.DATA_DIR / "generation")
 
 
 def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | None:
@@ -97,11 +97,11 @@ def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | N
     if is_postgres:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, str(sequence)])
-    transaction.on_commit(partial(tell_host, tuple(subjects)))
+    transaction.on_commit(partial(notify_host, tuple(subjects)))
     return sequence
 
 
-def tell_host(subjects: Collection[Subject]) -> None:
+def notify_host(subjects: Collection[Subject]) -> None:
     """Tells the processes of this host. Never raises: what is done is done, and the feed tells them too."""
     try:
         generation().announce(subjects)
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ChangeBatch:
     """What one look found: `drawn` is the last sequence drawn when it began, `holders` who might then have drawn it
     or a lower one, `rows` what was visible after that (all of them, or the first MOST_ROWS + 1).
     """
@@ -128,7 +128,7 @@ class Look:
     rows: list[Row]
 
 
-def look_at_feed(above: int) -> Look:
+def look_at_feed(above: int) -> ChangeBatch:
     """Reads the rows above a sequence, in one round trip. Raises OperationalError when it cannot, or on a standby."""
     rows = _ROWS.format(above=int(above), most=MOST_ROWS + 1)
     if connection.vendor != "postgresql":
@@ -137,12 +137,12 @@ def look_at_feed(above: int) -> Look:
             drawn = cursor.fetchone()[0]
             cursor.execute(rows)
             found = [Row(sequence, (kind, identity), at) for sequence, kind, identity, at in cursor.fetchall()]
-            return Look(drawn, frozenset(), found)
+            return ChangeBatch(drawn, frozenset(), found)
     script = ";".join([_SNAPSHOTS, _LAST_DRAWN, _HOLDERS, _ROWS_AS_JSON.format(rows=rows)])
     _, last_drawn, holders, visible = ask(script.encode())
     if last_drawn.get_value(0, 1) != b"f":
         raise OperationalError("the change feed is followed on the primary only, and this is a standby")
-    return Look(
+    return ChangeBatch(
         int(last_drawn.get_value(0, 0) or 0),
         frozenset((holders.get_value(row, 0) or b"").decode() for row in range(holders.ntuples)),
         _decode_rows(visible.get_value(0, 0) or b""),
@@ -172,7 +172,7 @@ class Position:
     _candidate: int = 0
     _undecided: frozenset[str] | None = None
 
-    def find_new(self, look: Look) -> list[Subject] | None:
+    def find_new(self, look: ChangeBatch) -> list[Subject] | None:
         """What the look shows that is not applied yet, each once; None: forget everything.
 
         Raises FeedWentBackError.
@@ -184,7 +184,7 @@ class Position:
             return None
         return list(dict.fromkeys(row.subject for row in look.rows if row not in self._applied))
 
-    def advance(self, look: Look) -> bool:
+    def advance(self, look: ChangeBatch) -> bool:
         """Notes that what the look showed has been applied; whether more is confirmed by that."""
         self._strangers &= look.holders
         if not self.is_placed or len(look.rows) > MOST_ROWS:

@@ -38,7 +38,7 @@ _WRITER_SECONDS = 2.0
 """A lock is held for microseconds, and ends with its process. One that was stopped in the middle holds it longer."""
 
 
-class Generation:
+class HostGeneration:
     """The file at `path`, made with mode 0600 when absent. Raises OSError when it cannot be opened or made.
 
     `words[0]` is the generation. Take `words` again after every `since`: somebody may have replaced the file. (It may

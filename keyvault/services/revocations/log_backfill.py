@@ -49,7 +49,7 @@ _SETTLED_AFTER = timedelta(seconds=60)
 
 
 @dataclass(slots=True)
-class JournalHealer:
+class LogBackfill:
     """What a process knows of the journal: read once, from the last note of how far, and then only what is new in it.
 
     `_known`: the ends that it has of changes that were not looked at yet.
@@ -155,10 +155,10 @@ class JournalHealer:
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
 
 
-_healer = JournalHealer()
+_healer = LogBackfill()
 
 
-def heal_journal(now: datetime) -> int:
+def backfill_log(now: datetime) -> int:
     """One round of this process's healer."""
     return _healer.heal(now)
 

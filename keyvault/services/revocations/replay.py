@@ -16,7 +16,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.revocation_log import Ended, Looked, Opened, StandingLines
 from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
 from keyvault.models.recording import Subject
-from keyvault.services.keys.lifecycle import end_again, get_key
+from keyvault.services.keys.lifecycle import get_key, reapply_revocation
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.revocation_log import ENDING, boot_id, read_journal
 from keyvault.services.recording.transaction import recorded
@@ -198,7 +198,7 @@ def _end_key(grant: Grant, line: Ended) -> None:
     if key is None or (key.state in DEAD_STATES and not (is_compromise and key.state == KeyState.DEACTIVATED)):
         return
     reason = RevocationReason(line.reason or RevocationReason.UNSPECIFIED)
-    end_again(_own(grant, key.credential.account), key, reason, journal=_told(line))
+    reapply_revocation(_own(grant, key.credential.account), key, reason, journal=_told(line))
 
 
 def _end_service_token(grant: Grant, line: Ended) -> None:

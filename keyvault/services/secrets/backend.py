@@ -7,7 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.base import Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
-from keyvault.backends.vault.client import Server
+from keyvault.backends.vault.client import VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
 from keyvault.backends.vault.logins import AppRoleLogin, KubernetesLogin, Login, TokenFileLogin
@@ -30,11 +30,11 @@ def vault_backend() -> VaultBackend:
     return VaultBackend(vault_server(), choose_login, vault_layout())
 
 
-def vault_server() -> Server:
+def vault_server() -> VaultServer:
     """Raises ImproperlyConfigured without an address."""
     if not settings.VAULT_ADDRESS:
         raise ImproperlyConfigured("VAULT_ADDR: wants the address of the Vault that KEYVAULT_BACKEND=vault asks for")
-    return Server(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
+    return VaultServer(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
 
 
 def vault_layout() -> Layout:

@@ -239,7 +239,7 @@ def forget_string(key: Key) -> None:
         secret_backend().destroy(*_place(key), key.backend_version)
 
 
-def tell_of_refusal(grant: Grant, account: Account, what: str, error: BackendDeniedError) -> None:
+def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeniedError) -> None:
     """An alarm, one for each environment until somebody has seen it: nothing goes on until our access is mended.
 
     The account is any of that environment, for whose sake it was asked.

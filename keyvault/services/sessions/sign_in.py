@@ -53,7 +53,7 @@ class SignInLockedError(KeyvaultError):
 
 
 @dataclass(frozen=True, slots=True)
-class Presented:
+class SignInAttempt:
     """A submitted form. `address` is None when no trusted proxy vouches for one; `device` is "" without a cookie."""
 
     username: str
@@ -78,7 +78,7 @@ class _Counter:
     key: str
 
 
-def sign_in(presented: Presented, now: datetime) -> SignedIn:
+def sign_in(presented: SignInAttempt, now: datetime) -> SignedIn:
     """Judge a name and a password, and record the outcome.
 
     Raises SignInRefusedError, or SignInLockedError after 10 failures for 30 minutes.
@@ -116,7 +116,7 @@ def forget_expired_sessions(now: datetime) -> int:
 # --------------------------------------------------------------------------------------------------- counting
 
 
-def _counters(row: Operator | None, presented: Presented, device: str | None) -> list[_Counter]:
+def _counters(row: Operator | None, presented: SignInAttempt, device: str | None) -> list[_Counter]:
     if device is not None:
         return [_Counter("device", f"kv:sign-in:device:{device}")]
     # With the operator's version, so that a reset password starts with a full count; hashed, because what stands in
@@ -127,7 +127,7 @@ def _counters(row: Operator | None, presented: Presented, device: str | None) ->
     return counters if source is None else [*counters, _Counter("address", f"kv:sign-in:address:{source}")]
 
 
-def _take(row: Operator | None, presented: Presented, device: str | None, now: datetime) -> list[_Counter]:
+def _take(row: Operator | None, presented: SignInAttempt, device: str | None, now: datetime) -> list[_Counter]:
     """Count the attempt. Return what it locks, if it fails. Raises SignInLockedError, and then counts nothing."""
     locking: list[_Counter] = []
     taken: list[_Counter] = []
@@ -175,7 +175,7 @@ def _name_of(row: Operator | None) -> str | None:
 
 
 def _record_sign_in(
-    row: Operator, presented: Presented, device: str | None, now: datetime, *, is_hash_weak: bool
+    row: Operator, presented: SignInAttempt, device: str | None, now: datetime, *, is_hash_weak: bool
 ) -> None:
     """Audit the sign-in. Raises SignInRefusedError if the operator was changed since the password was judged."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)

@@ -16,7 +16,7 @@ from keyvault.domain.keystring import STRING_SCOPE, StringKind, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, CustomerToken, Key
 from keyvault.services.peppers.ring import load_peppers
-from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
 DEFAULT_SECONDS = 900
@@ -76,7 +76,7 @@ def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None
         if token is None:
             raise NotFoundError
         if token.revoked_at is not None:
-            tell_host([token.alters()])  # whoever asks again may have lost the answer to a commit
+            notify_host([token.alters()])  # whoever asks again may have lost the answer to a commit
             return
         with recorded(
             grant,

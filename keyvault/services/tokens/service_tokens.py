@@ -17,7 +17,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.peppers.ring import freshen_peppers, load_peppers
-from keyvault.services.recording.changes import tell_host
+from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
 LONGEST_DAYS = 366
@@ -121,7 +121,7 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
 def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
     """At once and for ever."""
     if token.revoked_at is not None:
-        tell_host([token.alters()])  # whoever asks again may have lost the answer to a commit
+        notify_host([token.alters()])  # whoever asks again may have lost the answer to a commit
         raise StateConflictError("The token was revoked already.")
     with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)

@@ -28,12 +28,12 @@ from django.db.models import Max, Min, Q, QuerySet
 
 from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
 from keyvault.models import UsageReporter, UseBucket
-from keyvault.models.usage import EXPOSURES, Outcome
+from keyvault.models.usage import EXPOSURES, UseOutcome
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.postgres.raw_queries import ask
-from keyvault.services.work.thread_priority import stand_back
+from keyvault.services.work.thread_priority import lower_priority
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class UsageLog:
     _thread: threading.Thread | None = None
 
     def note(
-        self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: Outcome, origin: str = ""
+        self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: UseOutcome, origin: str = ""
     ) -> None:
         """Some microseconds and no I/O. Of a flood of distinct sources only the first are told apart.
 
@@ -221,7 +221,7 @@ class UsageLog:
             self._secrets_used |= used
 
     def _report(self) -> None:
-        stand_back()
+        lower_priority()
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()
@@ -342,7 +342,7 @@ def _at(seconds: float) -> str | None:
     return connection.ops.adapt_datetimefield_value(datetime.fromtimestamp(seconds, UTC))
 
 
-_ALLOWED: Final = Outcome.ALLOWED.value
+_ALLOWED: Final = UseOutcome.ALLOWED.value
 """An enum takes its time to find its members, and these are thousands of rows."""
 
 _AT_ONCE: Final = 250
@@ -457,7 +457,7 @@ def longest_gap_seconds(key_id: str) -> int:
 
     Of allowed uses alone: a client that is refused every minute says nothing of another that comes once a month.
     """
-    minutes = UseBucket.objects.filter(key_id=key_id, outcome=Outcome.ALLOWED).order_by("minute")
+    minutes = UseBucket.objects.filter(key_id=key_id, outcome=UseOutcome.ALLOWED).order_by("minute")
     longest, before = 0, None
     for minute in minutes.values_list("minute", flat=True).distinct().iterator():
         if before is not None:

@@ -9,9 +9,9 @@ from django.db.models import Count, Exists, Max, Min, OuterRef, QuerySet, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.models import Key, KeyUse, UseBucket
-from keyvault.models.usage import SIGNS_OF_LIFE, Outcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
-TRACES = (Outcome.ALLOWED, Outcome.DENIED, Outcome.REFUSED, Outcome.PROBED)
+TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """What tells who holds a key. Suspected exposures are told of by themselves."""
 
 _NETWORK_BITS = {4: 24, 6: 48}
@@ -26,7 +26,7 @@ class User:
     user_agent: str
     endpoint: str
     origin: str
-    outcome: Outcome
+    outcome: UseOutcome
     count: int
     first_at: datetime
     last_at: datetime
@@ -37,7 +37,7 @@ class User:
 
     @property
     def is_probe(self) -> bool:
-        return self.outcome is Outcome.PROBED
+        return self.outcome is UseOutcome.PROBED
 
     def as_json(self) -> JsonValue:
         return {
@@ -114,18 +114,18 @@ def describe_use(key: Key) -> Usage:
         count=0 if use is None else use.count,
         first_at=None if use is None else use.first_at,
         last_at=None if use is None else use.last_at,
-        denied_at=find_last(key.key_id, (Outcome.DENIED,)),
-        tried_at=find_last(key.key_id, (Outcome.REFUSED,)),
-        probed_at=find_last(key.key_id, (Outcome.PROBED,)),
+        denied_at=find_last(key.key_id, (UseOutcome.DENIED,)),
+        tried_at=find_last(key.key_id, (UseOutcome.REFUSED,)),
+        probed_at=find_last(key.key_id, (UseOutcome.PROBED,)),
     )
 
 
-def list_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES) -> list[JsonValue]:
+def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> list[JsonValue]:
     """`find_users`, as it is answered and cited."""
     return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
 
 
-def find_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: int = 50) -> list[User]:
+def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[User]:
     """By source, user agent, endpoint, origin and outcome; the latest first.
 
     Evidence asks for what it rests on; people are shown everything, probes marked.
@@ -142,7 +142,7 @@ def find_users(key_id: str, *, outcomes: Collection[Outcome] = TRACES, limit: in
             row["user_agent"],
             row["endpoint"],
             row["origin"],
-            Outcome(row["outcome"]),
+            UseOutcome(row["outcome"]),
             row["total"],
             row["first"],
             row["last"],
@@ -192,7 +192,7 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
     ]
 
 
-def find_last(key_id: str, outcomes: Iterable[Outcome] = SIGNS_OF_LIFE) -> datetime | None:
+def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
     """When the key was last seen with one of these outcomes. The latest time is in the latest minute."""
     found = [
         _buckets(key_id, (outcome,)).filter(minute=minute).aggregate(at=Max("last_at"))["at"]
@@ -224,7 +224,7 @@ def find_attempts(key_id: str, since: datetime) -> Attempts:
 
 def _tries(key_id: str, since: datetime) -> QuerySet[UseBucket]:
     whole_minute = since.replace(second=0, microsecond=0)
-    return _buckets(key_id, (Outcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
+    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
 
 
 def _is_known(key_id: str, before: datetime) -> Exists:
@@ -243,5 +243,5 @@ def network_of(source: str) -> str:
     return str(ip_network((int(address), _NETWORK_BITS[address.version]), strict=False))
 
 
-def _buckets(key_id: str, outcomes: Iterable[Outcome]) -> QuerySet[UseBucket]:
+def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:
     return UseBucket.objects.filter(key_id=key_id, outcome__in=list(outcomes))

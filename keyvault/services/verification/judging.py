@@ -11,7 +11,7 @@ from django.db import InterfaceError, OperationalError
 from keyvault.access.catalog import Endpoint
 from keyvault.access.customers import CustomerRecord
 from keyvault.access.decision import Denial, Grant
-from keyvault.access.judgement import KEY_STATES, Judgement, Presented, deny_stale, judge, judge_described
+from keyvault.access.judgement import KEY_STATES, Judgement, VerificationRequest, deny_stale, judge, judge_described
 from keyvault.access.limits import Bucket, Limit, Spend
 from keyvault.domain.digests import PEPPER_SET, Peppers
 from keyvault.domain.environments import Environment
@@ -19,7 +19,7 @@ from keyvault.domain.errors import ErrorCode, NotFoundError, VerifierStaleError
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KeyString
 from keyvault.models import Key
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.catalog.catalog import endpoint_limit, limit_of
 from keyvault.services.keys.records import find_customer_record, find_key_record
@@ -29,7 +29,7 @@ from keyvault.services.limits.limiter import account_buckets, failed_proofs, lim
 from keyvault.services.peppers.ring import load_peppers, take_pepper
 from keyvault.services.usage.recorder import UsageLog
 
-__all__ = ["Judgement", "Presented", "explain_described", "judge_presented", "note_use"]
+__all__ = ["Judgement", "VerificationRequest", "explain_described", "judge_presented", "note_use"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _answering() -> Iterator[None]:
 _sources = DatabaseSources()
 
 
-def judge_presented(presented: Presented, now: datetime) -> Judgement:
+def judge_presented(presented: VerificationRequest, now: datetime) -> Judgement:
     """Every rule in the order of the contract's table of verdicts; the first that fails answers.
 
     Raises NotFoundError for an environment that this process does not serve.
@@ -100,7 +100,7 @@ def judge_presented(presented: Presented, now: datetime) -> Judgement:
 
 
 def explain_described(
-    presented: Presented, key_id: str, customer_token_id: str | None, now: datetime
+    presented: VerificationRequest, key_id: str, customer_token_id: str | None, now: datetime
 ) -> Judgement | None:
     """What a request would be answered if it came with this key, as `judge_described`. None: there is no such key."""
     record = find_key_record(key_id)
@@ -143,7 +143,7 @@ def note_use(
     """
     holder, found = judgement.holder, list(_outcomes(judgement))
     if is_probe:
-        found = [(key_id, Outcome.PROBED) for key_id in {key_id for key_id, _ in found}]
+        found = [(key_id, UseOutcome.PROBED) for key_id in {key_id for key_id, _ in found}]
     page = origin if origin and holder is not None and holder.kind is KeyKind.PUBLIC else ""
     for key_id, outcome in found:
         if outcome in _ALERTS:
@@ -154,26 +154,26 @@ def note_use(
 
 
 _ALERTS = {
-    Outcome.EXPOSED_IN_URL: "a key stands in a URL",
-    Outcome.EXPOSED_IN_BROWSER: "a private key came with an Origin",
-    Outcome.REFUSED: "suspended key was tried",
+    UseOutcome.EXPOSED_IN_URL: "a key stands in a URL",
+    UseOutcome.EXPOSED_IN_BROWSER: "a private key came with an Origin",
+    UseOutcome.REFUSED: "suspended key was tried",
 }
 
 
-def _outcomes(judgement: Judgement) -> Iterator[tuple[str, Outcome]]:
+def _outcomes(judgement: Judgement) -> Iterator[tuple[str, UseOutcome]]:
     """What is proved of which key. One that was good, but denied for another reason, is in somebody's hands still."""
     if judgement.exposed_key_id is not None:
-        yield judgement.exposed_key_id, Outcome.EXPOSED_IN_URL
+        yield judgement.exposed_key_id, UseOutcome.EXPOSED_IN_URL
     holder, record = judgement.holder, judgement.record
     if holder is None or record is None:
         return
     denied = judgement.verdict.code if isinstance(judgement.verdict, Denial) else None
     is_reported = denied is None and judgement.has_origin and holder.reports_origin
     if is_reported or denied is ErrorCode.PRIVATE_KEY_IN_BROWSER:
-        yield holder.key_id, Outcome.EXPOSED_IN_BROWSER
+        yield holder.key_id, UseOutcome.EXPOSED_IN_BROWSER
     if denied is None:
-        yield holder.key_id, Outcome.ALLOWED
+        yield holder.key_id, UseOutcome.ALLOWED
     elif denied not in KEY_STATES:
-        yield holder.key_id, Outcome.DENIED
+        yield holder.key_id, UseOutcome.DENIED
     elif record.state is KeyState.SUSPENDED:
-        yield holder.key_id, Outcome.REFUSED
+        yield holder.key_id, UseOutcome.REFUSED

@@ -23,7 +23,7 @@ from keyvault.domain.free_text import READ_AT_MOST, clean_text
 from keyvault.models import Refusal
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
-from keyvault.services.work.thread_priority import stand_back
+from keyvault.services.work.thread_priority import lower_priority
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class RefusalLog:
         Finalize(None, self.stop, exitpriority=0)
 
     def _write(self) -> None:
-        stand_back()
+        lower_priority()
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()

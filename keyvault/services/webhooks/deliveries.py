@@ -32,7 +32,7 @@ from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import host_of, signing_secrets, write_disabled
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination, parse_url
-from keyvault.wire.webhooks import Judgement, Verdict, judge_answer, next_attempt, sign
+from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_answer, next_attempt, sign
 
 AT_ONCE = 16
 BEGIN_SECONDS = 4.0
@@ -43,7 +43,7 @@ KEEP = timedelta(days=30)
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
-_NO_ANSWER = Judgement(Verdict.RETRY)
+_NO_ANSWER = DeliveryAssessment(DeliveryOutcome.RETRY)
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Send(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DeliveryReport:
     """Whether a merchant was told. `has_failed`: nothing is on its way any more, and nothing arrived; `reason` why."""
 
     delivered_at: datetime | None
@@ -73,7 +73,7 @@ class Told:
     reason: str
 
 
-def find_telling(kind: NoticeKind, subject: str) -> Told:
+def find_telling(kind: NoticeKind, subject: str) -> DeliveryReport:
     """How the notices of this kind about this subject fared: one endpoint that took one of them is enough.
 
     Known as long as deliveries are kept, which is KEEP after the notice.
@@ -82,13 +82,13 @@ def find_telling(kind: NoticeKind, subject: str) -> Told:
     deliveries = WebhookDelivery.objects.filter(notice__in=notices)
     delivered_at = deliveries.aggregate(first=Min("delivered_at"))["first"]
     if delivered_at is not None:
-        return Told(delivered_at, has_failed=False, reason="")
+        return DeliveryReport(delivered_at, has_failed=False, reason="")
     if not notices.exists():
-        return Told(None, has_failed=False, reason="nothing was announced yet")
+        return DeliveryReport(None, has_failed=False, reason="nothing was announced yet")
     last = deliveries.order_by("state", "pk").first()
     if last is None:
-        return Told(None, has_failed=True, reason="the account had no enabled webhook endpoint")
-    return Told(None, has_failed=last.state == DeliveryState.GIVEN_UP, reason=last.last_error)
+        return DeliveryReport(None, has_failed=True, reason="the account had no enabled webhook endpoint")
+    return DeliveryReport(None, has_failed=last.state == DeliveryState.GIVEN_UP, reason=last.last_error)
 
 
 def forget_old_deliveries(now: datetime) -> None:
@@ -182,7 +182,7 @@ def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> N
     if error is None:
         reply = attempt.result()
         judgement, delivery.last_status = judge_answer(reply.status, reply.retry_after, now), reply.status
-        delivery.last_error = "" if judgement.verdict is Verdict.DELIVERED else f"answered {reply.status}"
+        delivery.last_error = "" if judgement.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
     else:
         judgement, delivery.last_status = _NO_ANSWER, None
         delivery.last_error = (error.detail if isinstance(error, KeyvaultError) else type(error).__name__)[:300]
@@ -194,12 +194,12 @@ def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> N
         _log.warning("the outcome of a webhook was not noted", extra={"why": fault.internal or fault.detail})
 
 
-def _settle(delivery: WebhookDelivery, judgement: Judgement, now: datetime) -> None:
+def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datetime) -> None:
     told = {"last_status": delivery.last_status, "last_error": delivery.last_error}
-    if judgement.verdict is Verdict.DELIVERED:
+    if judgement.verdict is DeliveryOutcome.DELIVERED:
         _mine(delivery).update(**told, state=DeliveryState.DELIVERED, delivered_at=now)
         return
-    if judgement.verdict is Verdict.GONE:
+    if judgement.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
         return
     # A test says at once how it went.

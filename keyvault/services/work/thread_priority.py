@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 
 
-def stand_back() -> None:
+def lower_priority() -> None:
     """The calling thread, when it wakes up, lets the one that answers go on, and has its turn once that one waits:
     Linux's SCHED_BATCH, see sched(7). For what is not urgent. Elsewhere, and where the process was given another
     policy, nothing changes."""

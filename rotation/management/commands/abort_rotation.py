@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Ends a rotation: cancelled before delivery; afterwards the old key is delivered again and both verify."
 
     def add_options(self, parser: CommandParser) -> None:

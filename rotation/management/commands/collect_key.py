@@ -7,13 +7,13 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.services.issuance import requests
 from rotation.services.rotations.interventions import collect_replacement
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Collects a key exactly once. In production a key shown to a person is break-glass, to be reviewed."
 
     def add_options(self, parser: CommandParser) -> None:

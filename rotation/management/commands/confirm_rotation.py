@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.services.rotations.interventions import confirm_rotation
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Confirms for the merchant that the replacement is in use: of a public key, or of a credential without traffic."
     )

@@ -17,7 +17,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.management.service import CHECKOUT, ServiceError, find_free_port, local_url
 from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_leashed, stopping_on_signals
 from rotation.management.demo.own_vault import own_vault
-from rotation.management.demo.report import Report
+from rotation.management.demo.report import DemoReport
 from rotation.management.demo.stage import StoryError
 from rotation.management.demo.story import tell
 
@@ -86,7 +86,7 @@ def _end(telling: "subprocess.Popen[bytes]", number: int) -> None:
 
 
 def _tell(port: int) -> int:
-    report = Report()
+    report = DemoReport()
     report.title("Keyvault: the story of one key")
     try:
         with stopping_on_signals():

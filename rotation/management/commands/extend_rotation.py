@@ -6,13 +6,13 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.management.plan_options import read_time
 from rotation.services.rotations.interventions import extend_rotation
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Gives a rotation a later deadline; one that its deadline stalled goes on."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Credential
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation
@@ -15,7 +15,7 @@ from rotation.services.rotations.reports import describe
 from rotation.services.rotations.requests import approve_rotation, is_undecided, reissue_key
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Asks for a new key for a credential that has no usable one; the worker makes and delivers it."
 
     def add_options(self, parser: CommandParser) -> None:

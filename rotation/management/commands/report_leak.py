@@ -6,11 +6,11 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.services.rotations.emergency import Response, respond_to_leak
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = (
         "Reports keys as compromised: each is refused at once and for ever. Needs neither the secret backend nor the "
         "broker; repeatable."

@@ -6,12 +6,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.services.rotations.interventions import resume_rotation
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Lets a stalled rotation go on where it stalled, with its timers started anew. Mend first what stalled it."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -7,14 +7,14 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import StateConflictError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.management.plan_options import read_time
 from rotation.models import Retirement
 from rotation.services.rotations.interventions import approve_retirement, ask_retirement
 from rotation.services.rotations.reports import get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Sets the date on which the old public key of a rotation is taken out of service, whoever still uses it."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -14,7 +14,7 @@ from rotation.domain.policy import Proof
 from rotation.management.campaign_watch import WatchingCommand
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import approve_campaign, cancel_campaign, request_campaign
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 _AS_USUAL = Pace()
 _SHOWN = ("campaign_id", "state", "environment", "progress", "selection", "pace", "approvals", "all_begun_at")
@@ -77,7 +77,7 @@ class Command(WatchingCommand):
             raise
 
 
-def _wish(options: Mapping[str, Any]) -> Wish:
+def _wish(options: Mapping[str, Any]) -> PlanOverrides:
     names = ("proof_count", "proof_sources", "soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days")
     chosen = {name: options[name] for name in names}
-    return Wish(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)
+    return PlanOverrides(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)

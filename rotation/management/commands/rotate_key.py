@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Credential
 from rotation.domain.events import RotationState
 from rotation.management.plan_options import add_plan_options, read_wish
@@ -15,7 +15,7 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Rotates a credential's key: the replacement is deployed and proved in use before the old one is revoked."
 
     def add_options(self, parser: CommandParser) -> None:

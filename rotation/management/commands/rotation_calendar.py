@@ -14,7 +14,7 @@ from rich.text import Text
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.redaction import redact
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant
 from rotation.services.schedules.calendar import DateState, list_next
 
@@ -26,7 +26,7 @@ _STYLES = {
 }
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Shows when the keys on a schedule are rotated next. Nothing is written. Times are UTC."
 
     def add_options(self, parser: CommandParser) -> None:

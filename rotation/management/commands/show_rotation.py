@@ -6,11 +6,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from keyvault.management.json_command import AnsweringCommand
+from keyvault.management.json_command import JsonCommand
 from rotation.services.rotations.reports import describe, get_rotation
 
 
-class Command(AnsweringCommand):
+class Command(JsonCommand):
     help = "Shows a rotation: its state, what it waits for, its evidence, and who still uses the old key."
 
     def add_options(self, parser: CommandParser) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 from keyvault.backends.base import StoredSecret
 from keyvault.domain.errors import DependencyUnavailableError
-from rotation.management.demo.verifier import Verifier
+from rotation.management.demo.verifier import DemoVerifier
 
 THREADS_PER_BACKEND = 2
 LOOK_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Fleet:
     """
 
     backends: Sequence[Backend]
-    connect: Callable[[], Verifier]
+    connect: Callable[[], DemoVerifier]
     read_published: Callable[[], StoredSecret | None]
     rate: float
     requests: list[Request] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Fleet:
             due_at = max(due_at + pause, time.monotonic() - pause)  # after a stall, no flood of what was missed
         verifier.close()
 
-    def _ask(self, verifier: Verifier, backend: Backend) -> Request:
+    def _ask(self, verifier: DemoVerifier, backend: Backend) -> Request:
         secret = self.keys[backend.name]
         key_id, sent_at = secret.labels["key_id"], time.monotonic()
         code, fault = None, ""

@@ -12,7 +12,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
 from rotation.management.demo.fleet import Fleet
 from rotation.management.demo.issuing import Issued
-from rotation.management.demo.rotating import Entry, entries_of, plan_options
+from rotation.management.demo.rotating import RotationEntry, entries_of, plan_options
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import failures_while_good
 
@@ -119,7 +119,7 @@ def _reached(rotation_id: str, state: RotationState) -> bool | None:
     return any(entry.event == state for entry in entries_of(rotation_id)) or None
 
 
-def _closed(rotation_id: str) -> list[Entry] | None:
+def _closed(rotation_id: str) -> list[RotationEntry] | None:
     entries = list(entries_of(rotation_id))
     return entries if entries[-1].event in CLOSED | {RotationState.STALLED} else None
 

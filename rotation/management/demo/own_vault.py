@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keyvault.backends.private_files import write_private_file
 from keyvault.backends.vault.bootstrap import bootstrap, list_logins, list_scopes, make_logins
-from keyvault.backends.vault.client import Server, open_client
+from keyvault.backends.vault.client import VaultServer, open_client
 from keyvault.backends.vault.kv import read_health
 from keyvault.backends.vault.layout import Layout
 from keyvault.domain.environments import Environment
@@ -44,7 +44,7 @@ def own_vault(folder: Path) -> Iterator[dict[str, str]]:
             "KEYVAULT_BACKEND=vault: the demo starts an OpenBao or Vault, and found no bao or vault on PATH."
         )
     address, token = f"{ADDRESS}:{find_free_port()}", Plaintext(secrets.token_urlsafe(24))
-    server = Server(f"http://{address}")
+    server = VaultServer(f"http://{address}")
     process = _start(binary, address, token, folder)
     try:
         _wait_until_ready(server, process, folder)
@@ -86,7 +86,7 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environ.items() if not name.startswith(("KEYVAULT_", "VAULT_", "BAO_"))}
 
 
-def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+def _wait_until_ready(server: VaultServer, process: "subprocess.Popen[bytes]", folder: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while not read_health(server).ready:
         if process.poll() is not None or time.monotonic() > deadline:

@@ -14,7 +14,7 @@ STILL_ALIVE_SECONDS = 5.0
 """Without a terminal, a wait says this often where it stands."""
 
 
-class Report:
+class DemoReport:
     """Everything told goes through the redactor first: a demonstration must not leak what it demonstrates."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from keyvault.management.service import SERVER
 from keyvault.services.change_feed.receipts import (
     LONGEST_WAIT_SECONDS,
     Receipt,
-    Standing,
+    VerifierProgress,
     VerifierStanding,
     wait_for_receipt,
 )
@@ -33,7 +33,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     )
     receipt, _ = wait_for_receipt(revoked["sequence"], LONGEST_WAIT_SECONDS)
     report.step(f"its receipt, {tell_receipt(receipt)}")
-    for verifier in receipt.of(Standing.CONFIRMED):
+    for verifier in receipt.of(VerifierProgress.CONFIRMED):
         report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
     refused = stage.until(
         "the traffic to be refused", lambda: _refused_since(fleet, revocation), seconds=REFUSAL_SECONDS, program=SERVER
@@ -44,7 +44,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
 
 def tell_receipt(receipt: Receipt) -> str:
     """How many have confirmed it, and when the last of them had."""
-    confirmed = receipt.of(Standing.CONFIRMED)
+    confirmed = receipt.of(VerifierProgress.CONFIRMED)
     if not confirmed:
         return "not confirmed by any verifier"
     last = max(confirmed, key=lambda verifier: verifier.confirmed_at or verifier.seen_at)

@@ -33,7 +33,7 @@ ROTATION_SECONDS = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RotationEntry:
     """One entry of the rotation in the audit log: what happened, when, and why."""
 
     event: str
@@ -46,7 +46,7 @@ class Replaced:
     """A completed rotation. `entries`: its way, oldest first."""
 
     replacement: Issued
-    entries: list[Entry]
+    entries: list[RotationEntry]
 
 
 def plan_options(plan: Mapping[str, int]) -> Iterator[str]:
@@ -107,13 +107,13 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
     return Replaced(replacement, entries)
 
 
-def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[Entry]:
+def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[RotationEntry]:
     """Tells each step as it is taken, and who still uses the old key, until the rotation is closed."""
     report, told = stage.report, 0
     using = fleet.using()
-    entries: list[Entry] = []
+    entries: list[RotationEntry] = []
 
-    def look() -> list[Entry] | None:
+    def look() -> list[RotationEntry] | None:
         nonlocal told, using, entries
         entries = list(entries_of(rotation_id))
         for entry in entries[told:]:
@@ -133,14 +133,14 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
     return stage.until("the rotation to be completed", look, seconds=ROTATION_SECONDS)
 
 
-def entries_of(rotation_id: str) -> Iterator[Entry]:
+def entries_of(rotation_id: str) -> Iterator[RotationEntry]:
     """Its way so far, as the audit log has it, oldest first."""
     chain = account_chain(MERCHANT, Environment.SANDBOX)
     rows = AuditEntry.objects.filter(chain=chain, event__startswith="rotation.").order_by("sequence")
     for row in rows:
         details: dict[str, Any] = json.loads(bytes(row.body))["details"]
         if details["rotation_id"] == rotation_id:
-            yield Entry(row.event.removeprefix("rotation."), row.at, str(details.get("why", "")))
+            yield RotationEntry(row.event.removeprefix("rotation."), row.at, str(details.get("why", "")))
 
 
 def _so_far(fleet: Fleet) -> str:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.service import ADDRESS, SERVER, WORKER
 from keyvault.management.supervisor import Supervisor
-from rotation.management.demo.report import Report
-from rotation.management.demo.verifier import Verifier
+from rotation.management.demo.report import DemoReport
+from rotation.management.demo.verifier import DemoVerifier
 
 LOOK_SECONDS = 0.1
 
@@ -29,7 +29,7 @@ class StoryError(Exception):
 class Stage:
     """`secrets`: everything issued so far that no file may hold."""
 
-    report: Report
+    report: DemoReport
     service: Supervisor
     port: int
     secrets: list[Plaintext] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Stage:
                     raise StoryError(f"Waited {seconds:.0f} s in vain for {what}.", program)
                 self.service.wait(LOOK_SECONDS)
 
-    def connect(self) -> Verifier:
+    def connect(self) -> DemoVerifier:
         if self.token is None:
             raise StoryError("Nobody has a service token yet.")
-        return Verifier(ADDRESS, self.port, self.token)
+        return DemoVerifier(ADDRESS, self.port, self.token)
 
     def expect(self, said: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
         """One verification over HTTP whose verdict is known beforehand: one of `codes`, of which None is allowed."""

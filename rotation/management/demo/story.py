@@ -12,16 +12,16 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.management.nested_command import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
-from keyvault.services.change_feed.receipts import Receipt, Standing
+from keyvault.services.change_feed.receipts import Receipt, VerifierProgress
 from keyvault.services.recording.audit_chain import AuditReport, verify_audit
 from rotation.domain.events import RotationState as S
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
-from rotation.management.demo.report import Report
+from rotation.management.demo.report import DemoReport
 from rotation.management.demo.revoking import revoke_at_once, tell_receipt
-from rotation.management.demo.rotating import Entry, merchant_fleet, rotate_under_traffic, watch_traffic
+from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
 from rotation.management.demo.stage import Stage, StoryError
-from rotation.management.demo.tally import Tally, count
+from rotation.management.demo.tally import RequestTally, count
 from rotation.management.demo.traces import find_secrets, find_trouble
 
 HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
@@ -29,7 +29,7 @@ MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StoryResult:
     """What is left to be judged when everything has stopped.
 
     `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one. `receipt`: of the
@@ -37,8 +37,8 @@ class Outcome:
     `found`: readable secrets. `trouble`: errors in the logs.
     """
 
-    tally: Tally
-    way: list[Entry]
+    tally: RequestTally
+    way: list[RotationEntry]
     reinstated: Reinstated
     receipt: Receipt
     audit: AuditReport
@@ -46,7 +46,7 @@ class Outcome:
     trouble: list[str]
 
 
-def tell(report: Report, port: int) -> None:
+def tell(report: DemoReport, port: int) -> None:
     """Returns when all of it held. Raises StoryError or ServiceError, in words, at the first thing that did not.
 
     Runs in a data folder of its own, under a policy that asks for a second person in the sandbox too.
@@ -69,7 +69,7 @@ def tell(report: Report, port: int) -> None:
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
-    outcome = Outcome(tally, way, reinstated, receipt, audit, found, list(find_trouble(service.logs)))
+    outcome = StoryResult(tally, way, reinstated, receipt, audit, found, list(find_trouble(service.logs)))
     _show(report, outcome, len(stage.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
@@ -77,7 +77,7 @@ def tell(report: Report, port: int) -> None:
         raise StoryError("\n".join(wrong[:MOST_SHOWN] + more) + _tail(service, SERVER))
 
 
-def _set_up(report: Report) -> None:
+def _set_up(report: DemoReport) -> None:
     with report.waiting("setting up the database and the keystore …"):
         made = call("setup")
         report.step(
@@ -93,7 +93,7 @@ def _set_up(report: Report) -> None:
     report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
 
 
-def _live(stage: Stage) -> tuple[Tally, list[Entry], Reinstated, Receipt]:
+def _live(stage: Stage) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:
     issued = issue_under_four_eyes(stage)
     verify_as_a_backend(stage, issued)
     with merchant_fleet(stage, issued) as fleet:
@@ -104,7 +104,7 @@ def _live(stage: Stage) -> tuple[Tally, list[Entry], Reinstated, Receipt]:
     return count(fleet.requests, revocation), replaced.entries, reinstated, receipt
 
 
-def _show(report: Report, outcome: Outcome, secrets: int) -> None:
+def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
     tally, audit = outcome.tally, outcome.audit
     report.chapter("The figures")
     report.figure("requests", f"{tally.requests}, of which {tally.refusals} rightly refused after the revocation")
@@ -118,13 +118,13 @@ def _show(report: Report, outcome: Outcome, secrets: int) -> None:
     report.figure("states of the rotation", " → ".join(_timed(outcome.way)))
 
 
-def _wrong(outcome: Outcome) -> Iterator[str]:
+def _wrong(outcome: StoryResult) -> Iterator[str]:
     """Everything that did not hold, in words."""
     tally, audit = outcome.tally, outcome.audit
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
     if tally.first_refusal_seconds is None:
         yield "No traffic was refused after the revocation."
-    if not outcome.receipt.of(Standing.CONFIRMED) or not outcome.receipt.is_complete:
+    if not outcome.receipt.of(VerifierProgress.CONFIRMED) or not outcome.receipt.is_complete:
         yield f"The receipt of the revocation: {tell_receipt(outcome.receipt)}"
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
@@ -135,7 +135,7 @@ def _wrong(outcome: Outcome) -> Iterator[str]:
         yield f"The rotation went another way: {', '.join(passed)}"
 
 
-def _first_refusal(tally: Tally) -> str:
+def _first_refusal(tally: RequestTally) -> str:
     if tally.first_refusal_seconds is None:
         return "never"
     if tally.first_refusal_seconds < 0:
@@ -143,7 +143,7 @@ def _first_refusal(tally: Tally) -> str:
     return f"{tally.first_refusal_seconds * 1000:.0f} ms after the answer to the revocation"
 
 
-def _timed(way: list[Entry]) -> Iterator[str]:
+def _timed(way: list[RotationEntry]) -> Iterator[str]:
     for entry in way:
         yield f"{entry.event} {(entry.at - way[0].at).total_seconds():.1f} s"
 

@@ -18,7 +18,7 @@ class Revocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class RequestTally:
     """`first_refusal_seconds`: from the answer to the revocation to the first refusal that traffic saw.
 
     Negative when traffic was refused before the answer had reached whoever asked; None when it never was.
@@ -40,12 +40,12 @@ def failures_while_good(requests: Sequence[Request]) -> list[str]:
     ]
 
 
-def count(requests: Sequence[Request], revocation: Revocation) -> Tally:
+def count(requests: Sequence[Request], revocation: Revocation) -> RequestTally:
     """The whole traffic, of which the end comes after the revocation of the key that all of it used by then."""
     before = [request for request in requests if request.answered_at < revocation.asked_at]
     after = [request for request in requests if request.answered_at >= revocation.asked_at]
     refused = [request for request in after if request.code == REVOKED and request.key_id == revocation.key_id]
-    return Tally(
+    return RequestTally(
         len(requests),
         (*failures_while_good(before), *_failures_after(after, revocation)),
         min((request.answered_at - revocation.answered_at for request in refused), default=None),

@@ -10,7 +10,7 @@ from keyvault.domain.plaintext import Plaintext
 TIMEOUT_SECONDS = 10
 
 
-class Verifier:
+class DemoVerifier:
     """One connection, kept open; for one thread. `ask` raises OSError or HTTPException when nobody answers."""
 
     def __init__(self, address: str, port: int, token: Plaintext) -> None:

@@ -27,7 +27,7 @@ from rotation.domain.pacing import Pace, find_pace_faults
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Campaign, CampaignApproval, CampaignMember, CampaignState
 from rotation.services.campaigns.selection import Selection, select_credentials
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
@@ -41,7 +41,7 @@ def request_campaign(
     environment: Environment,
     merchants: Sequence[str] | None,
     older_than_days: int | None,
-    wish: Wish,
+    wish: PlanOverrides,
     pace: Pace,
     reason: str,
 ) -> Campaign:

@@ -7,7 +7,7 @@ from django.db.models import Count, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.models import UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from rotation.domain.events import RotationState
 from rotation.domain.pacing import FAILED, PROVED, START_WITHIN, UNPROVED, Pace, seconds_to_begin
 from rotation.models import Campaign, CampaignMember, CampaignState
@@ -100,7 +100,7 @@ def _requests(campaign: Campaign) -> dict[str, JsonValue]:
     begun = campaign.rotations.values("credential_id")
     uses = UseBucket.objects.filter(key__credential__in=begun, last_at__gte=campaign.began_at or campaign.created_at)
     totals = dict(uses.order_by("outcome").values_list("outcome").annotate(total=Sum("count")))
-    return {"allowed": totals.get(Outcome.ALLOWED, 0), "refused": totals.get(Outcome.REFUSED, 0)}
+    return {"allowed": totals.get(UseOutcome.ALLOWED, 0), "refused": totals.get(UseOutcome.REFUSED, 0)}
 
 
 def _text(at: datetime | None) -> str | None:

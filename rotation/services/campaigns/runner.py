@@ -29,8 +29,8 @@ from rotation.domain.pacing import (
     PROVED,
     START_WITHIN,
     UNPROVED,
+    CampaignTally,
     Pace,
-    Tally,
     count_to_begin,
     judge_halt,
     tally_of,
@@ -39,7 +39,7 @@ from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
 from rotation.services.campaigns.selection import OBSTACLE_WORDS, Selection, find_obstacle
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 
 C, S = CampaignState, RotationState
@@ -152,7 +152,7 @@ def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> t
         return None, OBSTACLE_WORDS[obstacle]
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
-        wish = Wish.from_json(campaign.wish)
+        wish = PlanOverrides.from_json(campaign.wish)
         return begin_rotation(grant, credential, wish, author=campaign.requester, campaign=campaign), ""
     except RequestInvalidError as error:
         return None, "; ".join(f"{fault.pointer}: {fault.detail}" for fault in error.faults) or error.detail
@@ -163,7 +163,7 @@ def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> t
 # --- ending -------------------------------------------------------------------------------------------------
 
 
-def _tally(campaign: Campaign) -> Tally:
+def _tally(campaign: Campaign) -> CampaignTally:
     """Of what happened since the approval, or since the campaign was last resumed after a halt."""
     since = campaign.resumed_at or campaign.began_at
     rotations = campaign.rotations.filter(state__in=[*PROVED, *FAILED, S.STALLED])

@@ -18,7 +18,7 @@ from rotation.domain.pacing import MOST_MEMBERS
 from rotation.domain.policy import DEFAULTS
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
-from rotation.services.rotations.planning import Wish, plan_rotation
+from rotation.services.rotations.planning import PlanOverrides, plan_rotation
 
 
 class Obstacle(StrEnum):
@@ -78,7 +78,7 @@ class Selected:
     left_out: dict[str, int]
 
 
-def select_credentials(selection: Selection, wish: Wish, now: datetime) -> Selected:
+def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime) -> Selected:
     """The credentials, those with the oldest keys first, each with a plan that can be met as far as is known now.
 
     Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
@@ -114,7 +114,7 @@ def select_credentials(selection: Selection, wish: Wish, now: datetime) -> Selec
     return Selected(planned, dict(sorted(left_out.items())))
 
 
-def _find_refusal(credential: Credential, wish: Wish, now: datetime) -> KeyvaultError | None:
+def _find_refusal(credential: Credential, wish: PlanOverrides, now: datetime) -> KeyvaultError | None:
     """Why the plan cannot be met for this credential, and so for all like it; None: it can.
 
     The quiet period is taken to be the environment's own: what the longest gap on each key makes of it is looked at

@@ -22,7 +22,7 @@ from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, St
 from keyvault.domain.ids import mint_id
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, UseBucket, WorkLease
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import ForeignWriterError
 from keyvault.services.usage.recorder import note_lost, utc_now
@@ -154,7 +154,7 @@ def _tried(now: datetime) -> Subquery:
     """A try of the predecessor a moment ago; None: there was none."""
     since = now - _JUST_NOW
     tries = UseBucket.objects.filter(
-        key=OuterRef("predecessor"), outcome=Outcome.REFUSED, minute__gte=since - _MINUTE, last_at__gte=since
+        key=OuterRef("predecessor"), outcome=UseOutcome.REFUSED, minute__gte=since - _MINUTE, last_at__gte=since
     )
     return Subquery(tries.order_by("minute").values("pk")[:1])
 

@@ -8,10 +8,10 @@ from django.db.models import Count, Min, Q, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.ids import mint_id
-from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, Retirement
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, Material, MerchantStatus, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import observe
@@ -95,7 +95,7 @@ def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves:
     return KeyFacts(
         state=KeyState(key.state),
         # One that was revoked by hand did not expire, however late it is by now.
-        is_expired=key.retirement == Retirement.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
+        is_expired=key.retirement == RetirementReason.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
         last_used_at=find_last(key.key_id),
         tried_at=None if attempts is None else attempts.last_at,
         tried_by_known_at=None if attempts is None else attempts.last_known_at,
@@ -109,7 +109,7 @@ def _is_past(key: Key, now: datetime) -> bool:
 
 
 def _traffic(key: Key) -> dict[str, Any]:
-    buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=Outcome.ALLOWED)
+    buckets = UseBucket.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), key=key, outcome=UseOutcome.ALLOWED)
     seen = buckets.aggregate(
         count=Sum("count"), sources=Count("source", distinct=True, filter=~Q(source="")), first=Min("first_at")
     )
@@ -136,7 +136,7 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
         seen |= {
             "authentications": replacement.count,
             "first_used_at": _text(replacement.first_used_at),
-            "by_source": list_users(rotation.replacement_id or "", outcomes=(Outcome.ALLOWED,)),
+            "by_source": list_users(rotation.replacement_id or "", outcomes=(UseOutcome.ALLOWED,)),
         }
     return seen
 

@@ -17,7 +17,7 @@ from keyvault.models import BreakGlass, Material
 from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
-from keyvault.services.keys.lifecycle import burn_key, resume_key
+from keyvault.services.keys.lifecycle import discard_key, resume_key
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.recording.transaction import recorded
@@ -114,7 +114,7 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
         hold(lease)
         # Keys before the rotation, as the engine locks them.
         if rotation.replacement is not None:
-            burn_key(grant, rotation.replacement)
+            discard_key(grant, rotation.replacement)
         was_planned = rotation.state != S.AWAITING_APPROVAL
         rotation.compare_and_swap(state=S.CANCELLED, entered_at=grant.at, closed_at=grant.at, why=clean_text(why, 300))
         if was_planned:

@@ -27,7 +27,7 @@ from rotation.domain.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanOverrides:
     """What somebody asks for; None leaves it to the environment's defaults."""
 
     reason: str = ""
@@ -53,7 +53,7 @@ class Wish:
         return {name: _plain(value) for name, value in said.items() if value != getattr(_NOTHING, name)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Wish":
+    def from_json(cls, values: Mapping[str, Any]) -> "PlanOverrides":
         """What `as_json` wrote."""
         return cls(**{name: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
 
@@ -68,7 +68,7 @@ def _plain(value: Any) -> JsonValue:
     return value.value if isinstance(value, StrEnum) else value
 
 
-_NOTHING = Wish()
+_NOTHING = PlanOverrides()
 _READ: dict[str, Any] = {
     **dict.fromkeys(("not_before", "deadline", "retire_at"), datetime.fromisoformat),
     "proof": Proof,
@@ -79,7 +79,7 @@ _READ: dict[str, Any] = {
 }
 
 
-def plan_rotation(credential: Credential, wish: Wish, now: datetime) -> Plan:
+def plan_rotation(credential: Credential, wish: PlanOverrides, now: datetime) -> Plan:
     """The plan of a rotation of the credential's one usable key.
 
     Raises StateConflictError when it has none, or two, or must not get another one; RequestInvalidError, listing why
@@ -115,7 +115,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
     """Of a credential without a usable key: delivered is done, since there is nothing to be silent."""
     is_public = credential.kind == KeyKind.PUBLIC
     defaults = DEFAULTS[credential.environment]
-    wish = Wish(
+    wish = PlanOverrides(
         reason=reason,
         proof=Proof.CONFIRMATION if is_public else Proof.TRAFFIC,
         deadline=None if is_public else now + timedelta(seconds=defaults.deadline_seconds),
@@ -124,7 +124,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
     return _filled(credential, predecessor, wish, now)
 
 
-def _filled(credential: Credential, predecessor: Key, wish: Wish, now: datetime) -> Plan:
+def _filled(credential: Credential, predecessor: Key, wish: PlanOverrides, now: datetime) -> Plan:
     defaults = DEFAULTS[credential.environment]
     not_before = wish.not_before or now
     is_public = credential.kind == KeyKind.PUBLIC
@@ -155,7 +155,7 @@ def _filled(credential: Credential, predecessor: Key, wish: Wish, now: datetime)
     )
 
 
-def _latest(predecessor: Key, wish: Wish, not_before: datetime, seconds: int) -> datetime:
+def _latest(predecessor: Key, wish: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
     latest = not_before + timedelta(seconds=seconds)
     if predecessor.expires_at is not None and not wish.predecessor_may_expire:
         latest = min(latest, predecessor.expires_at)

@@ -26,7 +26,7 @@ from keyvault.services.work.leases import wake
 from rotation.domain.events import RotationState
 from rotation.domain.policy import APPROVAL_LIFETIME, Plan
 from rotation.models import Campaign, Rotation, RotationApproval, RotationSchedule
-from rotation.services.rotations.planning import Wish, find_predecessor, plan_reissue, plan_rotation
+from rotation.services.rotations.planning import PlanOverrides, find_predecessor, plan_reissue, plan_rotation
 from rotation.services.rotations.reports import about, subject_of
 
 S = RotationState
@@ -46,7 +46,7 @@ class _Asker:
     campaign: Campaign | None = None
 
 
-def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotation:
+def request_rotation(grant: Grant, credential: Credential, wish: PlanOverrides) -> Rotation:
     """Asks for a rotation; scheduled at once where the policy wants no second person.
 
     Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
@@ -60,7 +60,7 @@ def request_rotation(grant: Grant, credential: Credential, wish: Wish) -> Rotati
 def begin_rotation(
     grant: Grant,
     credential: Credential,
-    wish: Wish,
+    wish: PlanOverrides,
     *,
     author: OperatorRow,
     schedule: RotationSchedule | None = None,

@@ -21,7 +21,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
 from keyvault.models import Credential, IssuanceRequest, Key
-from keyvault.services.keys.lifecycle import activate_key, burn_key, get_key, note_stored, stage_key
+from keyvault.services.keys.lifecycle import activate_key, discard_key, get_key, note_stored, stage_key
 from keyvault.services.peppers.ring import freshen_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -93,7 +93,7 @@ class Effects:
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=account, **about(rotation)):
             leases.hold(self.lease)
             if rotation.replacement is not None:
-                burn_key(grant, rotation.replacement)
+                discard_key(grant, rotation.replacement)
             key, text = stage_key(grant, rotation.credential, expires_in_days=rotation.approved_plan.expires_in_days)
             # Good before anybody can hold it: the merchant may use it the moment it is delivered.
             activate_key(grant, key)

@@ -25,7 +25,7 @@ from rotation.domain.cryptoperiods import Terms, find_term_faults
 from rotation.domain.policy import DEFAULTS, DeliveryChannel, Plan, Proof, find_faults
 from rotation.domain.windows import LOOK_AHEAD, Blackout, Window, read_blackouts
 from rotation.models import BlackoutCalendar, RotationSchedule, explain_unreadable
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
@@ -51,7 +51,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleWish:
+class ScheduleDraft:
     """How often, when, and what is asked for beside the defaults. `window` is without blackouts: those of the
     `calendar` hold, as they are when a rotation is asked for."""
 
@@ -60,11 +60,11 @@ class ScheduleWish:
     lead_days: int = 0
     window: Window | None = None
     calendar: BlackoutCalendar | None = None
-    wish: Wish = field(default_factory=Wish)
+    wish: PlanOverrides = field(default_factory=PlanOverrides)
 
 
 def save_schedule(
-    grant: Grant, scope: Scope, wished: ScheduleWish, *, known: RotationSchedule | None = None
+    grant: Grant, scope: Scope, wished: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
     """The schedule of that scope, made, or `known` changed; and enabled. Whoever saves it asks for what it begins.
 
@@ -168,24 +168,24 @@ class UnreadableScheduleError(StateConflictError):
     """A stored schedule, or its calendar, has a field or a value that this release does not know, or lacks one."""
 
 
-def wish_of(schedule: RotationSchedule) -> ScheduleWish:
+def wish_of(schedule: RotationSchedule) -> ScheduleDraft:
     """What was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
-        wish = Wish.from_json(schedule.wish)
+        wish = PlanOverrides.from_json(schedule.wish)
     except Exception as error:
         # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
     return replace(readable_wish(schedule), window=window, wish=wish)
 
 
-def readable_wish(schedule: RotationSchedule) -> ScheduleWish:
+def readable_wish(schedule: RotationSchedule) -> ScheduleDraft:
     """What can be read of any schedule: neither its window nor what it asks for."""
     days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
-    return ScheduleWish(*days, calendar=schedule.calendar)
+    return ScheduleDraft(*days, calendar=schedule.calendar)
 
 
-def find_wish(schedule: RotationSchedule) -> ScheduleWish | None:
+def find_wish(schedule: RotationSchedule) -> ScheduleDraft | None:
     """What was saved, or None where this release cannot read it: for what shows schedules."""
     try:
         return wish_of(schedule)
@@ -193,7 +193,7 @@ def find_wish(schedule: RotationSchedule) -> ScheduleWish | None:
         return None
 
 
-def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Wish]:
+def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
     """What the schedule says now. Raises UnreadableScheduleError."""
     wished = wish_of(schedule)
     try:
@@ -212,7 +212,7 @@ def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
     return ""
 
 
-def terms_of(wished: ScheduleWish, now: datetime) -> Terms:
+def terms_of(wished: ScheduleDraft, now: datetime) -> Terms:
     """With the calendar's blackouts as they are now, those that are over apart."""
     window = wished.window
     if wished.calendar is not None:
@@ -272,7 +272,7 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
             yield Fault("/credential", "a private key's; public ones are replaced when their apps are")
 
 
-def _wish_faults(environment: Environment, wished: ScheduleWish, now: datetime) -> Iterable[Fault]:
+def _wish_faults(environment: Environment, wished: ScheduleDraft, now: datetime) -> Iterable[Fault]:
     if wished.window is not None and wished.window.blackouts:
         yield Fault("/window/blackouts", "none: name a calendar")
     terms = terms_of(wished, now)
@@ -294,7 +294,7 @@ def _wish_faults(environment: Environment, wished: ScheduleWish, now: datetime) 
             yield Fault(f"/wish{fault.pointer}", fault.detail)
 
 
-def _sample_plan(environment: Environment, wish: Wish, window: Window | None, now: datetime) -> Plan:
+def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window | None, now: datetime) -> Plan:
     """What would be asked for today for a key like any other."""
     defaults = DEFAULTS[environment]
     not_before = (window.next_opening(now) if window is not None else None) or now
@@ -320,7 +320,7 @@ def _sample_plan(environment: Environment, wish: Wish, window: Window | None, no
     )
 
 
-def _columns(grant: Grant, wished: ScheduleWish) -> dict[str, Any]:
+def _columns(grant: Grant, wished: ScheduleDraft) -> dict[str, Any]:
     return {
         "cryptoperiod_days": wished.cryptoperiod_days,
         "jitter_days": wished.jitter_days,
@@ -341,7 +341,7 @@ def _author(grant: Grant) -> dict[str, Any]:
     return {"author": operator_row(operator), "author_person": operator.person}
 
 
-def _told(wished: ScheduleWish) -> Mapping[str, JsonValue]:
+def _told(wished: ScheduleDraft) -> Mapping[str, JsonValue]:
     return {
         "cryptoperiod_days": wished.cryptoperiod_days,
         "jitter_days": wished.jitter_days,

@@ -25,7 +25,7 @@ from rotation.domain.cryptoperiods import NextDate, Terms, next_date
 from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation, RotationSchedule
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.schedules import (
     UnreadableScheduleError,
@@ -52,7 +52,7 @@ _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartOrder:
     """A schedule as it is kept now: read once, used for all its credentials.
 
     `fault`: why it cannot be read. It then counts for its credentials all the same, and begins nothing.
@@ -60,7 +60,7 @@ class Order:
 
     schedule: RotationSchedule
     terms: Terms
-    wish: Wish
+    wish: PlanOverrides
     fault: str = ""
 
 
@@ -81,7 +81,7 @@ class Candidate:
     """A credential on a schedule. `key_id`: its one usable key; `hindrance`: why nothing can be begun."""
 
     credential: Credential
-    order: Order
+    order: StartOrder
     key_id: str | None = None
     date: NextDate | None = None
     open_rotation: OpenRotation | None = None
@@ -114,12 +114,12 @@ def list_candidates(
     yield from _list_ordered(_read_orders(now, environments), merchant, asked_before)
 
 
-def _read_orders(now: datetime, environments: Iterable[str]) -> list[Order]:
+def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]:
     return [_order(schedule, now) for schedule in list_enabled(environments)]
 
 
 def _list_ordered(
-    orders: Sequence[Order], merchant: str | None = None, asked_before: datetime | None = None
+    orders: Sequence[StartOrder], merchant: str | None = None, asked_before: datetime | None = None
 ) -> Iterator[Candidate]:
     readable = [order for order in orders if not order.fault]
     if not (orders if asked_before is None else readable):
@@ -163,7 +163,7 @@ def _soonest(terms: Terms) -> timedelta:
     return timedelta(days=min(days, terms.cryptoperiod_days / 2 - terms.lead_days))
 
 
-def _with_rotations(found: list[tuple[Any, Order]]) -> Iterator[Candidate]:
+def _with_rotations(found: list[tuple[Any, StartOrder]]) -> Iterator[Candidate]:
     if not found:
         return
     open_now = {
@@ -269,7 +269,7 @@ def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, n
     leases.put_off(_subject(credential_id), now, why)
 
 
-def _note_readable(order: Order, failed: Mapping[str, WorkLease], now: datetime) -> None:
+def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: datetime) -> None:
     """Raise an alarm when a schedule can no longer be read, or for another reason; forget it when it can be again."""
     subject = _subject(order.schedule.pk)
     before = failed.get(subject)
@@ -282,7 +282,7 @@ def _note_readable(order: Order, failed: Mapping[str, WorkLease], now: datetime)
         _log.exception("an unreadable schedule cannot be told of", extra={"schedule": str(order.schedule)})
 
 
-def _raise_alarm(order: Order, now: datetime) -> None:
+def _raise_alarm(order: StartOrder, now: datetime) -> None:
     """The alarm stands with the schedule's account; of an environment's schedule, with any there."""
     schedule, why = order.schedule, order.fault[:300]
     accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
@@ -319,7 +319,7 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
         raise
 
 
-def asked(candidate: Candidate, now: datetime) -> Wish:
+def asked(candidate: Candidate, now: datetime) -> PlanOverrides:
     """What the schedule asks for now. Raises RequestInvalidError when its window does not open any more."""
     begins_at = candidate.begins_at(now)
     if begins_at is None:
@@ -340,10 +340,10 @@ def _has_open(credential: Credential) -> bool:
     return Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED).exists()
 
 
-def _order(schedule: RotationSchedule, now: datetime) -> Order:
+def _order(schedule: RotationSchedule, now: datetime) -> StartOrder:
     try:
-        return Order(schedule, *read_schedule(schedule, now))
+        return StartOrder(schedule, *read_schedule(schedule, now))
     except UnreadableScheduleError as error:
         wished = readable_wish(schedule)
         terms = Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days)
-        return Order(schedule, terms, wished.wish, error.detail)
+        return StartOrder(schedule, terms, wished.wish, error.detail)

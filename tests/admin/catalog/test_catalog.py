@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keyvault.access.catalog import BUILT_IN, Endpoint, Miss
+from keyvault.access.catalog import BUILT_IN, Endpoint, NoMatchingEndpoint
 from keyvault.access.endpoint_description import authorization_panel
 from keyvault.models import AuditEntry, CatalogEndpoint
 from keyvault.services.catalog.catalog import find_endpoint
@@ -90,7 +90,7 @@ def test_endpoint_withdrawn_and_restored_from_its_page(desk: Desk) -> None:
     row = make_endpoint()
     client = browser(desk.admin)
     client.post(address("keyvault_catalogendpoint_withdraw", row.pk))
-    assert isinstance(find_endpoint("refunds.create"), Miss)
+    assert isinstance(find_endpoint("refunds.create"), NoMatchingEndpoint)
     page = text_of(client.get(address("keyvault_catalogendpoint_change", row.pk)))
     assert address("keyvault_catalogendpoint_restore", row.pk) in page
     assert address("keyvault_catalogendpoint_edit", row.pk) not in page

@@ -40,9 +40,9 @@ from keyvault.services.webhooks.endpoints import send_test
 from rotation.domain.pacing import Pace
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import request_rotation
-from rotation.services.schedules.schedules import ScheduleWish, Scope, save_calendar, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal
 from tests.factories import (
     PRODUCTION,
@@ -206,20 +206,22 @@ def every_row(desk: Desk) -> dict[str, Model]:
     seen.refresh_from_db()
     collect_key(grant(desk.tam, P.ISSUANCE_COLLECT, desk.production), seen)
     rotation = request_rotation(
-        grant(desk.tam, P.ROTATIONS_WRITE, desk.production), rotated.credential, Wish(reason="yearly")
+        grant(desk.tam, P.ROTATIONS_WRITE, desk.production), rotated.credential, PlanOverrides(reason="yearly")
     )
     campaign = request_campaign(
         grant(desk.tam, P.ROTATIONS_WRITE),
         environment=PRODUCTION,
         merchants=None,
         older_than_days=None,
-        wish=Wish(),
+        wish=PlanOverrides(),
         pace=Pace(),
         reason="yearly",
     )
     public, _ = issue(desk.production, kind=KeyKind.PUBLIC, label="shop")
     asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
-    retirement = ask_retirement(asking, request_rotation(asking, public.credential, Wish()), now() + timedelta(days=9))
+    retirement = ask_retirement(
+        asking, request_rotation(asking, public.credential, PlanOverrides()), now() + timedelta(days=9)
+    )
     scheduling = grant(desk.tam, P.SCHEDULES_WRITE)
     endpoint = make_endpoint()
     limit = set_endpoint_limit(grant(desk.admin, P.LIMITS_WRITE), SANDBOX, endpoint.name, Limit(5, 1))
@@ -247,7 +249,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
         "rotation_rotation": rotation,
         "rotation_retirement": retirement,
         "rotation_campaign": campaign,
-        "rotation_rotationschedule": save_schedule(scheduling, Scope(Environment.SANDBOX), ScheduleWish(365)),
+        "rotation_rotationschedule": save_schedule(scheduling, Scope(Environment.SANDBOX), ScheduleDraft(365)),
         "rotation_blackoutcalendar": save_calendar(scheduling, "holidays", []),
     }
 

@@ -7,7 +7,7 @@ import pytest
 
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import issue, now
@@ -22,7 +22,7 @@ def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
     return client.post(url, {"version": seen, "networks": "", "origin_header": "refuse", **fields}, follow=True)
 
 
-def expose(key: Key, outcome: Outcome, days_ago: int = 0) -> None:
+def expose(key: Key, outcome: UseOutcome, days_ago: int = 0) -> None:
     at = now() - timedelta(days=days_ago)
     place = {"source": "192.0.2.7", "endpoint": "orders.retrieve", "outcome": outcome}
     UseBucket.objects.create(key=key, minute=at, count=3, first_at=at, last_at=at, **place)
@@ -66,8 +66,8 @@ def test_credential_of_a_public_key_says_nothing_of_origins(desk: Desk) -> None:
     assert "everywhere" in text
 
 
-@pytest.mark.parametrize("outcome", [Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER])
-def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER])
+def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: UseOutcome) -> None:
     """Nothing is revoked by itself; somebody who may is told, with where and when."""
     key, _ = issue(desk.sandbox)
     expose(key, outcome)
@@ -83,9 +83,9 @@ def test_exposure_waits_for_whoever_may_end_the_key(desk: Desk, outcome: Outcome
 
 def test_exposure_of_long_ago_or_of_an_ended_key_waits_no_more(desk: Desk) -> None:
     old, _ = issue(desk.sandbox, label="old")
-    expose(old, Outcome.EXPOSED_IN_URL, days_ago=31)
+    expose(old, UseOutcome.EXPOSED_IN_URL, days_ago=31)
     ended, _ = issue(desk.sandbox, label="ended")
-    expose(ended, Outcome.EXPOSED_IN_URL)
+    expose(ended, UseOutcome.EXPOSED_IN_URL)
     client = browser(desk.responder)
     client.post(address("keyvault_key_report-compromise", ended.pk))
     front = text_of(client.get("/admin/"))
@@ -97,7 +97,7 @@ def test_exposure_of_long_ago_or_of_an_ended_key_waits_no_more(desk: Desk) -> No
 def test_exposure_filter_lists_the_keys_of_the_last_days(desk: Desk) -> None:
     exposed, _ = issue(desk.sandbox)
     other, _ = issue(desk.sandbox, label="other")
-    expose(exposed, Outcome.EXPOSED_IN_BROWSER)
+    expose(exposed, UseOutcome.EXPOSED_IN_BROWSER)
     text = text_of(browser(desk.auditor).get("/admin/keyvault/key/", {"exposed": "lately"}))
     assert exposed.pk in text
     assert other.pk not in text

@@ -6,7 +6,7 @@ import pytest
 
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import issue
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.database
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
 
-def use(key: Key, source: str, outcome: Outcome, *, user_agent: str = "shop/1", origin: str = "") -> None:
+def use(key: Key, source: str, outcome: UseOutcome, *, user_agent: str = "shop/1", origin: str = "") -> None:
     log = UsageLog(now=lambda: NOON)
     log.note(key.key_id, source=source, user_agent=user_agent, endpoint="orders.create", origin=origin, outcome=outcome)
     log.flush()
@@ -28,8 +28,8 @@ def page(desk: Desk, key: Key) -> str:
 
 def test_key_page_names_its_users_and_marks_probes(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
-    use(key, "192.0.2.1", Outcome.ALLOWED)
-    use(key, "198.51.100.7", Outcome.PROBED)
+    use(key, "192.0.2.1", UseOutcome.ALLOWED)
+    use(key, "198.51.100.7", UseOutcome.PROBED)
     text = page(desk, key)
     assert "192.0.2.1" in text
     assert "198.51.100.7" in text
@@ -43,7 +43,7 @@ def test_key_page_names_its_users_and_marks_probes(desk: Desk) -> None:
 
 def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
-    use(key, "192.0.2.1", Outcome.ALLOWED, user_agent="app/1.2", origin="https://shop.example")
+    use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="app/1.2", origin="https://shop.example")
     text = page(desk, key)
     assert text.index("Shops and app versions") < text.index("Who uses it")
     assert "https://shop.example" in text
@@ -53,10 +53,10 @@ def test_key_page_of_a_public_key_tells_shops_and_app_versions(desk: Desk) -> No
 def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     for number in range(20):
-        use(key, f"10.0.{number}.1", Outcome.ALLOWED)
+        use(key, f"10.0.{number}.1", UseOutcome.ALLOWED)
     text = page(desk, key)
     assert "the latest" not in text
-    use(key, "10.0.99.1", Outcome.ALLOWED)
+    use(key, "10.0.99.1", UseOutcome.ALLOWED)
     text = page(desk, key)
     assert "Who uses it: the latest 20" in text
     assert "From which networks: the latest 20" in text
@@ -66,7 +66,7 @@ def test_key_page_says_that_there_are_more_users_than_it_shows(desk: Desk) -> No
 @pytest.mark.parametrize("origin", ["", "https://shop.example"])
 def test_key_page_tells_each_users_page_where_there_is_one(desk: Desk, origin: str) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
-    use(key, "192.0.2.1", Outcome.ALLOWED, origin=origin)
+    use(key, "192.0.2.1", UseOutcome.ALLOWED, origin=origin)
     users = page(desk, key).partition("Who uses it")[2].partition("From which networks")[0]
     assert (">origin<" in users.lower(), "https://shop.example" in users) == (bool(origin), bool(origin))
 
@@ -81,7 +81,7 @@ def test_key_page_of_an_unused_key_says_so(desk: Desk) -> None:
 def test_key_page_shows_what_a_client_says_as_text(desk: Desk) -> None:
     """A user agent is a stranger's: it is no markup in the console."""
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
-    use(key, "192.0.2.1", Outcome.ALLOWED, user_agent="<script>alert(1)</script>", origin="<b>")
+    use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="<script>alert(1)</script>", origin="<b>")
     text = page(desk, key)
     assert "<script>alert(1)" not in text
     assert "<b>" not in text

@@ -5,13 +5,13 @@ from unittest import mock
 
 import pytest
 
-from keyvault.access.catalog import Miss
+from keyvault.access.catalog import NoMatchingEndpoint
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Refusal, UseBucket
 from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.verification import judging
-from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from keyvault.services.verification.refusals import RefusalLog
 from tests.admin.desk import Desk, address, browser, make_endpoint, make_refusal, text_of
 from tests.domain.minting import mint
@@ -44,7 +44,9 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
     """From what a client reads in its answer to the rule that refused it, with cause and cure."""
     key, text = issue(desk.sandbox)
     revoke_key(grant(desk.admin, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.SUPERSEDED)
-    presented = Presented(key=text.reveal(), environment=SANDBOX, endpoint=Miss(), client_address="192.0.2.7")
+    presented = VerificationRequest(
+        key=text.reveal(), environment=SANDBOX, endpoint=NoMatchingEndpoint(), client_address="192.0.2.7"
+    )
     log = RefusalLog()
     place = {"door": "verify", "environment": SANDBOX, "endpoint": "", "source": "192.0.2.7"}
     log.note(judge_presented(presented, now()), request_id="Q" * 22, at=now(), **place)  # type: ignore[arg-type]  # a mixed dict

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import requests
 
-from keyvault.backends.vault.client import Server
+from keyvault.backends.vault.client import VaultServer
 
 from .fake import Answer, Call, FakeVault, serving
 from .installation import InstalledVault, opened
@@ -38,5 +38,5 @@ def between(
 ) -> Iterator[tuple[Between, InstalledVault]]:
     """The same installation, asked through it; nobody is logged in yet."""
     with serving(Between(beyond=made.server.address)) as proxy:
-        server = Server(proxy.address, timeout=timeout)
+        server = VaultServer(proxy.address, timeout=timeout)
         yield proxy, replace(made, server=server, backend=opened(server, made.logins, made.layout))

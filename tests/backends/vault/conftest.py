@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from keyvault.backends.vault.breaker import Breaker
-from keyvault.backends.vault.client import Server, VaultClient
+from keyvault.backends.vault.client import VaultClient, VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.logins import AppRoleLogin, Login
 from tests.backends.conftest import fake as fake
@@ -60,4 +60,4 @@ def client(fake: FakeVault, logins: Path, clock: Clock) -> VaultClient:
 
 
 def make_client(fake: FakeVault, login: Login, clock: Clock, timeout: tuple[float, float] = PATIENT) -> VaultClient:
-    return VaultClient(Server(fake.address, timeout=timeout), login, ROLE, Breaker(clock), clock)
+    return VaultClient(VaultServer(fake.address, timeout=timeout), login, ROLE, Breaker(clock), clock)

@@ -12,7 +12,7 @@ from django.test import override_settings
 
 from keyvault.backends.base import BackendMissingError, Mount
 from keyvault.backends.vault.bootstrap import bootstrap, list_logins, list_scopes, make_logins
-from keyvault.backends.vault.client import Server, open_client
+from keyvault.backends.vault.client import VaultServer, open_client
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
 from keyvault.backends.vault.logins import AppRoleLogin
@@ -39,7 +39,7 @@ class InstalledVault:
 
     backend: VaultBackend
     layout: Layout
-    server: Server
+    server: VaultServer
     logins: Path
     auth: str
     admin: hvac.Client
@@ -53,7 +53,7 @@ class InstalledVault:
 def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
     """Installed with `vault_bootstrap`'s own code, each login with a secret id; nothing is on the server afterwards."""
     layout = Layout(f"t{secrets.token_hex(4)}")
-    server = Server(running.address)
+    server = VaultServer(running.address)
     admin = open_client(server, Plaintext(running.root_token))
     environments = [environment.value for environment in Environment]
     try:
@@ -65,7 +65,7 @@ def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
         _uninstall(admin, layout)
 
 
-def opened(server: Server, folder: Path, layout: Layout) -> VaultBackend:
+def opened(server: VaultServer, folder: Path, layout: Layout) -> VaultBackend:
     """As a process opens it."""
     return VaultBackend(server, lambda name: AppRoleLogin(folder, name), layout)
 

@@ -13,7 +13,7 @@ import pytest
 from keyvault.backends.base import BackendDeniedError, BackendInvalidError
 from keyvault.backends.vault.bootstrap import (
     POLICY_FILES,
-    Wishes,
+    BootstrapOptions,
     bootstrap,
     list_logins,
     list_scopes,
@@ -22,7 +22,7 @@ from keyvault.backends.vault.bootstrap import (
     read_path,
 )
 from keyvault.backends.vault.client import open_client
-from keyvault.backends.vault.layout import MERCHANT_POLICY, Layout, Role
+from keyvault.backends.vault.layout import MERCHANT_POLICY, Layout, VaultRole
 from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.errors import StateConflictError
 
@@ -31,7 +31,7 @@ from .installation import InstalledVault
 ENVIRONMENTS = ["sandbox", "production"]
 
 
-def changes(made: InstalledVault, wishes: Wishes | None = None, *, is_dry_run: bool = False) -> list[str]:
+def changes(made: InstalledVault, wishes: BootstrapOptions | None = None, *, is_dry_run: bool = False) -> list[str]:
     said: list[str] = []
     bootstrap(made.admin, made.layout, ENVIRONMENTS, said.append, wishes, is_dry_run=is_dry_run)
     return said
@@ -195,7 +195,7 @@ def test_bootstrap_refuses_a_signing_key_that_is_not_as_ours(
 
 def test_make_logins_writes_files_that_only_their_owner_opens(installed_vault: InstalledVault, tmp_path: Path) -> None:
     """Whoever reads a login can act as it."""
-    folder, name = tmp_path / "new", installed_vault.layout.login(Role.LOOKUP, "service")
+    folder, name = tmp_path / "new", installed_vault.layout.login(VaultRole.LOOKUP, "service")
     assert make_logins(installed_vault.admin, installed_vault.layout, [name], folder, wrap_seconds=None) == [name]
     assert sorted(path.name for path in folder.iterdir()) == [f"{name}.role_id", f"{name}.secret_id"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -203,7 +203,7 @@ def test_make_logins_writes_files_that_only_their_owner_opens(installed_vault: I
 
 
 def test_make_logins_wrapped_is_opened_at_the_first_login(installed_vault: InstalledVault, tmp_path: Path) -> None:
-    folder, name = tmp_path / "new", installed_vault.layout.login(Role.LOOKUP, "service")
+    folder, name = tmp_path / "new", installed_vault.layout.login(VaultRole.LOOKUP, "service")
     make_logins(installed_vault.admin, installed_vault.layout, [name], folder, wrap_seconds=60)
     assert (folder / f"{name}.wrapped_secret_id").exists()
     about = log_in(installed_vault, name, folder).auth.token.lookup_self()["data"]
@@ -217,7 +217,7 @@ def test_make_logins_leaves_what_is_there_alone_and_adds_beside_it(
 ) -> None:
     """A login for another host ends none that is in use."""
     admin, layout = installed_vault.admin, installed_vault.layout
-    name = layout.login(Role.READER, "sandbox")
+    name = layout.login(VaultRole.READER, "sandbox")
     assert make_logins(admin, layout, [name], installed_vault.logins, wrap_seconds=None) == []
     make_logins(admin, layout, [name], tmp_path / "another host", wrap_seconds=None)
     log_in(installed_vault, name)
@@ -227,7 +227,7 @@ def test_make_logins_leaves_what_is_there_alone_and_adds_beside_it(
 def test_make_logins_renewed_ends_every_other_secret_id(installed_vault: InstalledVault, tmp_path: Path) -> None:
     """After a leak no secret id that was made before opens anything."""
     admin, layout = installed_vault.admin, installed_vault.layout
-    name = layout.login(Role.READER, "sandbox")
+    name = layout.login(VaultRole.READER, "sandbox")
     make_logins(admin, layout, [name], tmp_path / "new", wrap_seconds=None, renew=True)
     with pytest.raises(BackendDeniedError):
         log_in(installed_vault, name)
@@ -241,19 +241,19 @@ def test_make_logins_of_somebody_elses_name_is_refused(installed_vault: Installe
 
 def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault: InstalledVault) -> None:
     """A stolen login is no good elsewhere; and a later run that names no network does not open it again."""
-    elsewhere = Wishes(networks=("192.0.2.7/32",))
+    elsewhere = BootstrapOptions(networks=("192.0.2.7/32",))
     assert len(changes(installed_vault, elsewhere)) == 23
     assert changes(installed_vault, elsewhere) == []
     assert changes(installed_vault) == []
     with pytest.raises(BackendInvalidError, match="does not accept"):
-        log_in(installed_vault, installed_vault.layout.login(Role.READER, "sandbox"))
-    changes(installed_vault, Wishes(networks=("127.0.0.0/8", "192.0.2.0/24")))
-    log_in(installed_vault, installed_vault.layout.login(Role.READER, "sandbox"))
+        log_in(installed_vault, installed_vault.layout.login(VaultRole.READER, "sandbox"))
+    changes(installed_vault, BootstrapOptions(networks=("127.0.0.0/8", "192.0.2.0/24")))
+    log_in(installed_vault, installed_vault.layout.login(VaultRole.READER, "sandbox"))
 
 
 def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(installed_vault: InstalledVault) -> None:
     admin, prefix = installed_vault.admin, installed_vault.layout.prefix
-    wishes = Wishes(namespace="payments")
+    wishes = BootstrapOptions(namespace="payments")
     with pytest.raises(StateConflictError, match="enable it"):
         changes(installed_vault, wishes)
     admin.sys.enable_auth_method("kubernetes")
@@ -276,10 +276,14 @@ def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(inst
 
 
 def test_policy_files_are_one_for_each_role() -> None:
-    assert {path.stem for path in POLICY_FILES.glob("*.hcl")} == {*(role.value for role in Role), "login", "merchant"}
+    assert {path.stem for path in POLICY_FILES.glob("*.hcl")} == {
+        *(role.value for role in VaultRole),
+        "login",
+        "merchant",
+    }
 
 
-@pytest.mark.parametrize("name", [*(role.value for role in Role), MERCHANT_POLICY])
+@pytest.mark.parametrize("name", [*(role.value for role in VaultRole), MERCHANT_POLICY])
 def test_policy_text_has_every_name_filled_in(name: str) -> None:
     text = policy_text(Layout("shop"), name, "sandbox")
     assert re.search(r"PREFIX|SCOPE|ROLE", text) is None

@@ -14,7 +14,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.base import BackendDeniedError, BackendError, BackendUnavailableError, Mount
-from keyvault.backends.vault.client import REFUSED_SECONDS, RENEW_AFTER, RENEW_AGAIN_SECONDS, Server, VaultClient
+from keyvault.backends.vault.client import REFUSED_SECONDS, RENEW_AFTER, RENEW_AGAIN_SECONDS, VaultClient, VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.logins import AppRoleLogin, KubernetesLogin, TokenFileLogin
 from tests.environment import ROOT
@@ -42,12 +42,12 @@ def count(fake: FakeVault, path: str = "approle/login") -> int:
 def test_server_that_tokens_would_reach_in_the_clear_is_refused(address: str) -> None:
     """Keys and tokens cross a network under TLS or not at all."""
     with pytest.raises(ImproperlyConfigured, match="https"):
-        Server(address)
+        VaultServer(address)
 
 
 @pytest.mark.parametrize("address", ["https://vault.example:8200", "http://127.0.0.1:8200", "http://[::1]:8200"])
 def test_server_by_tls_or_on_this_machine_is_taken(address: str) -> None:
-    assert Server(address).address == address
+    assert VaultServer(address).address == address
 
 
 def test_client_logs_in_when_first_needed_and_once(fake: FakeVault, client: VaultClient) -> None:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.layout import Role
+from keyvault.backends.vault.layout import VaultRole
 from keyvault.backends.vault.logins import KubernetesLogin
 from tests.backends.receivers import make_authority
 
@@ -87,7 +87,7 @@ def running_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(installed_vault: InstalledVault, tmp_path: Path) -> Iterator[Cluster]:
     """The reader's role is for the service account `web`."""
-    admin, name = installed_vault.admin, installed_vault.layout.login(Role.READER, "sandbox")
+    admin, name = installed_vault.admin, installed_vault.layout.login(VaultRole.READER, "sandbox")
     method = f"{installed_vault.layout.prefix}-kubernetes"
     with running_cluster() as made:
         admin.write_data(f"sys/auth/{method}", data={"type": "kubernetes"})
@@ -121,7 +121,7 @@ def test_kubernetes_service_account_logs_in_and_its_token_is_read_anew(
     file.write_text(cluster.make_token("web"))
     store = store_of(installed_vault, file)
     assert store.versions(Mount.SANDBOX, "1/crd_a") == []
-    held = store.client(Role.READER, "sandbox")._held
+    held = store.client(VaultRole.READER, "sandbox")._held
     assert held is not None
     installed_vault.admin.auth.token.revoke(held.token.text.reveal())
     cluster.known.clear()

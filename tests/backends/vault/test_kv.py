@@ -14,7 +14,7 @@ from keyvault.backends.base import (
 )
 from keyvault.backends.vault import transit
 from keyvault.backends.vault.kv import VaultBackend
-from keyvault.backends.vault.layout import SIGNING_KEY, Engine, Role
+from keyvault.backends.vault.layout import SIGNING_KEY, SecretsEngine, VaultRole
 from keyvault.domain.plaintext import Plaintext
 
 from .fake import FakeVault, Fault
@@ -37,8 +37,8 @@ def filled(backend: VaultBackend, path: str = PATH) -> VaultBackend:
 
 
 def write_as_stranger(backend: VaultBackend, body: dict[str, Any]) -> None:
-    mount = backend.layout.mount(Engine.KEYS, "sandbox")
-    backend.client(Role.ISSUER, "sandbox").call(
+    mount = backend.layout.mount(SecretsEngine.KEYS, "sandbox")
+    backend.client(VaultRole.ISSUER, "sandbox").call(
         lambda client: client.secrets.kv.v2.create_or_update_secret(PATH, secret=body, cas=0, mount_point=mount)
     )
 
@@ -122,7 +122,7 @@ def test_sign_is_verified_with_the_public_key_alone(backend: VaultBackend, messa
 
 
 def test_sign_after_the_key_was_rotated_names_its_version(shared_vault: InstalledVault) -> None:
-    backend, mount = shared_vault.backend, shared_vault.layout.mount(Engine.ANCHOR, "production")
+    backend, mount = shared_vault.backend, shared_vault.layout.mount(SecretsEngine.ANCHOR, "production")
     before = transit.sign(backend, "production", b"head")
     shared_vault.admin.write_data(f"{mount}/keys/{SIGNING_KEY}/rotate", data={})
     after = transit.sign(backend, "production", b"head")

@@ -15,7 +15,7 @@ from keyvault.access.principals import WORKER
 from keyvault.access.roles import Role
 from keyvault.backends.base import BackendDeniedError, BackendMissingError
 from keyvault.backends.vault.client import open_client
-from keyvault.backends.vault.layout import MERCHANT_POLICY, Engine
+from keyvault.backends.vault.layout import MERCHANT_POLICY, SecretsEngine
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.plaintext import Plaintext
@@ -92,7 +92,7 @@ def furnish(merchant_id: str, environment: Environment) -> tuple[Account, Key, s
 
 
 def mounts(made: InstalledVault) -> dict[Environment, str]:
-    return {each: made.layout.mount(Engine.KEYS, each) for each in Environment}
+    return {each: made.layout.mount(SecretsEngine.KEYS, each) for each in Environment}
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_merchant_lists_writes_and_destroys_nothing(people: None, vault_service:
     place, _, _, connection = furnish("acme", SANDBOX)
     client: Any = enrol("acme", SANDBOX, account_id=str(place.pk))
     path, layout = connection.backend_path, vault_service.layout
-    kv, mount = client.secrets.kv.v2, layout.mount(Engine.KEYS, SANDBOX)
+    kv, mount = client.secrets.kv.v2, layout.mount(SecretsEngine.KEYS, SANDBOX)
     refused: list[Callable[[], Any]] = [
         lambda: kv.list_secrets("", mount_point=mount),
         lambda: kv.list_secrets(f"{place.pk}/", mount_point=mount),
@@ -176,8 +176,10 @@ def test_merchant_lists_writes_and_destroys_nothing(people: None, vault_service:
         lambda: kv.destroy_secret_versions(path, [1], mount_point=mount),
         lambda: kv.delete_metadata_and_all_versions(path, mount_point=mount),
         lambda: kv.read_configuration(mount_point=mount),
-        lambda: read(client, layout.mount(Engine.PEPPERS, SANDBOX), "hmac"),
-        lambda: client.secrets.transit.sign_data("audit", "eA==", mount_point=layout.mount(Engine.ANCHOR, SANDBOX)),
+        lambda: read(client, layout.mount(SecretsEngine.PEPPERS, SANDBOX), "hmac"),
+        lambda: client.secrets.transit.sign_data(
+            "audit", "eA==", mount_point=layout.mount(SecretsEngine.ANCHOR, SANDBOX)
+        ),
         lambda: client.sys.list_policies(),
     ]
     for attempt in refused:

@@ -12,7 +12,7 @@ from keyvault.backends.base import BackendDeniedError, BackendInvalidError
 from keyvault.backends.vault.bootstrap import list_logins, read_path
 from keyvault.backends.vault.capabilities import list_deviations, wanted_capabilities
 from keyvault.backends.vault.client import open_client
-from keyvault.backends.vault.layout import SCOPES, Engine, Layout, Role, scopes_of
+from keyvault.backends.vault.layout import SCOPES, Layout, SecretsEngine, VaultRole, scopes_of
 from keyvault.backends.vault.logins import AppRoleLogin
 
 from .installation import InstalledVault
@@ -67,18 +67,18 @@ SERVER: dict[str, Act] = {
     "list tokens": lambda client, own: client.list("auth/token/accessors"),
     "look at entities": lambda client, own: client.list("identity/entity/id"),
 }
-ACTS = {Engine.KEYS: KEYS, Engine.PEPPERS: PEPPERS, Engine.ANCHOR: ANCHOR}
+ACTS = {SecretsEngine.KEYS: KEYS, SecretsEngine.PEPPERS: PEPPERS, SecretsEngine.ANCHOR: ANCHOR}
 
-ALLOWED: dict[Role, set[str]] = {
-    Role.ISSUER: {"create", "replace"},
-    Role.READER: {"read", "see versions", "see configuration"},
-    Role.RETIRER: {"delete", "undelete"},
-    Role.DESTROYER: {"destroy"},
-    Role.OFFBOARDER: {"forget"},
-    Role.RECONCILER: {"list"},
-    Role.LOOKUP: {"read", "see versions", "see configuration"},
-    Role.KEEPER: {"replace", "destroy"},
-    Role.ANCHOR: {"sign"},
+ALLOWED: dict[VaultRole, set[str]] = {
+    VaultRole.ISSUER: {"create", "replace"},
+    VaultRole.READER: {"read", "see versions", "see configuration"},
+    VaultRole.RETIRER: {"delete", "undelete"},
+    VaultRole.DESTROYER: {"destroy"},
+    VaultRole.OFFBOARDER: {"forget"},
+    VaultRole.RECONCILER: {"list"},
+    VaultRole.LOOKUP: {"read", "see versions", "see configuration"},
+    VaultRole.KEEPER: {"replace", "destroy"},
+    VaultRole.ANCHOR: {"sign"},
 }
 """On the role's own mount; but for the public keys that `lookup` sees, nothing of it anywhere else."""
 
@@ -91,11 +91,11 @@ def _put(client: hvac.Client, mount: str, path: str, version: int) -> object:
 
 def _fill(made: InstalledVault) -> None:
     """One version at each path that an act is about."""
-    for scope in scopes_of(Engine.KEYS):
+    for scope in scopes_of(SecretsEngine.KEYS):
         for path in ("kept", "replaced", "deleted", "destroyed", "forgotten"):
-            _put(made.admin, made.layout.mount(Engine.KEYS, scope), f"1/{path}", 0)
-    for scope in scopes_of(Engine.PEPPERS):
-        _put(made.admin, made.layout.mount(Engine.PEPPERS, scope), "hmac", 0)
+            _put(made.admin, made.layout.mount(SecretsEngine.KEYS, scope), f"1/{path}", 0)
+    for scope in scopes_of(SecretsEngine.PEPPERS):
+        _put(made.admin, made.layout.mount(SecretsEngine.PEPPERS, scope), "hmac", 0)
 
 
 def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
@@ -104,8 +104,8 @@ def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
     return client
 
 
-def _places(layout: Layout) -> Iterator[tuple[Engine, str, str]]:
-    for engine in Engine:
+def _places(layout: Layout) -> Iterator[tuple[SecretsEngine, str, str]]:
+    for engine in SecretsEngine:
         for scope in scopes_of(engine):
             yield engine, scope, layout.mount(engine, scope)
 
@@ -122,15 +122,15 @@ def _may(act: Act, client: hvac.Client, where: str) -> bool:
 
 @pytest.mark.parametrize(("role", "scope"), LOGINS, ids=lambda part: str(part))
 def test_policy_of_a_role_allows_its_own_and_nothing_else(
-    installed_vault: InstalledVault, role: Role, scope: str
+    installed_vault: InstalledVault, role: VaultRole, scope: str
 ) -> None:
     """Whoever steals a login can do one kind of thing, in one environment, and cannot give itself more."""
     _fill(installed_vault)
     name = installed_vault.layout.login(role, scope)
     client = _logged_in(installed_vault, name)
     wanted = {(installed_vault.layout.mount(_engine(role), scope), act) for act in ALLOWED[role]}
-    if role is Role.LOOKUP:
-        wanted.add((installed_vault.layout.mount(Engine.ANCHOR, scope), "see public key"))
+    if role is VaultRole.LOOKUP:
+        wanted.add((installed_vault.layout.mount(SecretsEngine.ANCHOR, scope), "see public key"))
     found = {
         (mount, act)
         for engine, _, mount in _places(installed_vault.layout)
@@ -141,14 +141,18 @@ def test_policy_of_a_role_allows_its_own_and_nothing_else(
     assert {act for act, run in SERVER.items() if _may(run, client, name)} == set()
 
 
-def _engine(role: Role) -> Engine:
-    return {Role.LOOKUP: Engine.PEPPERS, Role.KEEPER: Engine.PEPPERS, Role.ANCHOR: Engine.ANCHOR}.get(role, Engine.KEYS)
+def _engine(role: VaultRole) -> SecretsEngine:
+    return {
+        VaultRole.LOOKUP: SecretsEngine.PEPPERS,
+        VaultRole.KEEPER: SecretsEngine.PEPPERS,
+        VaultRole.ANCHOR: SecretsEngine.ANCHOR,
+    }.get(role, SecretsEngine.KEYS)
 
 
 def test_policy_of_the_issuer_without_check_and_set_writes_nothing(installed_vault: InstalledVault) -> None:
     """The mount itself wants check-and-set: nobody overwrites what he has not seen."""
-    mount = installed_vault.layout.mount(Engine.KEYS, "sandbox")
-    client = _logged_in(installed_vault, installed_vault.layout.login(Role.ISSUER, "sandbox"))
+    mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
+    client = _logged_in(installed_vault, installed_vault.layout.login(VaultRole.ISSUER, "sandbox"))
     with pytest.raises(BackendInvalidError) as refused:
         client.write_data(f"{mount}/data/1/new", data={"data": {"secret": "x"}})
     assert "check-and-set parameter required" in refused.value.internal
@@ -204,7 +208,7 @@ def test_policy_of_merchants_lets_each_read_its_own_paths_in_its_own_environment
 ) -> None:
     """A merchant's backend never sees another merchant's key, nor its own of the other environment."""
     layout = installed_vault.layout
-    mounts = {scope: layout.mount(Engine.KEYS, scope) for scope in scopes_of(Engine.KEYS)}
+    mounts = {scope: layout.mount(SecretsEngine.KEYS, scope) for scope in scopes_of(SecretsEngine.KEYS)}
     paths = [f"{mount}/data/{account}/crd" for mount in mounts.values() for account in ("1", "12", "2")]
     for mount in mounts.values():
         for account in ("1", "12", "2"):
@@ -224,7 +228,7 @@ def test_policy_of_merchants_without_an_account_id_reads_nothing(
     installed_vault: InstalledVault, merchant: Merchant
 ) -> None:
     """An entity that nobody attributed is nobody's, and not everybody's."""
-    mount = installed_vault.layout.mount(Engine.KEYS, "sandbox")
+    mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
     _put(installed_vault.admin, mount, "1/crd", 0)
     client = merchant("sandbox", None)
     assert not _reads(client, f"{mount}/data/1/crd")
@@ -232,8 +236,8 @@ def test_policy_of_merchants_without_an_account_id_reads_nothing(
 
 
 def test_signing_key_of_the_anchor_is_seen_by_its_public_half_only(installed_vault: InstalledVault) -> None:
-    client = _logged_in(installed_vault, installed_vault.layout.login(Role.LOOKUP, "service"))
-    mount = installed_vault.layout.mount(Engine.ANCHOR, "service")
+    client = _logged_in(installed_vault, installed_vault.layout.login(VaultRole.LOOKUP, "service"))
+    mount = installed_vault.layout.mount(SecretsEngine.ANCHOR, "service")
     about = read_path(client, f"{mount}/keys/audit")
     assert (about["type"], about["exportable"], about["deletion_allowed"]) == ("ed25519", False, False)
     assert len(base64.b64decode(about["keys"]["1"]["public_key"])) == 32

@@ -13,7 +13,7 @@ from keyvault.backends.base import (
     BackendUnavailableError,
     Mount,
 )
-from keyvault.backends.vault.layout import Engine, Role
+from keyvault.backends.vault.layout import SecretsEngine, VaultRole
 from keyvault.domain.plaintext import Plaintext
 from tests.servers.openbao import VaultOnDisk
 
@@ -48,7 +48,7 @@ def test_server_sealed_killed_and_started_again_keeps_what_it_had(
 ) -> None:
     """Sealed and gone are outages, told apart in the log; what was acknowledged before is there afterwards."""
     assert put(on_disk, 0) == 1
-    token = on_disk.backend.client(Role.ISSUER, "sandbox")._held
+    token = on_disk.backend.client(VaultRole.ISSUER, "sandbox")._held
     vault_on_disk.seal()
     error = failure(on_disk)
     assert isinstance(error, BackendUnavailableError)
@@ -69,7 +69,7 @@ def test_server_sealed_killed_and_started_again_keeps_what_it_had(
     assert on_disk.backend.health().ready
     assert put(on_disk, 2) == 3
     # Tokens outlive the server's crash, as leases do.
-    assert on_disk.backend.client(Role.ISSUER, "sandbox")._held is token
+    assert on_disk.backend.client(VaultRole.ISSUER, "sandbox")._held is token
     assert [each.version for each in on_disk.backend.versions(BOX, PATH)] == [1, 2, 3]
 
 
@@ -91,17 +91,17 @@ def test_server_s_audit_log_and_storage_hold_no_secret(on_disk: InstalledVault, 
 
 def test_server_whose_tokens_were_revoked_gets_one_new_login(installed_vault: InstalledVault) -> None:
     put(installed_vault, 0)
-    held = installed_vault.backend.client(Role.ISSUER, "sandbox")._held
+    held = installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held
     assert held is not None
     installed_vault.admin.auth.token.revoke(held.token.text.reveal())
     assert put(installed_vault, 1) == 2
-    assert installed_vault.backend.client(Role.ISSUER, "sandbox")._held is not held
+    assert installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held is not held
 
 
 def test_server_whose_role_was_deleted_denies(installed_vault: InstalledVault) -> None:
-    name = installed_vault.layout.login(Role.ISSUER, "sandbox")
+    name = installed_vault.layout.login(VaultRole.ISSUER, "sandbox")
     put(installed_vault, 0)
-    held = installed_vault.backend.client(Role.ISSUER, "sandbox")._held
+    held = installed_vault.backend.client(VaultRole.ISSUER, "sandbox")._held
     assert held is not None
     installed_vault.admin.auth.approle.delete_role(name)
     installed_vault.admin.auth.token.revoke(held.token.text.reveal())
@@ -111,7 +111,7 @@ def test_server_whose_role_was_deleted_denies(installed_vault: InstalledVault) -
 
 
 def test_server_whose_policy_was_narrowed_denies_until_it_is_widened(installed_vault: InstalledVault) -> None:
-    name = installed_vault.layout.login(Role.ISSUER, "sandbox")
+    name = installed_vault.layout.login(VaultRole.ISSUER, "sandbox")
     put(installed_vault, 0)
     policy = installed_vault.admin.read(f"sys/policies/acl/{name}")
     assert isinstance(policy, dict)
@@ -128,7 +128,7 @@ def test_server_whose_policy_was_narrowed_denies_until_it_is_widened(installed_v
 def test_server_whose_quota_is_used_up_is_unavailable_for_a_while(installed_vault: InstalledVault) -> None:
     """429 is an outage that says when it ends; nothing was written."""
     put(installed_vault, 0)
-    mount = installed_vault.layout.mount(Engine.KEYS, "sandbox")
+    mount = installed_vault.layout.mount(SecretsEngine.KEYS, "sandbox")
     quota = f"sys/quotas/rate-limit/{installed_vault.layout.prefix}"
     installed_vault.admin.write_data(quota, data={"path": f"{mount}/", "rate": 1, "interval": "60s"})
     try:
@@ -145,7 +145,7 @@ def test_server_whose_quota_is_used_up_is_unavailable_for_a_while(installed_vaul
 def test_server_without_our_mounts_denies_and_is_not_taken_for_an_empty_one(installed_vault: InstalledVault) -> None:
     """A mount that somebody removed is no reason to believe that there never was a key."""
     put(installed_vault, 0)
-    installed_vault.admin.delete(f"sys/mounts/{installed_vault.layout.mount(Engine.KEYS, 'sandbox')}")
+    installed_vault.admin.delete(f"sys/mounts/{installed_vault.layout.mount(SecretsEngine.KEYS, 'sandbox')}")
     for act in (
         lambda: installed_vault.backend.versions(BOX, PATH),
         lambda: installed_vault.backend.read(BOX, PATH),

@@ -22,7 +22,7 @@ from keyvault.backends.base import (
     Mount,
 )
 from keyvault.backends.vault.breaker import TRIPS_AFTER
-from keyvault.backends.vault.client import Server, VaultClient, open_client
+from keyvault.backends.vault.client import VaultClient, VaultServer, open_client
 from keyvault.backends.vault.kv import VaultBackend, read_health
 from keyvault.backends.vault.replies import read_failure
 from keyvault.domain.plaintext import Plaintext
@@ -144,7 +144,7 @@ def test_reply_that_never_comes_is_unavailable(fake: FakeVault, store: VaultBack
 def test_reply_that_takes_too_long_is_unavailable(fake: FakeVault) -> None:
     until = threading.Event()
     fake.fail(slow(until), "lookup-self")
-    client = open_client(Server(fake.address, timeout=IMPATIENT))
+    client = open_client(VaultServer(fake.address, timeout=IMPATIENT))
     error = failure(lambda: client.auth.token.lookup_self())
     until.set()
     assert isinstance(error, BackendUnavailableError)
@@ -152,13 +152,13 @@ def test_reply_that_takes_too_long_is_unavailable(fake: FakeVault) -> None:
 
 
 def test_reply_from_where_nobody_listens_is_unavailable() -> None:
-    client = open_client(Server("http://127.0.0.1:1", timeout=PATIENT))
+    client = open_client(VaultServer("http://127.0.0.1:1", timeout=PATIENT))
     assert isinstance(failure(lambda: client.auth.token.lookup_self()), BackendUnavailableError)
 
 
 def test_reply_of_a_server_that_does_not_prove_who_it_is_is_unavailable(fake: FakeVault) -> None:
     """Nothing is sent to a server that cannot do TLS under the name that it was asked by."""
-    client = open_client(Server(fake.address.replace("http://", "https://"), timeout=PATIENT), Plaintext("s.mine"))
+    client = open_client(VaultServer(fake.address.replace("http://", "https://"), timeout=PATIENT), Plaintext("s.mine"))
     error = failure(lambda: client.auth.token.lookup_self())
     assert isinstance(error, BackendUnavailableError)
     assert error.internal.startswith("TLS: ")
@@ -173,21 +173,21 @@ def test_reply_over_tls_is_for_who_knows_the_ca_and_the_name(tmp_path: Path) -> 
         files.append(tmp_path / f"ca{number}.pem")
         files[-1].write_bytes(each.certificate.public_bytes(Encoding.PEM))
     with running_fake(authority.server("127.0.0.1")) as fake:
-        assert open_client(Server(fake.address, files[0])).sys.read_health_status(method="GET")["initialized"]
+        assert open_client(VaultServer(fake.address, files[0])).sys.read_health_status(method="GET")["initialized"]
         fake.calls.clear()
-        for wrong in (Server(fake.address, files[1]), Server(fake.address)):
+        for wrong in (VaultServer(fake.address, files[1]), VaultServer(fake.address)):
             error = failure(open_client(wrong, Plaintext("s.mine")).auth.token.lookup_self)
             assert isinstance(error, BackendUnavailableError)
             assert error.internal.startswith("TLS: ")
         assert fake.calls == []
     with running_fake(authority.server("elsewhere.test")) as fake:
-        error = failure(lambda: open_client(Server(fake.address, files[0])).auth.token.lookup_self())
+        error = failure(lambda: open_client(VaultServer(fake.address, files[0])).auth.token.lookup_self())
         assert error.internal.startswith("TLS: ")
 
 
 def test_reply_of_a_ca_file_that_is_not_there_is_unavailable(fake: FakeVault, tmp_path: Path) -> None:
     address = fake.address.replace("http://", "https://")
-    error = failure(lambda: open_client(Server(address, tmp_path / "none.pem")).auth.token.lookup_self())
+    error = failure(lambda: open_client(VaultServer(address, tmp_path / "none.pem")).auth.token.lookup_self())
     assert isinstance(error, BackendUnavailableError)
     assert "none.pem" in error.internal
 
@@ -293,7 +293,7 @@ def test_error_without_an_answer_holds_neither_the_token_nor_the_secret(
 
 
 def test_health_says_what_the_server_is(fake: FakeVault) -> None:
-    server = Server(fake.address, timeout=PATIENT)
+    server = VaultServer(fake.address, timeout=PATIENT)
     assert read_health(server).ready
     fake.is_sealed = True
     assert (read_health(server).ready, read_health(server).detail) == (False, "the secrets manager is sealed")
@@ -308,7 +308,7 @@ def test_health_says_what_the_server_is(fake: FakeVault) -> None:
 @pytest.mark.parametrize("fault", [Fault(), Fault(200, HTML, "text/html"), Fault(307), Fault(is_reset=True)])
 def test_health_of_what_is_no_vault_is_not_ready(fake: FakeVault, fault: Fault) -> None:
     fake.fail(fault, "sys/health")
-    health = read_health(Server(fake.address, timeout=PATIENT))
+    health = read_health(VaultServer(fake.address, timeout=PATIENT))
     assert not health.ready
     assert health.detail
 

@@ -11,19 +11,19 @@ import pytest
 from msgspec import Struct, structs
 
 from keyvault.access.permissions import Permission as P
-from keyvault.access.policy_snapshot import RuleBook
+from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.roles import Role
 from keyvault.domain.keystring import checksum
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.engine.cached_verdicts import Missed
+from keyvault.hotpath.engine.cached_verdicts import CacheMiss
 from keyvault.hotpath.engine.memory import Subject
-from keyvault.hotpath.engine.ports import Verdict
+from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.frontends import asyncio_frontend
-from keyvault.hotpath.frontends.asyncio_frontend import SoonStore, TellKeys, WaitingDoor
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, TellKeys
 from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, Question
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
+from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.services.catalog.endpoints import add_endpoint, withdraw_endpoint
 from keyvault.services.keys.lifecycle import get_key, suspend_key
 from keyvault.services.keys.records import find_keys
@@ -366,7 +366,7 @@ def test_engine_reading_that_a_change_came_across_is_not_remembered(
             primed.engine.evict([("key", "somebody else's")])
         return found
 
-    def read_late(store: DatabaseStore, known: RuleBook | None) -> RuleBook:
+    def read_late(store: DatabaseStore, known: PolicySnapshot | None) -> PolicySnapshot:
         rules = read_rules(store, known)
         if kind == RULES:
             primed.engine.evict([("key", "somebody else's")])
@@ -395,9 +395,9 @@ def test_engine_judgement_that_a_change_of_the_rules_came_across_is_not_remember
     allowed = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.CATALOG_WRITE)
     row = add_endpoint(allowed, WISH)
     asked = {**stage.asked, "endpoint": WISH.name}
-    noted: list[Verdict] = []
+    noted: list[EngineVerdict] = []
 
-    def note(verdict: Verdict) -> None:
+    def note(verdict: EngineVerdict) -> None:
         noted.append(verdict)
         if verdict.endpoint == WISH.name and len(noted) == 2:
             withdraw_endpoint(allowed, row)
@@ -449,7 +449,7 @@ def test_engine_limits_that_change_for_ever_leave_nothing_behind(stage: Stage) -
         primed.engine.evict([("limit", "any")])
         remember_rules(primed, stage)
     gc.collect()
-    books = [each for each in gc.get_objects() if isinstance(each, RuleBook)]
+    books = [each for each in gc.get_objects() if isinstance(each, PolicySnapshot)]
     assert len(books) <= 2
 
 
@@ -462,7 +462,7 @@ def remember_rules(primed: Primed, stage: Stage) -> None:
 # --- whom a question waits with ---------------------------------------------------------------------------
 
 
-class HeldStore(SoonStore):
+class HeldStore(AsyncStore):
     """Reads at once, and hands over when it is told to."""
 
     def __init__(self) -> None:
@@ -478,7 +478,7 @@ class HeldStore(SoonStore):
             await released.wait()
         return found
 
-    async def read_rules(self, known: RuleBook | None) -> RuleBook:
+    async def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
         return outside_the_loop(lambda: self._store.read_rules(known))
 
 
@@ -494,23 +494,23 @@ def sent(stage: Stage, key: str, **more: object) -> tuple[list[tuple[bytes, byte
     return headers, encode({**stage.asked, "key": key, **more})
 
 
-async def answered(found: Answer | Awaitable[Answer]) -> Answer:
-    return found if isinstance(found, Answer) else await found
+async def answered(found: HttpResponse | Awaitable[HttpResponse]) -> HttpResponse:
+    return found if isinstance(found, HttpResponse) else await found
 
 
-def asks(door: WaitingDoor, stage: Stage, key: str | None = None, **more: object) -> Later:
+def asks(door: AsyncioFrontend, stage: Stage, key: str | None = None, **more: object) -> CallbackFuture:
     found = door.answer(b"POST", VERIFY.encode(), *sent(stage, key or stage.text, **more))
-    assert isinstance(found, Later)
+    assert isinstance(found, CallbackFuture)
     return found
 
 
-def at_work(stage: Stage) -> tuple[Primed, HeldStore, WaitingDoor]:
+def at_work(stage: Stage) -> tuple[Primed, HeldStore, AsyncioFrontend]:
     """An engine that lacks nothing for its answers but keys, and whose uses so far were taken."""
     primed, store = prime(), HeldStore()
     for _ in range(3):
         outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
     primed.engine.take_uses()
-    return primed, store, WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+    return primed, store, AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
 
 
 def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> None:
@@ -518,7 +518,7 @@ def test_engine_question_joins_no_reading_that_is_under_way(stage: Stage) -> Non
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         await asks(door, stage)
         store.holds = True
         first = asks(door, stage)
@@ -539,7 +539,7 @@ def test_engine_questions_of_one_moment_are_read_for_at_once(stage: Stage) -> No
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
         asked = [asks(door, stage, text) for text in texts * 5]
         await until(lambda: len(store.readings) == 1)
@@ -561,7 +561,7 @@ def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         await asks(door, stage)
         store.holds = True
         asked = [asks(door, stage)]
@@ -608,7 +608,7 @@ def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_
     async def run() -> None:
         clock, store = Clock(), HeldStore()
         primed = prime_by(clock)
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for text, told in expected.items():
             store.holds = False
             primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
@@ -644,7 +644,7 @@ def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_r
 
     async def run() -> None:
         primed, store = prime_by(Clock()), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         await answered(door.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
         store.holds = True
         question = asks(door, stage)
@@ -653,7 +653,7 @@ def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_r
         expected = masked(await question)
         before = primed.from_memory
         again = door.answer(b"POST", VERIFY.encode(), *sent(stage, stage.text))
-        assert isinstance(again, Answer)
+        assert isinstance(again, HttpResponse)
         assert decision(again) == ((401, "key_revoked") if is_revoked else ALLOWED)
         assert masked(again) == expected
         assert primed.from_memory == before + 1
@@ -670,7 +670,7 @@ def test_engine_reading_that_fails_is_an_answer_to_all_that_waited_for_it(
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         with monkeypatch.context() as patch:
 
             async def fail(kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
@@ -753,12 +753,12 @@ def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
 
 def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None:
     """Guarantee: whoever was told already that there is no answer has nothing spent or noted for him."""
-    noted: list[Verdict] = []
+    noted: list[EngineVerdict] = []
     other = issue(account(), label="never read for")[1].reveal()
 
     async def run() -> None:
         primed, store = prime(may_remember=False, note_verdict=noted.append), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         store.holds = True
         late, never = asks(door, stage), asks(door, stage, other)
         never.cancel()
@@ -796,7 +796,7 @@ def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_
 
     async def run() -> None:
         primed, store = prime(), BrokenStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for _ in range(3):
             outside_the_loop(lambda: primed.ask(stage.token, stage.asked))
         store.breaks = breaks
@@ -814,7 +814,7 @@ def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_
 def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Stage) -> None:
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
-        door = WaitingDoor(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
+        door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
         *given_up, last = [asks(door, stage) for _ in range(2 * asyncio_frontend.SLOW_LANE + 1)]
         for each in given_up:
             each.cancel()
@@ -881,10 +881,10 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
     for _ in range(3):
         primed.ask(stage.token, stage.asked)
     known = next(iter(primed.engine.memory.keys.by_id.values()))
-    question = Question("POST", VERIFY, Headers(authorization=stage.token), b"", lambda n: b"x" * n)
+    question = PendingRequest("POST", VERIFY, Headers(authorization=stage.token), b"", lambda n: b"x" * n)
     primed.engine.evict([("key", stage.key.key_id)])
     missed = primed.engine.verify_known(f"Bearer {stage.token}".encode(), encode(stage.asked))
-    assert isinstance(missed, Missed)
+    assert isinstance(missed, CacheMiss)
     for each in (primed.engine, known, known.about, known.record, question, missed, primed.engine.ports.budgets):
         assert stage.text[27:60] not in repr(each)
         assert stage.token[27:60] not in repr(each)
@@ -934,7 +934,7 @@ def test_engine_key_that_many_have_asked_for_at_once_is_remembered_once(stage: S
     found = find_keys({stage.key.key_id})
     before = None
     for each in missed:
-        assert isinstance(each, Missed)
+        assert isinstance(each, CacheMiss)
         (answer,) = engine.verify_missed([each], found)
         assert answer is not None
         known = engine.memory.keys.by_id[stage.key.key_id]

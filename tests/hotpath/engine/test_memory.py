@@ -17,7 +17,7 @@ from keyvault.access.verification import TokenRecord
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord, KeyState
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import Absent, Doorkeeper, Memory, Subject
+from keyvault.hotpath.engine.memory import Doorkeeper, Memory, NegativeCache, Subject
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CAPACITY = 8
@@ -238,7 +238,7 @@ def test_doorkeeper_takes_little_room(most: int) -> None:
 
 
 def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
-    absent = Absent(CAPACITY, 1.0)
+    absent = NegativeCache(CAPACITY, 1.0)
     for number in range(5 * CAPACITY):
         absent.put("key", str(number), 10.0)
     assert len(absent) == CAPACITY

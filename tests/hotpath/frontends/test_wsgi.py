@@ -7,7 +7,7 @@ import pytest
 
 from keyvault.hotpath.frontends.wsgi import mounted
 from keyvault.hotpath.messages.questions import VERIFY, Headers
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 
 KNOWN = b'{"allowed":true}'
 
@@ -47,9 +47,9 @@ class Door:
             raise self._known
         return self._known
 
-    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> Answer:
+    def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse:
         self.bodies.append(body)
-        return Answer(401, b"{}", "req_whole")
+        return HttpResponse(401, b"{}", "req_whole")
 
 
 def ask(door: Door, stream: object, **named: Any) -> tuple[str, dict[str, str], bytes]:
@@ -80,7 +80,7 @@ TERMINATED = {"wsgi.input_terminated": True}
 
 @pytest.mark.parametrize("server", [{}, TERMINATED])
 def test_wsgi_body_is_read_whole_and_once(server: dict[str, Any]) -> None:
-    door = Door(Answer(200, KNOWN, "req_known"))
+    door = Door(HttpResponse(200, KNOWN, "req_known"))
     status, headers, content = ask(door, Whole(b"{}"), CONTENT_LENGTH="2", **server)
     assert (status, content, door.asked) == ("200 OK", KNOWN, [(b"Bearer x", b"{}")])
     assert headers == {
@@ -119,7 +119,7 @@ def test_wsgi_body_whose_length_is_not_sure_is_never_read_without_end(
 
 def test_wsgi_answer_longer_than_most_has_its_length() -> None:
     text = b"x" * 5000
-    assert ask(Door(Answer(200, text, "req")), Whole(b"{}"), CONTENT_LENGTH="2")[1]["Content-Length"] == "5000"
+    assert ask(Door(HttpResponse(200, text, "req")), Whole(b"{}"), CONTENT_LENGTH="2")[1]["Content-Length"] == "5000"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_wsgi_answer_longer_than_most_has_its_length() -> None:
     ],
 )
 def test_wsgi_question_that_is_not_as_usual_goes_the_whole_way(named: dict[str, str]) -> None:
-    door = Door(Answer(200, KNOWN, "req_known"))
+    door = Door(HttpResponse(200, KNOWN, "req_known"))
     assert ask(door, Whole(b"{}"), **{"CONTENT_LENGTH": "2", **TERMINATED, **named})[0] == "401 Unauthorized"
     assert not door.asked
 

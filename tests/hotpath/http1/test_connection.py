@@ -8,8 +8,8 @@ import pytest
 
 from keyvault.hotpath.http1.framing import Header
 from keyvault.hotpath.http1.protocol import Bounds, Connection, Shared
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.responses import HttpResponse
 
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
 BOUNDS = Bounds()
@@ -19,7 +19,7 @@ class Wire:
     """One connection, what was asked on it, and what was written to it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.laters: list[Later] = []
+        self.laters: list[CallbackFuture] = []
         self.written: list[bytes] = []
         self.transport = mock.Mock()
         self.transport.write = self.written.append
@@ -29,12 +29,12 @@ class Wire:
         self.connection = Connection(self.shared)
         self.connection.connection_made(self.transport)
 
-    def _handle(self, method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> Later:
-        self.laters.append(Later())
+    def _handle(self, method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> CallbackFuture:
+        self.laters.append(CallbackFuture())
         return self.laters[-1]
 
     def settle(self, number: int) -> None:
-        self.laters[number].set_result(Answer(200, b"answer %d" % number, "req"))
+        self.laters[number].set_result(HttpResponse(200, b"answer %d" % number, "req"))
         self.turn()
 
     def turn(self) -> None:
@@ -56,7 +56,7 @@ def wire() -> Iterator[Wire]:
 def test_awaited_answer_goes_out_at_once_and_the_next_request_is_read(wire: Wire) -> None:
     for number in range(3):
         wire.connection.data_received(GET % number)
-        wire.laters[number].set_result(Answer(200, b"answer %d" % number, "req"))
+        wire.laters[number].set_result(HttpResponse(200, b"answer %d" % number, "req"))
         assert wire.answers == [b"answer %d" % each for each in range(number + 1)]
     assert b"connection:" not in b"".join(wire.written)
 
@@ -121,7 +121,7 @@ def test_awaited_answer_to_head_has_no_body(wire: Wire) -> None:
 
 def test_awaited_answer_that_cannot_be_sent_is_a_500(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
     wire.connection.data_received(GET % 0)
-    wire.laters[0].set_result(Answer(200, b"", "req", (("X", "a\r\nb"),)))
+    wire.laters[0].set_result(HttpResponse(200, b"", "req", (("X", "a\r\nb"),)))
     assert wire.written[0].startswith(b"HTTP/1.1 500 ")
     wire.connection.data_received(GET % 1)
     wire.settle(1)

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from keyvault.hotpath.http1.framing import Header, Known
+from keyvault.hotpath.http1.framing import Header, RequestLine
 from keyvault.hotpath.http1.protocol import Bounds, Connection, Shared
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.responses import HttpResponse
 from tests.hotpath.served import Asked, Served, serving
 
 HELLO = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -190,9 +190,9 @@ def test_client_that_pipelines_thousands_takes_turns_with_others() -> None:
     loop = asyncio.new_event_loop()
     asked: list[bytes] = []
 
-    def handle(method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> Answer:
+    def handle(method: bytes, target: bytes, headers: list[Header], body: bytes | None) -> HttpResponse:
         asked.append(target)
-        return Answer(200, b"", "0" * 22)
+        return HttpResponse(200, b"", "0" * 22)
 
     wire = mock.Mock()
     connection = Connection(Shared(handle, Bounds(), loop))
@@ -237,7 +237,7 @@ def test_upgrade_is_passed_over_and_what_follows_is_the_next_request(door: Serve
 
 def test_known_keeps_no_header_name_that_may_be_a_secret() -> None:
     """A key that somebody sends as the name of a header is gone with its request."""
-    known = Known()
+    known = RequestLine()
     assert known.read_shape((b"Host", b"kv_sk_" + b"a" * 60)) is not None
     assert not known.shapes
     assert known.read_shape((b"Host", b"Accept")) is known.shapes[b"Host", b"Accept"]

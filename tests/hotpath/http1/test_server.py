@@ -13,8 +13,8 @@ import pytest
 from keyvault.hotpath.http1.framing import BODY_BYTES, HEAD_BYTES, HEADERS, TARGET_BYTES
 from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.http1.server import SHORTEST_TICK_SECONDS, _fit_connections
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.responses import HttpResponse
 from tests.hotpath.served import REQUEST_ID, SECONDS, Asked, Client, Served, plain, serving
 
 HELLO = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -25,8 +25,8 @@ SHORT = 0.05
 """Seconds that a bound is set to where a test waits for it to be enforced."""
 
 
-def answer(body: bytes) -> Answer:
-    return Answer(200, body, REQUEST_ID)
+def answer(body: bytes) -> HttpResponse:
+    return HttpResponse(200, body, REQUEST_ID)
 
 
 def refusal(client: Client) -> tuple[int, str]:
@@ -326,7 +326,7 @@ def test_connection_stays_when_both_sides_want_it(line: bytes, connection: bytes
 
 def test_every_answer_is_dated_and_has_its_length() -> None:
     headers = (("Content-Type", "text/plain"), ("Retry-After", "5"))
-    with serving(lambda _: Answer(503, b"x" * 5000, REQUEST_ID, headers)) as served, served.connect() as client:
+    with serving(lambda _: HttpResponse(503, b"x" * 5000, REQUEST_ID, headers)) as served, served.connect() as client:
         client.send(HELLO)
         status, got, body = client.read_answer()
         assert (status, len(body)) == (503, 5000)
@@ -345,7 +345,7 @@ def test_every_answer_is_dated_and_has_its_length() -> None:
 def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """Guarantee: no exception reaches the client or ends the process, and the log has it under the request's id."""
 
-    def respond(asked: Asked) -> Answer:
+    def respond(asked: Asked) -> HttpResponse:
         if asked.target == b"/":
             raise RuntimeError("out of order")
         return plain(asked)
@@ -368,8 +368,8 @@ def test_handler_that_raises_is_a_500_and_the_connection_goes_on(caplog: pytest.
 @pytest.mark.parametrize("value", ["\u20ac", "a\r\nB: c", "a\nB: c", "a\r"])
 def test_answer_that_cannot_be_sent_is_a_500(value: str) -> None:
     """Guarantee: whatever a handler returns, its client gets one answer, and the next one too."""
-    unsendable = Answer(200, b"", REQUEST_ID, (("X", value),))
-    with serving(lambda asked: unsendable if asked.target == b"/" else cast(Answer, None)) as served:
+    unsendable = HttpResponse(200, b"", REQUEST_ID, (("X", value),))
+    with serving(lambda asked: unsendable if asked.target == b"/" else cast(HttpResponse, None)) as served:
         for sent in (HELLO, LAST.replace(b"Connection", b"X"), LAST, HELLO[:-2] + b"Connection: close\r\n\r\n"):
             with served.connect() as client:
                 client.send(sent)
@@ -407,7 +407,7 @@ def test_connection_beyond_the_cap_is_told_so_and_others_are_served() -> None:
 
 def test_stop_waits_for_answers_that_nobody_waits_for_any_more() -> None:
     """Guarantee: what was asked is spent and noted before the process says its farewell, though its client has left."""
-    later, order = Later(), list[str]()
+    later, order = CallbackFuture(), list[str]()
     later.add_done_callback(lambda _: order.append("answered"))
     with serving(lambda _: later) as served:  # type: ignore[arg-type, return-value]  # as the door of a loop answers
         with served.connect() as client:

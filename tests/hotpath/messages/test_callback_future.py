@@ -3,18 +3,18 @@ import contextlib
 
 import pytest
 
-from keyvault.hotpath.messages.callback_future import Later
-from keyvault.hotpath.messages.responses import Answer
+from keyvault.hotpath.messages.callback_future import CallbackFuture
+from keyvault.hotpath.messages.responses import HttpResponse
 
-ANSWER = Answer(200, b"{}", "req")
+ANSWER = HttpResponse(200, b"{}", "req")
 
 
 def test_later_tells_whoever_waits_at_once_and_once() -> None:
-    later, told = Later(), list[Answer]()
+    later, told = CallbackFuture(), list[HttpResponse]()
     later.add_done_callback(lambda done: told.append(done.result()))
     later.set_result(ANSWER)
     assert told == [ANSWER]
-    later.set_result(Answer(200, b"another", "req"))
+    later.set_result(HttpResponse(200, b"another", "req"))
     later.cancel()
     assert (told, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
     later.add_done_callback(lambda done: told.append(done.result()))
@@ -22,7 +22,7 @@ def test_later_tells_whoever_waits_at_once_and_once() -> None:
 
 
 def test_later_that_was_given_up_takes_no_answer() -> None:
-    later, told = Later(), list[bool]()
+    later, told = CallbackFuture(), list[bool]()
     later.add_done_callback(lambda done: told.append(done.cancelled()))
     assert not later.done()
     with pytest.raises(asyncio.InvalidStateError):
@@ -36,7 +36,7 @@ def test_later_that_was_given_up_takes_no_answer() -> None:
 
 def test_later_can_be_awaited_like_a_future() -> None:
     async def run() -> None:
-        later = Later()
+        later = CallbackFuture()
         waiting = [asyncio.ensure_future(later) for _ in range(2)]
         await asyncio.sleep(0)
         later.set_result(ANSWER)
@@ -50,7 +50,7 @@ def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
     """Guarantee: nothing is spent for an answer that nobody gets."""
 
     async def run() -> None:
-        later = Later()
+        later = CallbackFuture()
         waiting = asyncio.ensure_future(later)
         await asyncio.sleep(0)
         waiting.cancel()
@@ -62,9 +62,9 @@ def test_later_whose_only_waiter_was_cancelled_is_given_up() -> None:
 
 
 def test_later_one_who_cannot_take_his_answer_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    later, told = Later(), list[Answer]()
+    later, told = CallbackFuture(), list[HttpResponse]()
 
-    def fail(done: Later) -> None:
+    def fail(done: CallbackFuture) -> None:
         raise ZeroDivisionError
 
     later.add_done_callback(fail)

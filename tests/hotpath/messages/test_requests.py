@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from msgspec import UNSET
 
-from keyvault.api.serializers import VerifyBatchRequest, VerifyRequest
+from keyvault.api.serializers import VerifyBatchRequestBody, VerifyRequestBody
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.hotpath.messages.requests import (
     MOST_REQUESTS,
-    Asked,
+    VerifyRequest,
     read_asked,
     read_asked_batch,
     read_batch,
@@ -67,7 +67,7 @@ def raw(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
 
 
-def wholly(body: bytes) -> Asked | set[str]:
+def wholly(body: bytes) -> VerifyRequest | set[str]:
     """What was asked, or where the faults are."""
     try:
         return read_verify(body)
@@ -126,9 +126,9 @@ def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> 
 @example({"key": None, "environment": "sandbox", "endpoint": "x"})
 def test_requests_that_are_read_are_those_that_the_openapi_page_describes(asked: dict[str, Any]) -> None:
     """The serializer is documentation alone; it takes and refuses what is taken and refused, for the same fields."""
-    form = VerifyRequest(data=json.loads(encoded(asked)))
+    form = VerifyRequestBody(data=json.loads(encoded(asked)))
     found = wholly(encoded(asked))
-    assert form.is_valid() is isinstance(found, Asked), (form.errors, found)
+    assert form.is_valid() is isinstance(found, VerifyRequest), (form.errors, found)
     if isinstance(found, set):
         pointers = {"" if name == "non_field_errors" else f"/{_escaped(name)}" for name in form.errors}
         assert pointers == found
@@ -143,7 +143,7 @@ def test_requests_of_a_batch_are_read_as_each_of_them(several: list[dict[str, An
     quick = read_asked_batch(raw({"requests": several}))
     body = encoded({"requests": several})
     each = [wholly(encoded(asked)) for asked in several]
-    is_good = bool(each) and all(isinstance(one, Asked) for one in each)
+    is_good = bool(each) and all(isinstance(one, VerifyRequest) for one in each)
     assert quick is None or (is_good and quick == each)
     if is_good:
         assert read_batch(body) == each
@@ -162,7 +162,7 @@ def test_requests_of_a_batch_are_as_many_as_documented() -> None:
     for many in (1, MOST_REQUESTS, MOST_REQUESTS + 1):
         body = {"requests": [one] * many}
         is_taken = many <= MOST_REQUESTS
-        assert VerifyBatchRequest(data=body).is_valid() is is_taken
+        assert VerifyBatchRequestBody(data=body).is_valid() is is_taken
         assert (read_asked_batch(raw(body)) is not None) is is_taken
 
 

@@ -7,11 +7,11 @@ import pytest
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import ask_retirement
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
@@ -27,7 +27,7 @@ def desk(db: None) -> Desk:
 
 def rotated(desk: Desk, place: Account) -> Rotation:
     key, _ = issue(place, kind=KeyKind.PUBLIC, label="web-shop")
-    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, Wish(reason="yearly"))
+    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly"))
 
 
 def in_days(days: int) -> datetime:
@@ -107,7 +107,7 @@ def test_date_is_shown_beside_the_shops_and_versions_that_still_use_the_key(desk
         source="192.0.2.9",
         user_agent="ShopApp/4.1 <b>",
         endpoint="checkout.create",
-        outcome=Outcome.ALLOWED,
+        outcome=UseOutcome.ALLOWED,
         origin="https://shop.example",
     )
     log.flush()
@@ -117,7 +117,7 @@ def test_date_is_shown_beside_the_shops_and_versions_that_still_use_the_key(desk
 
 def test_date_is_never_asked_for_a_private_key(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
-    row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, Wish())
+    row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox), key.credential, PlanOverrides())
     client, url = browser(desk.tam), address("rotation_rotation_retire", row.pk)
     assert client.get(url).status_code == 409
     sent = {"version": row.version, "retire_at": f"{in_days(90):%Y-%m-%dT%H:%M}"}

@@ -20,7 +20,7 @@ from rotation.domain.events import RotationState as S
 from rotation.domain.policy import Proof
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of
@@ -43,7 +43,7 @@ def page(row: Rotation, act: str = "change") -> str:
 def asked(desk: Desk, environment: Environment = Environment.PRODUCTION, kind: KeyKind = KeyKind.PRIVATE) -> Rotation:
     place = desk.production if environment is Environment.PRODUCTION else desk.sandbox
     key, _ = issue(place, kind=kind, label=f"{kind}-{environment}")
-    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, Wish(reason="yearly"))
+    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly"))
 
 
 def emergency(desk: Desk) -> Rotation:
@@ -260,7 +260,7 @@ def test_confirmation_says_who_told_and_proves_a_public_key(desk: Desk) -> None:
 def test_confirmation_of_what_traffic_proves_is_not_offered(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
-    row = request_rotation(allowed, key.credential, Wish(proof=Proof.ACK))
+    row = request_rotation(allowed, key.credential, PlanOverrides(proof=Proof.ACK))
     assert browser(desk.tam).get(page(row, "confirm")).status_code == 409
 
 
@@ -290,7 +290,7 @@ def test_text_of_people_is_shown_as_text(desk: Desk) -> None:
     """Reasons, and whatever a caller calls itself, are escaped wherever they are shown."""
     key, _ = issue(desk.production, label="live")
     asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
-    row = request_rotation(asking, key.credential, Wish(reason=SCRIPT))
+    row = request_rotation(asking, key.credential, PlanOverrides(reason=SCRIPT))
     bypass_rotation(grant(desk.responder, P.ROTATIONS_BYPASS, desk.production), row, row.plan_digest, SCRIPT)
     other = asked(desk, kind=KeyKind.PUBLIC)
     assert send(other, "reject", browser(desk.approver), why=SCRIPT).status_code == 302

@@ -16,7 +16,7 @@ from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstate
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
@@ -35,7 +35,9 @@ def desk(db: None) -> Desk:
 def asked(desk: Desk, key: Key, **wish: Any) -> Rotation:
     """Asked for by `tam`."""
     place = key.credential.account
-    return request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, Wish(reason="yearly", **wish))
+    return request_rotation(
+        grant(desk.tam, P.ROTATIONS_WRITE, place), key.credential, PlanOverrides(reason="yearly", **wish)
+    )
 
 
 def approved(desk: Desk, row: Rotation) -> Rotation:
@@ -103,7 +105,9 @@ def test_rotation_asked_for_twice_is_a_conflict(desk: Desk) -> None:
 def test_rotation_approved_by_whoever_asked_is_refused(desk: Desk) -> None:
     """Four eyes: not even a key administrator approves their own rotation."""
     key, _ = issue(desk.production)
-    row = request_rotation(grant(desk.admin, P.ROTATIONS_WRITE, desk.production), key.credential, Wish(reason="x"))
+    row = request_rotation(
+        grant(desk.admin, P.ROTATIONS_WRITE, desk.production), key.credential, PlanOverrides(reason="x")
+    )
     client = browser(desk.admin)
     page = address("rotation_rotation_approve", row.pk)
     assert client.get(page).status_code == 409

@@ -12,8 +12,8 @@ from rotation.domain.pacing import (
     PROVED,
     TICK_SECONDS,
     UNPROVED,
+    CampaignTally,
     Pace,
-    Tally,
     count_to_begin,
     find_pace_faults,
     judge_halt,
@@ -29,7 +29,7 @@ paces = st.builds(
     halt_on_stall=st.booleans(),
     halt_at_failed_percent=st.none() | st.integers(0, 100),
 )
-tallies = st.builds(Tally, *[st.integers(0, 500)] * 3)
+tallies = st.builds(CampaignTally, *[st.integers(0, 500)] * 3)
 
 
 @given(paces, st.lists(st.integers(0, 12), min_size=1, max_size=60), st.data())
@@ -63,13 +63,13 @@ def test_count_to_begin_with_room_keeps_up_with_the_pace(per_minute: int) -> Non
 
 
 @given(paces, tallies)
-def test_judge_halt_on_stall_halts_at_the_first(pace: Pace, tally: Tally) -> None:
+def test_judge_halt_on_stall_halts_at_the_first(pace: Pace, tally: CampaignTally) -> None:
     if pace.halt_on_stall and tally.stalled:
         assert judge_halt(pace, tally) is not None
 
 
 @given(paces, tallies)
-def test_judge_halt_by_share_agrees_with_the_fraction(pace: Pace, tally: Tally) -> None:
+def test_judge_halt_by_share_agrees_with_the_fraction(pace: Pace, tally: CampaignTally) -> None:
     """Exactly when the share is larger than approved, or the first stall is to halt; in whole numbers."""
     bad, judged = tally.failed + tally.stalled, tally.failed + tally.stalled + tally.proved
     limit = pace.halt_at_failed_percent
@@ -78,8 +78,8 @@ def test_judge_halt_by_share_agrees_with_the_fraction(pace: Pace, tally: Tally) 
 
 
 @given(paces, tallies)
-def test_judge_halt_with_more_failures_never_goes_on_again(pace: Pace, tally: Tally) -> None:
-    worse = Tally(tally.proved, tally.failed + 1, tally.stalled)
+def test_judge_halt_with_more_failures_never_goes_on_again(pace: Pace, tally: CampaignTally) -> None:
+    worse = CampaignTally(tally.proved, tally.failed + 1, tally.stalled)
     if judge_halt(pace, tally) is not None:
         assert judge_halt(pace, worse) is not None
 
@@ -87,15 +87,15 @@ def test_judge_halt_with_more_failures_never_goes_on_again(pace: Pace, tally: Ta
 @pytest.mark.parametrize(
     ("tally", "halts"),
     [
-        (Tally(), False),
-        (Tally(proved=9, failed=1), False),
-        (Tally(proved=8, failed=1), True),
-        (Tally(failed=1), True),
-        (Tally(proved=9, stalled=1), False),
-        (Tally(proved=17, failed=1, stalled=1), True),
+        (CampaignTally(), False),
+        (CampaignTally(proved=9, failed=1), False),
+        (CampaignTally(proved=8, failed=1), True),
+        (CampaignTally(failed=1), True),
+        (CampaignTally(proved=9, stalled=1), False),
+        (CampaignTally(proved=17, failed=1, stalled=1), True),
     ],
 )
-def test_judge_halt_at_ten_percent_is_what_people_expect(tally: Tally, halts: bool) -> None:
+def test_judge_halt_at_ten_percent_is_what_people_expect(tally: CampaignTally, halts: bool) -> None:
     pace = Pace(halt_on_stall=False, halt_at_failed_percent=10)
     assert (judge_halt(pace, tally) is not None) == halts
 

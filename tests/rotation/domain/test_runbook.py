@@ -19,8 +19,8 @@ from rotation.domain.runbook import (
     UNKNOWN,
     WAITS,
     Case,
-    Entry,
     Remedy,
+    RunbookEntry,
     find_stall,
     find_wait,
     fitted,
@@ -130,7 +130,7 @@ _OWN_WORDS = {Delivery.SHOW_ONCE: "shown once", Delivery.SEALED: "sealed to"}
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("entry", [*STALLS, UNKNOWN, *WAITS], ids=lambda entry: entry.title)
-def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: Entry, case: Case) -> None:
+def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: RunbookEntry, case: Case) -> None:
     """Advice for another delivery, or for a key that is still good, costs time that an emergency does not have."""
     if not case.has_old_key and entry in _WITH_OLD_KEY:
         return

@@ -16,9 +16,9 @@ from rotation.domain.states import (
     DELIVERED,
     TRANSITIONS,
     UNPUBLISHED,
-    Act,
     KeyFacts,
     Move,
+    RotationAction,
     Wait,
 )
 from rotation.domain.windows import Blackout, Window
@@ -403,7 +403,7 @@ def test_step_every_state_has_its_way_forward_and_says_what_it_waits_for(state: 
     for is_there in (True, False):
         found = step(state, is_accepted=is_there, is_delivered=is_there, observed_through=None)
         assert found.why if isinstance(found, Move) else found.waiting_for
-        if isinstance(found, Act):
+        if isinstance(found, RotationAction):
             assert state in {S.SCHEDULED, S.EMERGENCY, S.PUBLISHING, S.ROLLING_BACK, S.REVOKING}
 
 

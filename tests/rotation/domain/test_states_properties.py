@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keyvault.domain.keys import DEAD_STATES, KeyKind
 from rotation.domain.events import Event
 from rotation.domain.policy import AtDeadline, Proof, Reinstatement
-from rotation.domain.states import CLOSED, TRANSITIONS, Act, Facts, KeyFacts, Move, Wait, next_step
+from rotation.domain.states import CLOSED, TRANSITIONS, Facts, KeyFacts, Move, RotationAction, Wait, next_step
 from tests.rotation.situation import DAY, NOW, PLAN, QUARANTINE, QUIET, SECOND, STALLING, K, S, facts, plan
 
 moments = st.sampled_from(
@@ -87,7 +87,7 @@ def test_step_of_any_facts_is_a_way_of_the_table(known: Facts, now: datetime) ->
     if isinstance(found, Move):
         assert found.to in TRANSITIONS[known.state]
         assert found.why
-    elif isinstance(found, Act):
+    elif isinstance(found, RotationAction):
         assert known.state in {S.SCHEDULED, S.EMERGENCY, S.PUBLISHING, S.REVOKING, S.ROLLING_BACK}
         assert found.waiting_for
     else:

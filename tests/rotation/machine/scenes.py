@@ -18,7 +18,7 @@ from keyvault.services.work import leases
 from rotation.domain.events import RotationState
 from rotation.domain.policy import AtDeadline, Proof, Reinstatement
 from rotation.services.rotations import engine
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from tests import factories
 from tests.rotation.machine.backend import MemoryBackend
 from tests.rotation.machine.interrupting import DisruptedError
@@ -26,7 +26,7 @@ from tests.rotation.machine.watching import ViolationError
 from tests.rotation.machine.world import KNOWN, PERIOD, START, Variant, World
 
 S = RotationState
-_SHORT = Wish(quiet_seconds=600, quarantine_seconds=300, proof_count=4, proof_sources=2, soak_seconds=5)
+_SHORT = PlanOverrides(quiet_seconds=600, quarantine_seconds=300, proof_count=4, proof_sources=2, soak_seconds=5)
 _BY_TRAFFIC = replace(_SHORT, proof=Proof.TRAFFIC)
 
 VARIANTS = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from keyvault.backends.base import Mount, VersionState
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import AuditEntry, Key, Material, WorkLease
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import observe
 from rotation.domain.events import RotationState
 from rotation.domain.policy import AtDeadline
@@ -239,7 +239,7 @@ class Watcher:
             self.require(plan.at_deadline is AtDeadline.REVOKE, "4: a deadline took a key away")
             return
         period = timedelta(seconds=plan.quiet_seconds)
-        self._check_quiet(rotation.predecessor_id, {Outcome.ALLOWED}, period, began_at=rotation.used_at)
+        self._check_quiet(rotation.predecessor_id, {UseOutcome.ALLOWED}, period, began_at=rotation.used_at)
 
     def _check_untried(self, details: dict[str, Any]) -> None:
         rotation = Rotation.objects.get(pk=details["rotation_id"])
@@ -253,14 +253,14 @@ class Watcher:
         known = {
             use.source
             for use in self.world.uses
-            if use.outcome is Outcome.ALLOWED and use.at < since and use.is_reported
+            if use.outcome is UseOutcome.ALLOWED and use.at < since and use.is_reported
         }
-        self._check_quiet(rotation.predecessor_id, {Outcome.REFUSED}, period, began_at=since, sources=known)
+        self._check_quiet(rotation.predecessor_id, {UseOutcome.REFUSED}, period, began_at=since, sources=known)
 
     def _check_quiet(
         self,
         key_id: str,
-        outcomes: set[Outcome],
+        outcomes: set[UseOutcome],
         period: timedelta,
         *,
         began_at: datetime,

@@ -21,7 +21,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Credential, Key, UsageReporter
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import (
@@ -39,7 +39,7 @@ from rotation.domain.states import CLOSED, Wait
 from rotation.models import Rotation
 from rotation.services.rotations import interventions, requests
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from tests.factories import the_operator
 from tests.rotation import scene
@@ -61,7 +61,7 @@ class Variant:
     """What is rotated, and by which plan."""
 
     name: str
-    wish: Wish
+    wish: PlanOverrides
     environment: Environment = Environment.SANDBOX
     kind: KeyKind = KeyKind.PRIVATE
     expires_in_days: int | None = None
@@ -75,7 +75,7 @@ class Use:
     key_id: str
     at: datetime
     source: str
-    outcome: Outcome
+    outcome: UseOutcome
     verifier: str
     is_reported: bool = False
 
@@ -233,7 +233,7 @@ class World:
         rotation = requests.request_rotation(self.grant("tam", P.ROTATIONS_WRITE), self.credential(), self.wish())
         self.rotation_ids.append(rotation.rotation_id)
 
-    def wish(self) -> Wish:
+    def wish(self) -> PlanOverrides:
         """The variant's, with times counted from now."""
         wish = self.variant.wish
         if wish.deadline is None:
@@ -334,9 +334,9 @@ class World:
             return
         key_id = ids[which]
         if self.watcher.is_good(key_id):
-            outcome = Outcome.ALLOWED
+            outcome = UseOutcome.ALLOWED
         elif self.watcher.state_of(key_id) == KeyState.SUSPENDED:
-            outcome = Outcome.REFUSED
+            outcome = UseOutcome.REFUSED
         else:
             return
         log = self.logs[verifier]

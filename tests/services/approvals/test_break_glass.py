@@ -14,7 +14,7 @@ from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.approvals.break_glass import note_break_glass, review_break_glass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.records import prove_service_token
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.factories import approve, grant, issue, issue_request, make_operator, make_token, now, request_key
 from tests.services.conftest import Scene
@@ -112,7 +112,7 @@ def test_break_glass_approval_of_what_a_token_of_nobody_asked_is_noted(scene: Sc
     _, text = make_token(P.ROTATIONS_WRITE, by=HOST if by_host else scene.admin)
     service = prove_service_token(text.reveal(), now())
     assert service is not None
-    asked = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, Wish())
+    asked = request_rotation(grant(service, P.ROTATIONS_WRITE, scene.production), key.credential, PlanOverrides())
     allowed = grant(scene.approver, P.ROTATIONS_APPROVE, scene.production, asked.requester_person)
     approve_rotation(allowed, asked, asked.plan_digest)
     noted = list(BreakGlass.objects.values_list("event", "subject", "why"))

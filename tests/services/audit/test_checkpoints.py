@@ -18,7 +18,7 @@ from django.test import override_settings
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.backends.base import BackendUnavailableError, Mount
-from keyvault.backends.vault.layout import Engine
+from keyvault.backends.vault.layout import SecretsEngine
 from keyvault.client.export_check import ExportCheck
 from keyvault.domain.audit import Break, entry_bytes, entry_hash
 from keyvault.domain.audit_records import gather_kept, parse_record, record_line
@@ -500,7 +500,7 @@ def test_vault_signs_and_after_a_key_rotation_old_and_new_checkpoints_hold(vault
     write()
     at = now()
     assert sign_due(at) == 2
-    mount = vault_service.layout.mount(Engine.ANCHOR, "sandbox")
+    mount = vault_service.layout.mount(SecretsEngine.ANCHOR, "sandbox")
     vault_service.admin.adapter.post(f"/v1/{mount}/keys/audit/rotate")
     write()
     assert sign_due(at + STEP) == 1

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from keyvault.access.catalog import Endpoint, Miss
+from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.decision import Denial, Grant
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
@@ -20,7 +20,7 @@ from keyvault.services.catalog.endpoints import (
     wish_of,
     withdraw_endpoint,
 )
-from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from tests.factories import SANDBOX, grant, issue, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until_blocked
@@ -28,9 +28,9 @@ from tests.services.racing import PATIENCE_SECONDS, held_open, start, wait_until
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 
-def wish(name: str = "refunds.create", **wished: Any) -> EndpointWish:
+def wish(name: str = "refunds.create", **wished: Any) -> EndpointDraft:
     chosen = {"method": "POST", "path": "/refunds/<refund_id>", "credentials": frozenset({KeyKind.PRIVATE}), **wished}
-    return EndpointWish(name, **chosen)
+    return EndpointDraft(name, **chosen)
 
 
 def add(scene: Scene, *words: Any, **wished: Any) -> CatalogEndpoint:
@@ -48,7 +48,7 @@ def last_entry() -> tuple[str, dict[str, Any]]:
 
 def code_of(scene: Scene, key: Any) -> ErrorCode | None:
     endpoint = match_endpoint("POST", "/refunds/7")
-    presented = Presented(key=key.reveal(), environment=SANDBOX, endpoint=endpoint)
+    presented = VerificationRequest(key=key.reveal(), environment=SANDBOX, endpoint=endpoint)
     verdict = judge_presented(presented, now()).verdict
     return verdict.code if isinstance(verdict, Denial) else None
 
@@ -80,7 +80,7 @@ def test_endpoint_changed_holds_at_once_and_is_audited_with_both_rules(scene: Sc
 def test_endpoint_withdrawn_is_unknown_until_it_is_restored(scene: Scene) -> None:
     row = add(scene)
     withdraw_endpoint(grant(scene.admin, P.CATALOG_WRITE), row)
-    assert isinstance(find_endpoint("refunds.create"), Miss)
+    assert isinstance(find_endpoint("refunds.create"), NoMatchingEndpoint)
     restore_endpoint(grant(scene.admin, P.CATALOG_WRITE), row)
     assert isinstance(find_endpoint("refunds.create"), Endpoint)
     entries = AuditEntry.objects.filter(event__startswith="endpoint.").order_by("id")

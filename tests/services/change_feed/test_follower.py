@@ -21,7 +21,7 @@ from keyvault.models.recording import Subject
 from keyvault.services.change_feed import follower
 from keyvault.services.change_feed.follower import Follower
 from keyvault.services.recording import changes
-from keyvault.services.recording.changes import FeedWentBackError, Look, Position, Row
+from keyvault.services.recording.changes import ChangeBatch, FeedWentBackError, Position, Row
 from keyvault.services.usage.recorder import usage_log
 from tests.factories import have_peppers, now
 from tests.services.racing import PATIENCE_SECONDS, held_open, start
@@ -168,7 +168,7 @@ def test_position_whatever_the_order_applies_every_row_and_confirms_none_too_ear
         world, position, covered, told = World(most_rows), Position(), set[int](), list[int]()
 
         def finish(drawn: int, names: frozenset[str], due: set[int]) -> None:
-            look = Look(drawn, names, world.rows(position.floor))
+            look = ChangeBatch(drawn, names, world.rows(position.floor))
             new = position.find_new(look)
             if new is None:
                 covered.update(world.visible)
@@ -215,13 +215,13 @@ def test_position_whatever_the_order_applies_every_row_and_confirms_none_too_ear
 def test_position_a_row_gone_is_a_feed_that_went_back() -> None:
     """A standby that took over without the last change: whoever applied it knows more than the database."""
     position = Position()
-    for look in (Look(0, frozenset(), []), Look(2, frozenset(), [row(1, 1), row(2, 2)])):
+    for look in (ChangeBatch(0, frozenset(), []), ChangeBatch(2, frozenset(), [row(1, 1), row(2, 2)])):
         position.find_new(look)
         position.advance(look)
     with pytest.raises(FeedWentBackError):
-        position.find_new(Look(40, frozenset(), [row(1, 1)]))
+        position.find_new(ChangeBatch(40, frozenset(), [row(1, 1)]))
     with pytest.raises(FeedWentBackError):
-        position.find_new(Look(1, frozenset(), [row(1, 1), row(2, 2)]))
+        position.find_new(ChangeBatch(1, frozenset(), [row(1, 1), row(2, 2)]))
 
 
 @pytest.mark.parametrize("drawn_again", [row(2, "another"), row(2, 2, "later")])
@@ -229,13 +229,13 @@ def test_position_a_row_gone_is_a_feed_that_went_back() -> None:
 def test_position_a_sequence_drawn_again_is_a_feed_that_went_back(drawn_again: Row, is_just_placed: bool) -> None:
     """A restored database draws its sequences again: none of the rows may be taken for applied."""
     position = Position()
-    seen = Look(2, frozenset(), [row(1, 1), row(2, 2)])
-    for look in [seen] if is_just_placed else [Look(0, frozenset(), []), seen]:
+    seen = ChangeBatch(2, frozenset(), [row(1, 1), row(2, 2)])
+    for look in [seen] if is_just_placed else [ChangeBatch(0, frozenset(), []), seen]:
         position.find_new(look)
         position.advance(look)
-    assert position.find_new(Look(3, frozenset(), [row(1, 1), row(2, 2), row(3, 3)])) == [key(3)]
+    assert position.find_new(ChangeBatch(3, frozenset(), [row(1, 1), row(2, 2), row(3, 3)])) == [key(3)]
     with pytest.raises(FeedWentBackError):
-        position.find_new(Look(3, frozenset(), [row(1, 1), drawn_again, row(3, 3)]))
+        position.find_new(ChangeBatch(3, frozenset(), [row(1, 1), drawn_again, row(3, 3)]))
 
 
 # ------------------------------------------------------------------------------------------------------- one look
@@ -320,7 +320,7 @@ def test_follower_vouches_from_before_its_look_began(memory: Memory, monkeypatch
     """A change that was made while it looked may have been missed: both clocks are taken before."""
     began: list[tuple[float, float]] = []
 
-    def look(above: int) -> Look:
+    def look(above: int) -> ChangeBatch:
         began.append((time.monotonic(), time.time()))
         return changes.look_at_feed(above)
 
@@ -344,7 +344,7 @@ def test_follower_that_receipts_did_not_wait_for_looks_again_before_it_vouches(
         memory.follower._reported_at -= settings.MAX_STALENESS_SECONDS * (2 if was == "expired" else 1)
     seen: list[tuple[float, bool]] = []
 
-    def look(above: int) -> Look:
+    def look(above: int) -> ChangeBatch:
         reported = Verifier.objects.filter(seen_at__gt=long_ago).exists()
         seen.append((time.monotonic(), reported))
         return changes.look_at_feed(above)
@@ -545,7 +545,7 @@ def test_follower_thread_tells_of_an_outage_once_and_goes_on(
     """Whatever a look raises, the next one is made; the log is not filled."""
     looks = []
 
-    def fail(above: int) -> Look:
+    def fail(above: int) -> ChangeBatch:
         looks.append(above)
         raise OperationalError("gone")
 

@@ -17,7 +17,7 @@ from keyvault.services.change_feed.receipts import (
     LONGEST_WAIT_SECONDS,
     MOST_WAITERS,
     Receipt,
-    Standing,
+    VerifierProgress,
     find_account_of,
     find_receipt,
     list_unconfirmed,
@@ -115,7 +115,10 @@ def test_receipt_waits_for_a_silent_verifier_up_to_its_bound_to_the_microsecond(
     """As long as it may still answer from memory, it is waited for."""
     verifier = make_verifier()
     bound = verifier.seen_at + STALENESS
-    for now, standing in ((bound, Standing.WAITING), (bound + timedelta(microseconds=1), Standing.EXPIRED)):
+    for now, standing in (
+        (bound, VerifierProgress.WAITING),
+        (bound + timedelta(microseconds=1), VerifierProgress.EXPIRED),
+    ):
         assert receipts._standing(verifier, sequence, now) is standing
 
 

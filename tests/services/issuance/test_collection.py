@@ -499,7 +499,7 @@ def test_collection_burning_killed_in_the_middle_is_done_again(
 
     before = dump_tables()
     with monkeypatch.context() as patch:
-        patch.setattr(collection, "burn_key", die)
+        patch.setattr(collection, "discard_key", die)
         with pytest.raises(KeyboardInterrupt):
             maintenance.burn_due()
     assert dump_tables() == before

@@ -23,7 +23,7 @@ from keyvault.backends.base import (
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, PermissionMissingError, RequestInvalidError, StateConflictError
-from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery, IssuanceState, may_become
+from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery, IssuanceState, can_transition_issuance
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
@@ -200,7 +200,7 @@ def test_issuance_every_turn_from_a_state_goes_by_the_table(
         request = in_state(scene, state)
         with subtests.test(name):
             # Back to approved only where its key is made anew, which is nothing that anybody asks for.
-            if may_become(state, to) and (state, to) != (S.ISSUED, S.APPROVED):
+            if can_transition_issuance(state, to) and (state, to) != (S.ISSUED, S.APPROVED):
                 turn(scene, request)
                 assert fresh(request).state == to
             else:

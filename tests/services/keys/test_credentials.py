@@ -14,7 +14,7 @@ from keyvault.models import AuditEntry, Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.catalog.catalog import find_endpoint
 from keyvault.services.keys.credentials import restrict_credential
-from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from tests.factories import SANDBOX, grant, issue, now
 from tests.services.conftest import Scene
 
@@ -27,7 +27,7 @@ def restrict(scene: Scene, credential: Credential, *networks: str, origin: Origi
 
 
 def code_of(text: Any, address: str | None = None, origin: str | None = None) -> ErrorCode | None:
-    presented = Presented(
+    presented = VerificationRequest(
         key=text.reveal(),
         environment=SANDBOX,
         endpoint=find_endpoint("orders.retrieve"),

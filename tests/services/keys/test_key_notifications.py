@@ -126,7 +126,7 @@ def test_notice_of_no_key_left_is_not_given_for_what_was_suspended_dead_or_in_no
     revoke(scene, suspended)
     report(scene, suspended)
     burned, _ = issue(scene.sandbox)
-    lifecycle.burn_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), burned)
+    lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), burned)
     assert Notice.objects.filter(kind="credential.without_key").count() == before
     assert told(suspended) == [("key.revoked", False), ("key.compromised", True)]
     assert told(burned) == []

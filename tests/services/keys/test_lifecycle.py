@@ -17,7 +17,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key, Material
 from keyvault.services.catalog.catalog import find_endpoint
 from keyvault.services.keys import lifecycle
-from keyvault.services.verification.judging import Presented, judge_presented
+from keyvault.services.verification.judging import VerificationRequest, judge_presented
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, now
 from tests.services.conftest import Scene
 from tests.services.rows import last_body, last_ids, written_since
@@ -29,7 +29,7 @@ S = KeyState
 
 def verdict(text: Plaintext, at: datetime | None = None, environment: Environment = SANDBOX) -> ErrorCode | None:
     """None: allowed."""
-    presented = Presented(text.reveal(), environment, find_endpoint("orders.create"))
+    presented = VerificationRequest(text.reveal(), environment, find_endpoint("orders.create"))
     judged = judge_presented(presented, at or now()).verdict
     return judged.code if isinstance(judged, Denial) else None
 
@@ -48,7 +48,7 @@ def in_state(scene: Scene, state: KeyState) -> tuple[Key, Plaintext]:
     if state in {S.PRE_ACTIVATION, S.DESTROYED}:
         key, text = lifecycle.stage_key(engine(scene), key.credential, expires_in_days=30)
         if state is S.DESTROYED:
-            lifecycle.burn_key(engine(scene), key)
+            lifecycle.discard_key(engine(scene), key)
     elif state is S.SUSPENDED:
         lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
     elif state is S.DEACTIVATED:
@@ -64,7 +64,7 @@ MOVES: dict[str, tuple[KeyState, Callable[[Scene, Key], object]]] = {
     "suspend": (S.SUSPENDED, lambda scene, key: lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)),
     "resume": (S.ACTIVE, lambda scene, key: lifecycle.resume_key(by_admin(scene, P.KEYS_RESUME), key)),
     "expire": (S.DEACTIVATED, lambda scene, key: lifecycle.expire_key(engine(scene, at=key.expires_at), key)),
-    "burn": (S.DEACTIVATED, lambda scene, key: lifecycle.burn_key(engine(scene), key)),
+    "burn": (S.DEACTIVATED, lambda scene, key: lifecycle.discard_key(engine(scene), key)),
     "revoke": (
         S.DEACTIVATED,
         lambda scene, key: lifecycle.revoke_key(
@@ -253,7 +253,7 @@ def test_keys_moved_with_a_grant_to_read_is_refused(scene: Scene, name: str) -> 
         "suspend": lambda: lifecycle.suspend_key(allowed, key),
         "resume": lambda: lifecycle.resume_key(grant(scene.admin, P.KEYS_READ, scene.sandbox), key),
         "expire": lambda: lifecycle.expire_key(allowed, key),
-        "burn": lambda: lifecycle.burn_key(allowed, key),
+        "burn": lambda: lifecycle.discard_key(allowed, key),
         "revoke": lambda: lifecycle.revoke_key(allowed, key, RevocationReason.SUPERSEDED),
         "report": lambda: lifecycle.report_compromise(allowed, key),
     }

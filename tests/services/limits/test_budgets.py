@@ -13,9 +13,9 @@ from keyvault.access.limits import LONGEST_SECONDS, Bucket, Limit, Spend
 from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyKind
 from keyvault.services.limits import limiter as limits
-from keyvault.services.limits.budgets import Budgets, LeasedBudgets, LocalBudgets, StrictBudgets, budgets
+from keyvault.services.limits.budgets import LeasedBudgets, LimitBudgets, LocalBudgets, StrictBudgets, budgets
 from keyvault.services.limits.limiter import Limiter, account_buckets, failed_proofs, limiter
-from keyvault.services.limits.stores import Answer, LimitStoreLostError, LocalStore, RedisStore
+from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore, StoreReply
 from keyvault.services.limits.token_leases import Leases
 from tests.servers.throwaway import free_port
 from tests.services.racing import PATIENCE_SECONDS, race
@@ -32,45 +32,45 @@ FOR_EVER_US = 3_600_000_000
 """Leases that outlive the test: where it counts every token, however slow the machine."""
 
 
-def process(redis_url: str, *, is_strict: bool = False, life_us: int = FOR_EVER_US) -> Budgets:
+def process(redis_url: str, *, is_strict: bool = False, life_us: int = FOR_EVER_US) -> LimitBudgets:
     """With connections and leases of its own."""
     store = RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS)
     shared = Limiter(store, LocalStore(), 25)
     return StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store, Leases(life_us=life_us))
 
 
-def spend_one(spending: Budgets, buckets: Sequence[Bucket]) -> bool:
+def spend_one(spending: LimitBudgets, buckets: Sequence[Bucket]) -> bool:
     """As the engine does."""
     return spending.payer(buckets)(1) is not None or spending.spend(buckets, 1).allowed
 
 
-def drain(spending: Budgets, buckets: Sequence[Bucket]) -> int:
+def drain(spending: LimitBudgets, buckets: Sequence[Bucket]) -> int:
     return next(number for number in range(10_000) if not spend_one(spending, buckets))
 
 
-def drain_in_asyncio(spending: Budgets, buckets: Sequence[Bucket]) -> int:
+def drain_in_asyncio(spending: LimitBudgets, buckets: Sequence[Bucket]) -> int:
     """Eight at a time, until one is refused."""
 
-    async def spend_soon() -> bool:
-        return spending.payer(buckets)(1) is not None or (await spending.spend_soon(buckets, 1)).allowed
+    async def spend_async() -> bool:
+        return spending.payer(buckets)(1) is not None or (await spending.spend_async(buckets, 1)).allowed
 
-    async def drain_soon() -> int:
+    async def drain_async() -> int:
         passed = 0
         while True:
-            outcomes = await asyncio.gather(*[spend_soon() for _ in range(8)])
+            outcomes = await asyncio.gather(*[spend_async() for _ in range(8)])
             passed += sum(outcomes)
             if not all(outcomes):
                 return passed
 
-    return run(spending, drain_soon)
+    return run(spending, drain_async)
 
 
-def run(spending: Budgets, act: Callable[[], Awaitable[T]]) -> T:
+def run(spending: LimitBudgets, act: Callable[[], Awaitable[T]]) -> T:
     async def run_and_close() -> T:
         try:
             return await act()
         finally:
-            await spending.close_soon()
+            await spending.close_async()
 
     return asyncio.run(run_and_close())
 
@@ -86,7 +86,7 @@ def lost_url() -> str:
 @pytest.mark.parametrize("drained", [drain, drain_in_asyncio])
 @pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "leased"])
 def test_budgets_of_one_process_admit_exactly_the_limit(
-    redis_url: str, is_strict: bool, drained: Callable[[Budgets, Sequence[Bucket]], int]
+    redis_url: str, is_strict: bool, drained: Callable[[LimitBudgets, Sequence[Bucket]], int]
 ) -> None:
     """All or nothing: what the endpoint refused was not taken from the account."""
     spending = process(redis_url, is_strict=is_strict)
@@ -162,7 +162,7 @@ def test_local_budgets_spend_what_the_integration_plane_spends() -> None:
     assert spending.is_local
     assert plane.spend(BUCKETS, 100).allowed
     assert drain(spending, BUCKETS) == 200
-    assert run(spending, lambda: spending.spend_soon(ACCOUNT_ONLY, 200)).allowed
+    assert run(spending, lambda: spending.spend_async(ACCOUNT_ONLY, 200)).allowed
     assert not plane.spend(ACCOUNT_ONLY, 1).allowed
 
 
@@ -177,18 +177,18 @@ class Gone(RedisStore):
         self.is_there = True
         self.calls = 0
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.calls += 1
         if not self.is_there:
             raise LimitStoreLostError("gone")
         return super().ask(buckets, costs)
 
-    async def ask_soon(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    async def ask_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.calls += 1
         await asyncio.sleep(0)
         if not self.is_there:
             raise LimitStoreLostError("gone")
-        return await super().ask_soon(buckets, costs)
+        return await super().ask_async(buckets, costs)
 
 
 @pytest.mark.parametrize("in_asyncio", [False, True], ids=["blocking", "asyncio"])
@@ -200,11 +200,11 @@ def test_budgets_without_redis_spend_a_share_once_asked_a_second_and_come_back(
     caplog.set_level(logging.WARNING, limits.__name__)
     clock, store = [1_000.0], Gone(redis_url)
     shared = Limiter(store, LocalStore(), 25, lambda: clock[0])
-    spending: Budgets = StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store)
+    spending: LimitBudgets = StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store)
 
     async def spend(*, refuse_on_loss: bool = False) -> Spend:
         if in_asyncio:
-            return await spending.spend_soon(SMALL, 1, refuse_on_loss=refuse_on_loss)
+            return await spending.spend_async(SMALL, 1, refuse_on_loss=refuse_on_loss)
         return spending.spend(SMALL, 1, refuse_on_loss=refuse_on_loss)
 
     async def lose_and_find() -> None:
@@ -246,13 +246,13 @@ def test_leased_budgets_whose_caller_goes_away_lease_again(redis_url: str) -> No
     spending = process(redis_url)
 
     async def go_away() -> None:
-        await spending.spend_soon(ACCOUNT_ONLY, 1)
-        task = asyncio.ensure_future(spending.spend_soon(ACCOUNT_ONLY, 1))
+        await spending.spend_async(ACCOUNT_ONLY, 1)
+        task = asyncio.ensure_future(spending.spend_async(ACCOUNT_ONLY, 1))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await spending.spend_soon(ACCOUNT_ONLY, 1)).allowed
+        assert (await spending.spend_async(ACCOUNT_ONLY, 1)).allowed
         assert spending.payer(ACCOUNT_ONLY)(1) is not None
 
     run(spending, go_away)
@@ -271,7 +271,7 @@ def test_leased_budgets_whose_caller_goes_away_lease_again(redis_url: str) -> No
     ],
 )
 def test_budgets_are_as_configured(
-    settings: Settings, lost_url: str, has_redis: bool, is_strict: bool, expected: type[Budgets]
+    settings: Settings, lost_url: str, has_redis: bool, is_strict: bool, expected: type[LimitBudgets]
 ) -> None:
     settings.REDIS_URL, settings.IS_STRICT_LIMITS = lost_url if has_redis else "", is_strict
     assert type(budgets()) is expected

@@ -241,32 +241,32 @@ def test_limiter_in_asyncio_without_its_store_does_the_same(clock: Clock) -> Non
     """A share of each limit, refused where the endpoint wants that, one attempt a second, and back again."""
 
     class Soon(FlakyStore):
-        async def spend_soon(self, buckets: Sequence[Bucket], cost: int) -> Spend:
+        async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
             await asyncio.sleep(0)
             return self.spend(buckets, cost)
 
-        async def close_soon(self) -> None:
+        async def close_async(self) -> None:
             """Nothing is open."""
 
     store = Soon(clock)
     shared = Limiter(store, LocalStore(clock.nanos), 25, clock)
 
     async def lose_and_find() -> None:
-        assert (await shared.spend_soon(BUCKETS, 1)).binding.limit == ENDPOINT
+        assert (await shared.spend_async(BUCKETS, 1)).binding.limit == ENDPOINT
         store.is_there = False
-        assert [(await shared.spend_soon(BUCKETS, 1)).allowed for _ in range(3)] == [True, True, False]
+        assert [(await shared.spend_async(BUCKETS, 1)).allowed for _ in range(3)] == [True, True, False]
         with pytest.raises(DependencyUnavailableError):
-            await shared.spend_soon(BUCKETS, 1, refuse_on_loss=True)
+            await shared.spend_async(BUCKETS, 1, refuse_on_loss=True)
         assert store.calls == 2
         clock.seconds += 1
-        await shared.spend_soon(BUCKETS, 1)
-        await shared.spend_soon(BUCKETS, 1)
+        await shared.spend_async(BUCKETS, 1)
+        await shared.spend_async(BUCKETS, 1)
         assert store.calls == 3
         store.is_there = True
         clock.seconds += 1
-        told = await asyncio.gather(*[shared.spend_soon(ACCOUNT_ONLY, 1) for _ in range(3)])
+        told = await asyncio.gather(*[shared.spend_async(ACCOUNT_ONLY, 1) for _ in range(3)])
         assert [one.binding.limit.count for one in told] == [40, 10, 10]
-        assert (await shared.spend_soon(ACCOUNT_ONLY, 1)).binding.limit == ACCOUNT
+        assert (await shared.spend_async(ACCOUNT_ONLY, 1)).binding.limit == ACCOUNT
 
     asyncio.run(lose_and_find())
 

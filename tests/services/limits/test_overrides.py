@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import PermissionMissingError, RequestInvalidError, StateConflictError
@@ -85,7 +85,9 @@ def test_endpoint_limit_the_narrowest_that_is_set_holds(scene: Scene) -> None:
 
 
 def test_endpoint_limit_of_the_catalog_is_the_default(scene: Scene) -> None:
-    wish = EndpointWish("refunds.list", "GET", "/refunds", frozenset({KeyKind.PRIVATE}), limit_count=3, limit_seconds=9)
+    wish = EndpointDraft(
+        "refunds.list", "GET", "/refunds", frozenset({KeyKind.PRIVATE}), limit_count=3, limit_seconds=9
+    )
     add_endpoint(grant(scene.admin, P.CATALOG_WRITE), wish)
     found = endpoint_limit_in_force(SANDBOX, "refunds.list")
     assert (found.limit, found.source) == (Limit(3, 9), LimitSource.DEFAULT)

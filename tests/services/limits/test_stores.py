@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Arrival, Bucket, Limit, Spend, spend, spend_each
+from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
 from keyvault.services.limits import stores as limit_stores
 from keyvault.services.limits.redis_pipeline import LimitPipeline
 from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, LocalStore, RedisStore
@@ -44,9 +44,9 @@ def patient(redis_url: str) -> RedisStore:
     return RedisStore(redis_url, timeout_seconds=PATIENCE_SECONDS)
 
 
-def stored(client: "Redis", one: Bucket) -> Arrival | None:
+def stored(client: "Redis", one: Bucket) -> BucketState | None:
     found = client.get(one.key)
-    return Arrival(*map(int, str(found).split(":"))) if found else None
+    return BucketState(*map(int, str(found).split(":"))) if found else None
 
 
 # ------------------------------------------------------------------------------------------------ in this process
@@ -63,7 +63,7 @@ def test_local_store_agrees_with_the_pure_arithmetic(chosen: list[Limit], visits
     buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
     clock = [NOW_US]
     store = LocalStore(lambda: clock[0] * 1000)
-    states: tuple[Arrival | None, ...] = (None,) * len(buckets)
+    states: tuple[BucketState | None, ...] = (None,) * len(buckets)
     for gap_us, cost in visits:
         clock[0] += gap_us
         affordable = min(cost, *(limit.count for limit in chosen))
@@ -87,7 +87,7 @@ def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
 ) -> None:
     """All that `payer` allows is what `spend` would, to the same effect; what it does not, costs nothing."""
     buckets = [bucket(limit, str(number)) for number, limit in enumerate(chosen)]
-    clock, pure = [NOW_US], dict[str, Arrival | None].fromkeys(one.key for one in buckets)
+    clock, pure = [NOW_US], dict[str, BucketState | None].fromkeys(one.key for one in buckets)
     store = LocalStore(lambda: clock[0] * 1000)
     for gap_us, cost, is_first_alone in visits:
         clock[0] += gap_us
@@ -229,9 +229,11 @@ def test_redis_store_agrees_with_the_pure_arithmetic(
 
     The states are made up: full, spent from, used up, and further on than can be, as after a step back of the clock.
     """
-    seen: list[tuple[int, Spend, tuple[Arrival, ...]]] = []
+    seen: list[tuple[int, Spend, tuple[BucketState, ...]]] = []
 
-    def watched(states: Sequence[Arrival | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int) -> Any:
+    def watched(
+        states: Sequence[BucketState | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
+    ) -> Any:
         outcome, kept = spend_each(states, buckets, costs, now_us)
         seen.append((now_us, outcome, kept))
         return outcome, kept
@@ -267,7 +269,9 @@ def test_redis_script_at_the_very_edge_agrees_with_the_pure_arithmetic(client: "
         micros, fraction = limit.advance(cost)
         edges = {0, limit.count - 1, *(max(0, limit.count - fraction + step) % limit.count for step in (-1, 0, 1))}
         for before in [
-            Arrival(NOW_US + limit.window_us - micros + step, edge) for step in (-2, -1, 0, 1) for edge in sorted(edges)
+            BucketState(NOW_US + limit.window_us - micros + step, edge)
+            for step in (-2, -1, 0, 1)
+            for edge in sorted(edges)
         ]:
             client.set(one.key, f"{before.micros}:{before.fraction}")
             script([one.key], [limit.count, limit.window_us, micros, fraction, *divmod(NOW_US, 1_000_000)])
@@ -284,7 +288,7 @@ def _any_limit(chance: random.Random) -> Limit:
     )
 
 
-def _any_state(chance: random.Random, limit: Limit, now_us: int) -> Arrival | None:
+def _any_state(chance: random.Random, limit: Limit, now_us: int) -> BucketState | None:
     micros = chance.choice(
         [
             now_us - chance.randint(0, 10**9),
@@ -293,7 +297,7 @@ def _any_state(chance: random.Random, limit: Limit, now_us: int) -> Arrival | No
             now_us + limit.window_us + chance.randint(0, 10**12),
         ]
     )
-    return chance.choice([None, *[Arrival(micros, chance.randrange(limit.count))] * 4])
+    return chance.choice([None, *[BucketState(micros, chance.randrange(limit.count))] * 4])
 
 
 def _now_us(client: "Redis") -> int:
@@ -400,12 +404,12 @@ class Loop:
             try:
                 return [
                     await asyncio.gather(
-                        *[self.store.spend_soon(buckets, cost) for buckets, cost in turn], return_exceptions=True
+                        *[self.store.spend_async(buckets, cost) for buckets, cost in turn], return_exceptions=True
                     )
                     for turn in turns
                 ]
             finally:
-                await self.store.close_soon()
+                await self.store.close_async()
 
         return asyncio.run(run_all())
 
@@ -444,14 +448,14 @@ def test_redis_store_in_asyncio_sends_all_of_one_turn_together(redis_url: str, m
     monkeypatch.setattr(LimitPipeline, "_evaluated", counted)
 
     async def run_all() -> list[Spend]:
-        first = [asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(200)]
+        first = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(200)]
         while not trips:
             await asyncio.sleep(0)
-        then = [asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(50)]
+        then = [asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(50)]
         try:
             return await asyncio.gather(*first, *then)
         finally:
-            await loop.store.close_soon()
+            await loop.store.close_async()
 
     assert [spent.standings[0].remaining for spent in asyncio.run(run_all())] == list(range(998, 748, -1))
     assert trips == [200, 50]
@@ -514,13 +518,13 @@ def test_redis_store_in_asyncio_with_a_caller_who_goes_away_answers_the_others(r
     loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
 
     async def run_all() -> bool:
-        gone, stays = (asyncio.ensure_future(loop.store.spend_soon([one], 1)) for _ in range(2))
+        gone, stays = (asyncio.ensure_future(loop.store.spend_async([one], 1)) for _ in range(2))
         await asyncio.sleep(0)
         gone.cancel()
         try:
             return (await stays).allowed
         finally:
-            await loop.store.close_soon()
+            await loop.store.close_async()
 
     assert asyncio.run(run_all())
 
@@ -530,7 +534,7 @@ def test_redis_store_in_asyncio_whose_loop_ends_leaves_nobody_waiting(redis_url:
     loop, one = Loop(redis_url), bucket(Limit(9, A_DAY))
 
     async def leave() -> "asyncio.Task[Spend]":
-        task = asyncio.ensure_future(loop.store.spend_soon([one], 1))
+        task = asyncio.ensure_future(loop.store.spend_async([one], 1))
         await asyncio.sleep(0)
         return task
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyvault.access.limits import LONGEST_SECONDS, Arrival, Bucket, Limit, Spend, spend, spend_each
-from keyvault.services.limits.stores import Answer
-from keyvault.services.limits.token_leases import LIFE_US, SHARE, Ask, Leases
+from keyvault.access.limits import LONGEST_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
+from keyvault.services.limits.stores import StoreReply
+from keyvault.services.limits.token_leases import LIFE_US, SHARE, LeaseRequest, Leases
 
 SECOND_US = 1_000_000
 A_DAY = LONGEST_SECONDS
@@ -30,15 +30,15 @@ class Shared:
     """The store; `now_us` is the clock of the processes, `admitted` when it paid for which request."""
 
     now_us: int = 5_000_000
-    states: dict[str, Arrival] = field(default_factory=dict)
+    states: dict[str, BucketState] = field(default_factory=dict)
     asked: int = 0
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> Answer:
+    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.asked += 1
         now_us = self.now_us + AHEAD_US
         outcome, kept = spend_each([self.states.get(one.key) for one in buckets], buckets, costs, now_us)
         self.states.update(zip((one.key for one in buckets), kept, strict=True))
-        return Answer(outcome, kept, now_us)
+        return StoreReply(outcome, kept, now_us)
 
     def would_allow(self, one: Bucket, cost: int) -> bool:
         return spend([self.states.get(one.key)], [one], cost, self.now_us + AHEAD_US)[0].allowed
@@ -50,7 +50,7 @@ class Shared:
 def spend_at_once(shared: Shared, leases: Leases, request: Request, cost: int) -> Spend:
     """With a store that answers in no time."""
     step = leases.plan(request, cost)
-    while isinstance(step, Ask):
+    while isinstance(step, LeaseRequest):
         step = leases.settle(step, shared.ask(step.buckets, step.costs))
     return step
 
@@ -64,8 +64,8 @@ class Travelling:
     """An ask under way; the answer when the store has it."""
 
     leases: Leases
-    ask: Ask
-    answer: Answer | None = None
+    ask: LeaseRequest
+    answer: StoreReply | None = None
     paid_us: int = 0
 
 
@@ -103,7 +103,7 @@ class Traffic:
         else:
             self.travelling.remove(one)
             step = one.leases.settle(one.ask, one.answer)
-            if isinstance(step, Ask):
+            if isinstance(step, LeaseRequest):
                 self.travelling.append(Travelling(one.leases, step))
             elif step.allowed:
                 self._admit([part.bucket for part in one.ask.parts], one.ask.cost, one.paid_us)
@@ -223,7 +223,7 @@ def test_leases_lose_fewer_tokens_than_are_spent(limit: Limit, schedule: list[tu
         shared.now_us += gap_us
         for _ in range(requests):
             step = processes[process].plan((one,), 1)
-            while isinstance(step, Ask):
+            while isinstance(step, LeaseRequest):
                 answer = shared.ask(step.buckets, step.costs)
                 paid += sum(step.costs) if answer.spend.allowed else 0
                 step = processes[process].settle(step, answer)
@@ -237,7 +237,7 @@ def test_leases_under_load_grow_by_doubling_up_to_a_twentieth_of_what_is_left() 
     costs: list[int] = []
     while len(costs) < 9:
         step = leases.plan((one,), 1)
-        if isinstance(step, Ask):
+        if isinstance(step, LeaseRequest):
             costs += step.costs
             leases.settle(step, shared.ask(step.buckets, step.costs))
     assert costs == [1, 2, 4, 8, 16, 32, 46, 44, 42]
@@ -288,7 +288,7 @@ def test_leases_after_a_pause_are_as_large_as_was_used_and_begin_small_after_a_l
         spend_at_once(shared, leases, (one,), 1)
     shared.now_us += pause_us
     step = leases.plan((one,), 1)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     assert step.costs == [size]
 
 
@@ -299,7 +299,7 @@ def test_leases_after_one_that_was_hardly_used_are_as_small_as_its_use() -> None
         spend_at_once(shared, leases, (one,), 1)
     shared.now_us += LIFE_US
     step = leases.plan((one,), 1)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     assert step.costs == [2]
 
 
@@ -320,7 +320,7 @@ def test_leases_whose_answer_comes_late_have_ended() -> None:
     for _ in range(1 + 2):
         spend_at_once(shared, leases, (one,), 1)
     step = leases.plan((one,), 1)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     assert step.costs == [4]
     answer = shared.ask(step.buckets, step.costs)
     shared.now_us += LIFE_US
@@ -335,7 +335,7 @@ def test_leases_refused_by_an_answer_that_came_late_do_not_wait_from_then_on() -
     assert shared.ask([one], [10]).spend.allowed
     leases = shared.leases()
     step = leases.plan((one,), 1)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     answer = shared.ask(step.buckets, step.costs)
     shared.now_us += 60_000
     refused = leases.settle(step, answer)
@@ -355,8 +355,8 @@ def test_leases_held_by_a_request_that_is_refused_after_their_time_are_lost(is_n
     assert shared.ask([endpoint], [8]).spend.allowed
     shared.now_us += 1
     held, following = leases.plan((account, endpoint), 1), leases.plan((account,), 1)
-    assert isinstance(held, Ask)
-    assert isinstance(following, Ask)
+    assert isinstance(held, LeaseRequest)
+    assert isinstance(following, LeaseRequest)
     assert following.costs == [8]
     if is_next_there:
         leases.settle(following, shared.ask(following.buckets, following.costs))
@@ -370,7 +370,7 @@ def test_leases_of_a_cost_beyond_the_lease_ask_for_exactly_that() -> None:
     leases = shared.leases()
     spend_at_once(shared, leases, (one,), 1)
     step = leases.plan((one,), 30)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     assert step.costs == [30]
 
 
@@ -380,7 +380,7 @@ def test_leases_asked_for_by_many_at_once_are_one() -> None:
     leases = shared.leases()
     spend_at_once(shared, leases, (one,), 1)
     steps = [leases.plan((one,), 1) for _ in range(5)]
-    assert [step.costs for step in steps if isinstance(step, Ask)] == [[2], [1], [1], [1], [1]]
+    assert [step.costs for step in steps if isinstance(step, LeaseRequest)] == [[2], [1], [1], [1], [1]]
 
 
 def test_leases_that_a_bucket_cannot_give_become_a_single_spend() -> None:
@@ -391,11 +391,11 @@ def test_leases_that_a_bucket_cannot_give_become_a_single_spend() -> None:
         spend_at_once(shared, leases, (one,), 1)
     assert shared.ask([one], [96]).spend.allowed
     step = leases.plan((one,), 1)
-    assert isinstance(step, Ask)
+    assert isinstance(step, LeaseRequest)
     assert step.costs == [4]
     assert spend_at_once(shared, leases, (one,), 1).allowed
     again = leases.settle(step, shared.ask(step.buckets, step.costs))
-    assert isinstance(again, Ask)
+    assert isinstance(again, LeaseRequest)
     assert again.costs == [1]
     assert not spend_at_once(shared, leases, (one,), 1).allowed
 
@@ -453,7 +453,7 @@ def test_leases_after_an_answer_that_never_came_ask_again() -> None:
     spend_at_once(shared, leases, (one,), 1)
     for _ in range(2):
         step = leases.plan((one,), 1)
-        assert isinstance(step, Ask)
+        assert isinstance(step, LeaseRequest)
         assert step.costs == [2]
         shared.ask(step.buckets, step.costs)
         leases.abandon(step)

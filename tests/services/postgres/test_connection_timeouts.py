@@ -8,9 +8,9 @@ import pytest
 from django.db import connection
 
 from keyvault.services.change_feed import follower
-from keyvault.services.postgres.connection_timeouts import hang_up, take_impatient_connection
+from keyvault.services.postgres.connection_timeouts import abort_connection, use_short_timeouts
 from keyvault.services.postgres.raw_queries import ask
-from keyvault.services.recording.changes import Look, look_at_feed
+from keyvault.services.recording.changes import ChangeBatch, look_at_feed
 from tests.services.change_feed.test_follower import Memory, await_that, change, following, key
 from tests.services.racing import PATIENCE_SECONDS
 
@@ -35,7 +35,7 @@ def test_hang_up_ends_the_wait_of_another_thread() -> None:
     lent: list[psycopg.Connection[object]] = []
 
     def wait() -> None:
-        take_impatient_connection()
+        use_short_timeouts()
         try:
             connection.ensure_connection()
             lent.append(connection.connection)
@@ -50,11 +50,11 @@ def test_hang_up_ends_the_wait_of_another_thread() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     assert is_waiting.wait(PATIENCE_SECONDS)
-    hang_up(lent[0])
+    abort_connection(lent[0])
     thread.join(PATIENCE_SECONDS)
     assert [type(error).__name__ for error in failed] == ["OperationalError"]
-    hang_up(lent[0])
-    hang_up(None)
+    abort_connection(lent[0])
+    abort_connection(None)
 
 
 def test_follower_whose_look_hangs_hangs_up_and_follows_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_follower_whose_look_hangs_hangs_up_and_follows_on(monkeypatch: pytest.M
     monkeypatch.setattr(follower, "_TURN_SECONDS", 0.5)
     hung = threading.Event()
 
-    def look(above: int) -> Look:
+    def look(above: int) -> ChangeBatch:
         if not hung.is_set():
             hung.set()
             ask(b"SELECT pg_sleep(600)")

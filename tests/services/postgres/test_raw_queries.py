@@ -23,7 +23,7 @@ from django.db import (
 )
 from django.db.transaction import TransactionManagementError
 
-from keyvault.services.postgres.connection_timeouts import hang_up
+from keyvault.services.postgres.connection_timeouts import abort_connection
 from keyvault.services.postgres.raw_queries import ask, wait_for_notice
 from tests.services.change_feed.test_follower import await_that
 from tests.services.racing import PATIENCE_SECONDS, start
@@ -200,7 +200,7 @@ def test_ask_what_no_socket_takes_at_once_goes_through(is_value: bool) -> None:
     try:
         assert asked.result(PATIENCE_SECONDS) == said
     finally:
-        hang_up(lent[0])
+        abort_connection(lent[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- faults
@@ -344,7 +344,7 @@ def test_hang_up_ends_an_ask_of_another_thread() -> None:
     try:
         await_that(_is_somebody_asleep, "the question")
     finally:
-        hang_up(lent[0])
+        abort_connection(lent[0])
     with pytest.raises(OperationalError):
         asked.result(PATIENCE_SECONDS)
 
@@ -375,7 +375,7 @@ def test_wait_for_notice_ends_with_the_notice() -> None:
             by_cursor("NOTIFY asked")
             waiting.result(PATIENCE_SECONDS)
         finally:
-            hang_up(listener)
+            abort_connection(listener)
 
 
 def test_wait_for_notice_without_one_ends_with_its_time() -> None:
@@ -385,7 +385,7 @@ def test_wait_for_notice_without_one_ends_with_its_time() -> None:
         try:
             waiting.result(PATIENCE_SECONDS)
         finally:
-            hang_up(listener)
+            abort_connection(listener)
         assert time.monotonic() - started >= 0.05
 
 
@@ -415,6 +415,6 @@ def test_wait_for_notice_on_a_connection_that_is_lost_raises() -> None:
             with pytest.raises(psycopg.Error):
                 waiting.result(PATIENCE_SECONDS)
         finally:
-            hang_up(listener)
+            abort_connection(listener)
     with pytest.raises(psycopg.Error):
         wait_for_notice(listener.pgconn, PATIENCE_SECONDS)

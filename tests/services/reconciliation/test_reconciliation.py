@@ -34,7 +34,7 @@ from keyvault.services.offboarding import offboard_merchant
 from keyvault.services.reconciliation import reconciliation
 from keyvault.services.reconciliation import report as reconciliation_report
 from keyvault.services.reconciliation.reconciliation import next_night, reconcile, reconcile_due
-from keyvault.services.reconciliation.report import Report
+from keyvault.services.reconciliation.report import ReconciliationReport
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import provider_connections
 from keyvault.services.secrets.backend import secret_backend
@@ -97,7 +97,7 @@ def mark(key: Key, **columns: Any) -> None:
         row.compare_and_swap(**columns)
 
 
-def found(report: Report) -> dict[str, int]:
+def found(report: ReconciliationReport) -> dict[str, int]:
     names = ("destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
     return {name: getattr(report, name) for name in names if getattr(report, name)}
 
@@ -136,7 +136,7 @@ def test_reconcile_destroys_the_late_write_of_a_key_that_was_never_noted(scene: 
     key, _ = issue(scene.sandbox)
     engine = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox)
     burned, _ = lifecycle.stage_key(engine, key.credential, expires_in_days=None)
-    lifecycle.burn_key(engine, burned)
+    lifecycle.discard_key(engine, burned)
     write_late(burned)
     assert found(reconcile(SANDBOX)) == {"destroyed": 1}
     assert (states(key), Key.objects.get(pk=burned.pk).material) == (["live", "destroyed"], "destroyed")

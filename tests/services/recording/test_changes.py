@@ -21,8 +21,8 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.merchants import merchants
 from keyvault.services.recording import changes as feed
 from keyvault.services.recording import transaction as recording
-from keyvault.services.recording.changes import Look
-from keyvault.services.recording.host_generation import Generation
+from keyvault.services.recording.changes import ChangeBatch
+from keyvault.services.recording.host_generation import HostGeneration
 from tests.factories import grant, issue, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.recording.test_transaction import ACTS
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.database
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generation:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostGeneration:
     """A word of the test's own, as another process of the host has it."""
-    own = Generation(tmp_path / "generation")
+    own = HostGeneration(tmp_path / "generation")
     monkeypatch.setattr(feed, "generation", lambda: own)
-    return Generation(tmp_path / "generation")
+    return HostGeneration(tmp_path / "generation")
 
 
 def unique(subjects: list[Subject]) -> list[Subject]:
@@ -52,7 +52,7 @@ def unique(subjects: list[Subject]) -> list[Subject]:
 def test_services_act_tells_the_host_what_its_change_rows_say(
     scene: Scene,
     name: str,
-    shared: Generation,
+    shared: HostGeneration,
     django_capture_on_commit_callbacks: DjangoCaptureOnCommitCallbacks,
 ) -> None:
     """Whatever is in the feed is announced on this host by the commit, and nothing is announced before."""
@@ -69,7 +69,7 @@ def test_services_act_tells_the_host_what_its_change_rows_say(
 
 
 @pytest.mark.django_db
-def test_services_act_that_is_rolled_back_tells_nobody(scene: Scene, shared: Generation) -> None:
+def test_services_act_that_is_rolled_back_tells_nobody(scene: Scene, shared: HostGeneration) -> None:
     """Inside somebody's transaction nothing is announced until that commits."""
     key, _ = issue(scene.sandbox)
     seen = shared.words[0]
@@ -110,7 +110,7 @@ def _nested(scene: Scene) -> Callable[[], object]:
 
 @pytest.mark.parametrize("prepare", [_revoke, _suspend_merchant, _nested])
 def test_services_act_has_told_the_host_when_it_returns(
-    busy: Scene, shared: Generation, prepare: Callable[[Scene], Callable[[], object]]
+    busy: Scene, shared: HostGeneration, prepare: Callable[[Scene], Callable[[], object]]
 ) -> None:
     """On one host nobody can say yes after the revocation returned: the word was raised before, after the commit."""
     act = prepare(busy)
@@ -133,13 +133,13 @@ ENDS = [
 
 @pytest.mark.parametrize("name", ENDS)
 def test_services_end_is_told_to_the_host_again_by_whoever_asks_for_it_again(
-    busy: Scene, shared: Generation, name: str, monkeypatch: pytest.MonkeyPatch
+    busy: Scene, shared: HostGeneration, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who made it may have died between commit and word: whoever has an answer then has it after the word."""
     act = ACTS[name].prepare(busy)
     before, seen = last_ids(), shared.words[0]
     with monkeypatch.context() as killed:
-        killed.setattr(feed, "tell_host", lambda subjects: None)
+        killed.setattr(feed, "notify_host", lambda subjects: None)
         act()
     _, changes = written_since(before)
     assert (len(changes), shared.words[0]) == (1, seen)
@@ -149,13 +149,13 @@ def test_services_end_is_told_to_the_host_again_by_whoever_asks_for_it_again(
 
 
 def test_services_end_of_a_key_that_somebody_else_has_just_ended_is_told_and_one_of_long_ago_is_not(
-    busy: Scene, shared: Generation, monkeypatch: pytest.MonkeyPatch
+    busy: Scene, shared: HostGeneration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever repeats it for ever keeps no verifier busy."""
     issued, _ = issue(busy.sandbox)
     seen_before = Key.objects.get(pk=issued.pk)
     with monkeypatch.context() as killed:
-        killed.setattr(feed, "tell_host", lambda subjects: None)
+        killed.setattr(feed, "notify_host", lambda subjects: None)
         lifecycle.report_compromise(grant(busy.responder, P.KEYS_REPORT_COMPROMISE, busy.sandbox), issued)
     for later, told in ((timedelta(0), [issued.alters()]), (timedelta(minutes=2), [])):
         seen = shared.words[0]
@@ -170,7 +170,7 @@ def test_services_act_on_a_host_whose_word_cannot_be_written_is_done_and_logged(
     """A full disk stops no revocation; the feed has it."""
     act = _revoke(busy)
 
-    def fail() -> Generation:
+    def fail() -> HostGeneration:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(feed, "generation", fail)
@@ -182,7 +182,7 @@ def test_services_act_on_a_host_whose_word_cannot_be_written_is_done_and_logged(
     assert told.levelno == logging.CRITICAL
 
 
-def test_services_act_that_is_refused_tells_nobody(busy: Scene, shared: Generation) -> None:
+def test_services_act_that_is_refused_tells_nobody(busy: Scene, shared: HostGeneration) -> None:
     """A refusal costs the verifiers nothing."""
     key, _ = issue(busy.sandbox)
     allowed = grant(busy.admin, P.KEYS_SUSPEND, busy.sandbox)
@@ -209,7 +209,7 @@ def test_feed_returns_the_last_of_its_sequences() -> None:
 
 
 @pytest.mark.django_db
-def test_feed_of_nothing_is_nothing(shared: Generation) -> None:
+def test_feed_of_nothing_is_nothing(shared: HostGeneration) -> None:
     with transaction.atomic():
         assert feed.announce_changes({}, now()) is None
     assert not Change.objects.exists()
@@ -236,7 +236,7 @@ def test_feed_is_read_to_the_letter_and_in_its_order() -> None:
     look = feed.look_at_feed(last - len(subjects))
     assert [row.subject for row in look.rows] == subjects
     assert [row.sequence for row in look.rows] == list(Change.objects.values_list("pk", flat=True).order_by("pk"))
-    assert feed.look_at_feed(last) == Look(last, look.holders, [])
+    assert feed.look_at_feed(last) == ChangeBatch(last, look.holders, [])
 
 
 @pytest.mark.django_db

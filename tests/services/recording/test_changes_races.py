@@ -242,7 +242,7 @@ def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
     wait = "SELECT coalesce(pg_advisory_lock(6)::text, '')"
     monkeypatch.setattr(changes, "_HOLDERS", wait)
 
-    def look() -> changes.Look:
+    def look() -> changes.ChangeBatch:
         with connection.cursor() as cursor:
             cursor.execute("SET default_transaction_isolation = 'repeatable read'")
         return changes.look_at_feed(0)
@@ -488,13 +488,13 @@ import os, signal, sys
 import django
 django.setup()
 from keyvault.services import feed
-feed.tell_host = lambda subjects: os.kill(os.getpid(), signal.SIGKILL)
+feed.notify_host = lambda subjects: os.kill(os.getpid(), signal.SIGKILL)
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.services import keys
 from tests.factories import grant
 key = keys.get_key(sys.argv[1])
-keys.burn_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.account), key)
+keys.discard_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.account), key)
 """
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.services.recording import host_generation as subject_under_test
-from keyvault.services.recording.host_generation import SLOTS, Generation, Subject
+from keyvault.services.recording.host_generation import SLOTS, HostGeneration, Subject
 from tests.services.racing import PATIENCE_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -40,7 +40,7 @@ def key(number: int | str) -> Subject:
 
 def test_generation_announcement_is_seen_by_every_reader(path: Path) -> None:
     """Another instance is what another process has: the word differs at once, and the subjects are there in order."""
-    writer, reader = Generation(path), Generation(path)
+    writer, reader = HostGeneration(path), HostGeneration(path)
     seen = reader.words[0]
     writer.announce([key(1), ("limit", "acme/sandbox/lagréé")])
     assert reader.words[0] != seen
@@ -49,7 +49,7 @@ def test_generation_announcement_is_seen_by_every_reader(path: Path) -> None:
 
 
 def test_generation_announcing_nothing_leaves_the_word(path: Path) -> None:
-    shared = Generation(path)
+    shared = HostGeneration(path)
     before = shared.words[0]
     shared.announce([])
     assert shared.words[0] == before
@@ -58,7 +58,7 @@ def test_generation_announcing_nothing_leaves_the_word(path: Path) -> None:
 @pytest.mark.parametrize(("behind", "is_known"), [(SLOTS, True), (SLOTS + 1, False)])
 def test_generation_reader_too_far_behind_forgets_everything(path: Path, behind: int, is_known: bool) -> None:
     """The ring holds the last SLOTS subjects; whoever needs one more is told to forget everything."""
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
     for number in range(behind):
         shared.announce([key(number)])
@@ -67,7 +67,7 @@ def test_generation_reader_too_far_behind_forgets_everything(path: Path, behind:
 
 
 def test_generation_announcement_of_more_than_the_ring_holds_is_forget_everything(path: Path) -> None:
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
     shared.announce([key(number) for number in range(SLOTS + 5)])
     assert shared.since(seen) == (shared.words[0], None)
@@ -75,7 +75,7 @@ def test_generation_announcement_of_more_than_the_ring_holds_is_forget_everythin
 
 def test_generation_subject_too_long_for_a_slot_is_forget_everything(path: Path) -> None:
     """Never a part of a name: another subject would be forgotten instead."""
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
     shared.announce([("limit", "é" * 160)])
     assert shared.since(seen) == (shared.words[0], None)
@@ -85,7 +85,7 @@ def test_generation_subject_too_long_for_a_slot_is_forget_everything(path: Path)
 def test_generation_any_readers_find_exactly_what_was_announced_since(batches: list[list[Subject]]) -> None:
     """Wherever a reader stopped reading, it is told all that came after, in order."""
     with _temporary() as place:
-        shared, announced = Generation(place), []
+        shared, announced = HostGeneration(place), []
         stops = [(shared.words[0], 0)]
         for batch in batches:
             shared.announce(batch)
@@ -111,30 +111,30 @@ def test_generation_file_is_its_owners_only(path: Path) -> None:
     """Whoever could write it could hide a revocation for a moment."""
     before = os.umask(0)
     try:
-        Generation(path)
+        HostGeneration(path)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_generation_outlives_the_processes(path: Path) -> None:
-    first = Generation(path)
+    first = HostGeneration(path)
     first.announce([key(1)])
-    assert Generation(path).words[0] == first.words[0]
+    assert HostGeneration(path).words[0] == first.words[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 400_000], ids=["empty", "short", "not ours"])
 def test_generation_file_that_is_not_ours_is_made_anew(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
     shared.announce([key(1)])
-    assert Generation(path).since(seen) == (shared.words[0], [key(1)])
+    assert HostGeneration(path).since(seen) == (shared.words[0], [key(1)])
 
 
 def test_generation_file_deleted_and_made_anew_makes_readers_forget_everything(path: Path) -> None:
     """A reader of the deleted file is told by whoever notices first, and reads the new one from then on."""
-    reader, neighbour, other = Generation(path), Generation(path), Generation(path)
+    reader, neighbour, other = HostGeneration(path), HostGeneration(path), HostGeneration(path)
     seen, words = reader.words[0], reader.words
     path.unlink()
     other.announce([key(1)])  # notices, and makes a new one
@@ -147,7 +147,7 @@ def test_generation_file_deleted_and_made_anew_makes_readers_forget_everything(p
 
 
 def test_generation_file_deleted_is_noticed_by_heal(path: Path) -> None:
-    reader, other = Generation(path), Generation(path)
+    reader, other = HostGeneration(path), HostGeneration(path)
     seen, words = reader.words[0], reader.words
     path.unlink()
     other.heal()
@@ -158,7 +158,7 @@ def test_generation_file_deleted_is_noticed_by_heal(path: Path) -> None:
 
 def test_generation_file_overwritten_in_place_makes_readers_forget_everything(path: Path) -> None:
     """Somebody restored an older copy: the word went back, and nobody believes the ring."""
-    reader = Generation(path)
+    reader = HostGeneration(path)
     old = path.read_bytes()
     reader.announce([key(1)])
     seen = reader.words[0]
@@ -174,7 +174,7 @@ def test_generation_file_replaced_by_an_older_copy_makes_readers_forget_everythi
 ) -> None:
     """A copy of the day before whose word passes what a reader has seen: what was announced between the two is not
     skipped, by the reader that maps it itself nor by one whose process has mapped it meanwhile."""
-    reader, writer = Generation(path), Generation(path)
+    reader, writer = HostGeneration(path), HostGeneration(path)
     writer.announce([key(1)])
     old = path.read_bytes()
     writer.announce([key(2), key(3)])
@@ -191,7 +191,7 @@ def test_generation_file_replaced_by_an_older_copy_makes_readers_forget_everythi
 
 
 def test_generation_magic_overwritten_makes_readers_forget_everything(path: Path) -> None:
-    reader, writer = Generation(path), Generation(path)
+    reader, writer = HostGeneration(path), HostGeneration(path)
     seen = reader.words[0]
     reader.words[1] = 0
     writer.announce([key(1)])
@@ -201,7 +201,7 @@ def test_generation_magic_overwritten_makes_readers_forget_everything(path: Path
 
 def test_generation_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="generation"):
-        Generation(tmp_path / "absent" / "generation")
+        HostGeneration(tmp_path / "absent" / "generation")
 
 
 # --------------------------------------------------------------------------------------------------- stopped in the act
@@ -220,7 +220,7 @@ def _held(path: Path) -> Iterator[None]:
 
 def test_generation_reader_does_not_wait_for_a_stopped_writer(path: Path) -> None:
     """A request is not held up by a process that somebody froze: it forgets everything and goes on."""
-    reader = Generation(path)
+    reader = HostGeneration(path)
     reader.announce([key(1)])
     with _held(path):
         assert reader.since(reader.words[0] - 1) == (reader.words[0], None)
@@ -229,7 +229,7 @@ def test_generation_reader_does_not_wait_for_a_stopped_writer(path: Path) -> Non
 def test_generation_writer_does_not_wait_for_a_stopped_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation is announced all the same; and when the stopped one goes on, nobody believes its numbers."""
     monkeypatch.setattr(subject_under_test, "_WRITER_SECONDS", 0.01)
-    shared = Generation(path)
+    shared = HostGeneration(path)
     before = shared.words[0]
     with _held(path):
         shared.announce([key(1)])
@@ -248,7 +248,7 @@ def test_generation_writer_that_goes_on_after_others_gave_up_waiting_hides_nothi
 ) -> None:
     """Whoever has not looked in between forgets everything, and not just what the stopped one tells of."""
     monkeypatch.setattr(subject_under_test, "_WRITER_SECONDS", 0.01)
-    stopped, other, reader = Generation(path), Generation(path), Generation(path)
+    stopped, other, reader = HostGeneration(path), HostGeneration(path), HostGeneration(path)
     seen = reader.words[0]
     write = subject_under_test._write_slot
 
@@ -263,7 +263,7 @@ def test_generation_writer_that_goes_on_after_others_gave_up_waiting_hides_nothi
 
 
 def _announce_forever(path: Path, writer: int, ready: "multiprocessing.queues.Queue[int]") -> None:
-    shared = Generation(path)
+    shared = HostGeneration(path)
     ready.put(writer)
     number = 0
     while True:
@@ -273,7 +273,7 @@ def _announce_forever(path: Path, writer: int, ready: "multiprocessing.queues.Qu
 
 def test_generation_writer_killed_at_any_moment_blocks_and_corrupts_nothing(path: Path) -> None:
     """Whoever is killed while announcing leaves a file that the next one announces in, and that readers understand."""
-    reader, chance = Generation(path), random.Random(6)  # noqa: S311  a moment, not a secret
+    reader, chance = HostGeneration(path), random.Random(6)  # noqa: S311  a moment, not a secret
     for killing in range(8):
         ready: multiprocessing.queues.Queue[int] = SPAWN.Queue()
         writer = SPAWN.Process(target=_announce_forever, args=(path, killing, ready), daemon=True)
@@ -284,11 +284,11 @@ def test_generation_writer_killed_at_any_moment_blocks_and_corrupts_nothing(path
         os.kill(writer.pid, signal.SIGKILL)
         writer.join(PATIENCE_SECONDS)
         seen = reader.words[0]
-        Generation(path).announce([key("after")])
+        HostGeneration(path).announce([key("after")])
         assert reader.since(seen) == (seen + 1, [key("after")])
 
 
-def _follow_for(reader: Generation, seconds: float) -> None:
+def _follow_for(reader: HostGeneration, seconds: float) -> None:
     """What it is told while others write are whole names, in order, as far as it is told any."""
     ends_at, seen = time.monotonic() + seconds, reader.words[0]
     while time.monotonic() < ends_at:
@@ -302,7 +302,7 @@ def test_generation_writer_killed_in_the_middle_of_a_slot_is_not_believed(
     path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot that it was overwriting belonged to an older subject: who still needs that forgets everything."""
-    shared = Generation(path)
+    shared = HostGeneration(path)
     for number in range(SLOTS):
         shared.announce([key(number)])
     word = shared.words[0]
@@ -330,7 +330,7 @@ def test_generation_writer_killed_in_the_middle_of_a_slot_is_not_believed(
 
 
 def _announce_batches(path: Path, writer: int, gate: "multiprocessing.synchronize.Barrier") -> None:
-    shared = Generation(path)
+    shared = HostGeneration(path)
     gate.wait(PATIENCE_SECONDS)
     for batch in range(BATCHES):
         shared.announce([key(f"{writer}-{batch * BATCH + step}") for step in range(BATCH)])
@@ -338,7 +338,7 @@ def _announce_batches(path: Path, writer: int, gate: "multiprocessing.synchroniz
 
 def test_generation_several_writers_lose_no_announcement(path: Path) -> None:
     """Real processes announce at once while another reads: it is told each of them, once, in its writer's order."""
-    reader = Generation(path)
+    reader = HostGeneration(path)
     seen, told = reader.words[0], []
     gate = SPAWN.Barrier(WRITERS + 1)
     writers = [SPAWN.Process(target=_announce_batches, args=(path, writer, gate)) for writer in range(WRITERS)]
@@ -361,7 +361,7 @@ def test_generation_several_writers_lose_no_announcement(path: Path) -> None:
 
 def test_generation_threads_of_one_process_lose_no_announcement(path: Path) -> None:
     """A lock on a descriptor that threads share would keep none of them out."""
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
 
     def announce(writer: int) -> None:
@@ -380,7 +380,7 @@ def test_generation_threads_of_one_process_lose_no_announcement(path: Path) -> N
 
 
 def test_generation_of_a_forked_child_is_the_parents(path: Path) -> None:
-    shared = Generation(path)
+    shared = HostGeneration(path)
     seen = shared.words[0]
     child = multiprocessing.get_context("fork").Process(target=shared.announce, args=([key("child")],))
     child.start()

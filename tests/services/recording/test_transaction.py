@@ -17,7 +17,7 @@ from django.db import IntegrityError, transaction
 
 import keyvault.services
 from keyvault.access.decision import Grant
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, WORKER, Channel
@@ -136,7 +136,7 @@ def _note_stored(scene: Scene) -> Callable[[], object]:
 
 def _burn(scene: Scene) -> Callable[[], object]:
     key = _staged(scene)
-    return lambda: lifecycle.burn_key(_engine(scene), key)
+    return lambda: lifecycle.discard_key(_engine(scene), key)
 
 
 def _suspend(scene: Scene) -> Callable[[], object]:
@@ -173,7 +173,7 @@ def _revoke_own(scene: Scene) -> Callable[[], object]:
 def _end_again(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     allowed = grant(HOST, P.REVOCATIONS_REPLAY, scene.sandbox)
-    return lambda: lifecycle.end_again(allowed, key, RevocationReason.SUPERSEDED)
+    return lambda: lifecycle.reapply_revocation(allowed, key, RevocationReason.SUPERSEDED)
 
 
 def _replay(scene: Scene) -> Callable[[], object]:
@@ -229,7 +229,7 @@ def _settle(scene: Scene) -> Callable[[], object]:
 
 def _refused(scene: Scene) -> Callable[[], object]:
     error = BackendDeniedError("refused", status=403)
-    return lambda: stored_copies.tell_of_refusal(_engine(scene), scene.sandbox, "destroying copies", error)
+    return lambda: stored_copies.report_refusal(_engine(scene), scene.sandbox, "destroying copies", error)
 
 
 def _forget_path(scene: Scene) -> Callable[[], object]:
@@ -356,7 +356,7 @@ def _burn_uncollected(scene: Scene) -> Callable[[], object]:
     return lambda: collection.burn_uncollected(allowed, request)
 
 
-WISH = EndpointWish("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
+WISH = EndpointDraft("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
 
 
 def _with_endpoint(act: Callable[[Grant, CatalogEndpoint], object]) -> Callable[[Scene], Callable[[], object]]:
@@ -490,7 +490,7 @@ ACTS: dict[str, Act] = {
     "keys.stage_key": Act(_stage, ["key.staged"], ["key"]),
     "keys.activate_key": Act(_activate, ["key.activated"], ["key"]),
     "keys.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
-    "keys.burn_key": Act(_burn, ["key.burned"], ["key"]),
+    "keys.discard_key": Act(_burn, ["key.burned"], ["key"]),
     "keys.suspend_key": Act(_suspend, ["key.suspended"], ["key"]),
     "keys.resume_key": Act(_resume, ["key.resumed"], ["key"]),
     "keys.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
@@ -499,7 +499,7 @@ ACTS: dict[str, Act] = {
     "keys.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
     "orders.create_order": Act(_create_order, ["order.created"], []),
     "customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
-    "keys.end_again": Act(_end_again, ["key.revocation_replayed"], ["key"]),
+    "keys.reapply_revocation": Act(_end_again, ["key.revocation_replayed"], ["key"]),
     "journal_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
     "revocation_replays.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
     "customer_tokens.revoke_customer_token": Act(
@@ -522,7 +522,7 @@ ACTS: dict[str, Act] = {
     ),
     "material.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
     "material.settle_string": Act(_settle, ["key.material_deleted"], ["key"]),
-    "material.tell_of_refusal": Act(_refused, ["backend.refused"], []),
+    "material.report_refusal": Act(_refused, ["backend.refused"], []),
     "offboarding.forget_path": Act(_forget_path, ["credential.forgotten"], ["credential"]),
     "merchants.create_merchant": Act(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
@@ -754,7 +754,7 @@ def test_recorded_on_the_platform_with_a_grant_for_an_account_is_refused(scene: 
 
 def test_recorded_one_of_several_permissions_opens(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
-    lifecycle.burn_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
+    lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), key)
     assert Key.objects.get(pk=key.pk).state == "deactivated"
 
 

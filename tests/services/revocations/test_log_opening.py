@@ -22,7 +22,7 @@ from keyvault.models import AuditEntry, Key, Notice
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording import transaction
 from keyvault.services.recording.revocation_log import append_lines, read_journal
-from keyvault.services.revocations.log_backfill import JournalHealer
+from keyvault.services.revocations.log_backfill import LogBackfill
 from keyvault.services.revocations.log_opening import accept_loss, has_issued, open_journal
 from keyvault.services.revocations.replay import read_counter
 from keyvault.services.startup.startup_checks import require_current
@@ -164,10 +164,10 @@ def test_healing_makes_no_journal_and_alarms(scene: Scene, path: Path, left: byt
     renew_journal(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
-    healer = JournalHealer()
+    healer = LogBackfill()
     healer.heal(now())
     path.unlink() if left is None else path.write_bytes(left)
-    assert healer.heal(now()) == JournalHealer().heal(now()) == 0
+    assert healer.heal(now()) == LogBackfill().heal(now()) == 0
     assert read(path) == left
     assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
 
@@ -241,7 +241,7 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
     require_current()
     verifier = make_verifier()
     confirm(verifier, read_counter())
-    assert JournalHealer().heal(now()) == 1
+    assert LogBackfill().heal(now()) == 1
     assert lines()[1].id == key.key_id
 
 

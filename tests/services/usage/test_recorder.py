@@ -15,7 +15,7 @@ import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 
 from keyvault.models import Key, KeyUse, UsageReporter, UseBucket
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import (
     KEPT_FOR,
@@ -77,7 +77,7 @@ def log(clock: Clock) -> UsageLog:
 
 
 def use(log: UsageLog, key: Key, times: int = 1, source: str = "192.0.2.1", **more: Any) -> None:
-    chosen = {"user_agent": "curl", "endpoint": "orders.create", "outcome": Outcome.ALLOWED, **more}
+    chosen = {"user_agent": "curl", "endpoint": "orders.create", "outcome": UseOutcome.ALLOWED, **more}
     for _ in range(times):
         log.note(key.key_id, source=source, **chosen)
 
@@ -112,7 +112,7 @@ def test_usage_of_a_client_that_shows_its_key_keeps_no_secret(key: Key, log: Usa
     shown = mint(seed="shown by mistake")
     told = {"source": "192.0.2.1", "user_agent": "curl", "endpoint": "orders.create"}
     told[field] = f"{before}{shown}tail"
-    log.note(key.key_id, **told, outcome=Outcome.ALLOWED)
+    log.note(key.key_id, **told, outcome=UseOutcome.ALLOWED)
     log.flush()
     noted = getattr(UseBucket.objects.get(), field)
     assert noted
@@ -136,12 +136,12 @@ def test_usage_is_added_up_with_its_first_and_last_time(key: Key, log: UsageLog,
 def test_usage_buckets_are_by_minute_place_and_outcome(key: Key, log: UsageLog, clock: Clock) -> None:
     use(log, key)
     use(log, key, origin="https://shop.example")
-    use(log, key, outcome=Outcome.DENIED)
-    use(log, key, outcome=Outcome.PROBED)
+    use(log, key, outcome=UseOutcome.DENIED)
+    use(log, key, outcome=UseOutcome.PROBED)
     use(log, key, source="192.0.2.2")
     use(log, key, user_agent="other")
     use(log, key, endpoint="other")
-    use(log, key, outcome=Outcome.REFUSED)
+    use(log, key, outcome=UseOutcome.REFUSED)
     clock.tick(60)
     use(log, key)
     log.flush()
@@ -149,9 +149,9 @@ def test_usage_buckets_are_by_minute_place_and_outcome(key: Key, log: UsageLog, 
     assert KeyUse.objects.get().count == 6, "what was denied, refused or probed is no use"
 
 
-@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.ALLOWED])
+@pytest.mark.parametrize("outcome", [outcome for outcome in UseOutcome if outcome is not UseOutcome.ALLOWED])
 def test_usage_that_was_not_allowed_leaves_first_and_last_use_alone(
-    key: Key, log: UsageLog, clock: Clock, outcome: Outcome
+    key: Key, log: UsageLog, clock: Clock, outcome: UseOutcome
 ) -> None:
     """Probes of our own above all: a key that only we have called was never used."""
     use(log, key, outcome=outcome)
@@ -217,7 +217,7 @@ def test_usage_longest_gap_is_between_minutes_of_real_use(key: Key, log: UsageLo
     for minutes in (3, 10, 1):
         clock.tick(minutes * 60)
         use(log, key)
-    for outcome in Outcome:
+    for outcome in UseOutcome:
         clock.tick(60)
         use(log, key, outcome=outcome)
         clock.tick(3600)
@@ -851,13 +851,13 @@ def test_usage_that_was_pending_at_a_fork_is_written_once(key: Key, log: UsageLo
 
 def test_usage_of_more_than_a_year_ago_is_forgotten_but_for_its_total(key: Key, log: UsageLog, clock: Clock) -> None:
     """Minutes go after 400 days; how much a key was used and since when is kept, and every suspected exposure."""
-    for outcome in Outcome:
+    for outcome in UseOutcome:
         use(log, key, outcome=outcome)
     clock.tick(3600)
     use(log, key)
     log.flush()
     recorder.forget_old(NOON + KEPT_FOR)
-    assert UseBucket.objects.count() == len(Outcome) + 1
+    assert UseBucket.objects.count() == len(UseOutcome) + 1
     recorder.forget_old(NOON + KEPT_FOR + SECOND)
     left = UseBucket.objects.order_by("outcome").values_list("outcome", flat=True)
     assert list(left) == ["allowed", "exposed_in_browser", "exposed_in_url"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.models import Key
-from keyvault.models.usage import SIGNS_OF_LIFE, Outcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import (
     TRACES,
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
-ALLOWED, DENIED, REFUSED, PROBED = Outcome.ALLOWED, Outcome.DENIED, Outcome.REFUSED, Outcome.PROBED
+ALLOWED, DENIED, REFUSED, PROBED = UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def use(
     source: str = "192.0.2.1",
     *,
     at: datetime = NOON,
-    outcome: Outcome = ALLOWED,
+    outcome: UseOutcome = ALLOWED,
     user_agent: str = "shop/1",
     endpoint: str = "orders.create",
     origin: str = "",
@@ -110,7 +110,7 @@ def test_users_are_told_apart_by_where_they_come_from_and_what_they_do(key: Key)
 
 def test_users_shows_probes_marked_and_exposures_not_at_all(key: Key) -> None:
     """Our own test calls are no secret, but nobody shall take them for the merchant's."""
-    for outcome in Outcome:
+    for outcome in UseOutcome:
         use(key, outcome=outcome)
     users = find_users(key.key_id)
     assert {user.outcome for user in users} == set(TRACES)
@@ -152,7 +152,7 @@ def test_networks_gather_the_sources_that_really_use_the_key(key: Key) -> None:
     use(key, "192.0.2.1", times=2)
     use(key, "192.0.2.200", at=NOON + HOUR, outcome=DENIED)
     use(key, "2001:db8::1", at=NOON - HOUR)
-    for outcome in (REFUSED, PROBED, Outcome.EXPOSED_IN_URL):
+    for outcome in (REFUSED, PROBED, UseOutcome.EXPOSED_IN_URL):
         use(key, "198.51.100.1", outcome=outcome)
     first, second = list_networks(key.key_id)
     assert (first.network, first.sources, first.count) == ("192.0.2.0/24", 2, 3)
@@ -192,7 +192,7 @@ def test_last_sign_of_life_is_the_latest_of_allowed_and_denied(key: Key) -> None
     """Who is refused for another reason holds the key still; what only we have tried is no life."""
     assert find_last(key.key_id) is None
     use(key, at=NOON)
-    for outcome in (REFUSED, PROBED, Outcome.EXPOSED_IN_URL, Outcome.EXPOSED_IN_BROWSER):
+    for outcome in (REFUSED, PROBED, UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER):
         use(key, outcome=outcome, at=NOON + HOUR)
     assert find_last(key.key_id) == NOON
     use(key, outcome=DENIED, at=NOON + timedelta(seconds=7))
@@ -219,8 +219,8 @@ def test_attempts_are_tries_of_a_suspended_key_since_then(key: Key) -> None:
     ]
 
 
-@pytest.mark.parametrize(("outcome", "is_known"), [(outcome, outcome in SIGNS_OF_LIFE) for outcome in Outcome])
-def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: Outcome, is_known: bool) -> None:
+@pytest.mark.parametrize(("outcome", "is_known"), [(outcome, outcome in SIGNS_OF_LIFE) for outcome in UseOutcome])
+def test_source_is_known_when_it_really_used_the_key_before(key: Key, outcome: UseOutcome, is_known: bool) -> None:
     """Neither a probe of ours nor a stranger's earlier try makes a source one that may reinstate a key."""
     use(key, "192.0.2.1", outcome=outcome, at=NOON)
     for source in ("192.0.2.1", "192.0.2.2"):

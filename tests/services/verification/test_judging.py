@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from django.db import InterfaceError, OperationalError
 
-from keyvault.access.catalog import BUILT_IN, Endpoint, LimiterLoss, Miss
+from keyvault.access.catalog import BUILT_IN, Endpoint, LimiterFailurePolicy, NoMatchingEndpoint
 from keyvault.access.decision import Check, Denial, Grant
-from keyvault.access.endpoints import EndpointWish
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import FAILED_PROOF_LIMIT, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, KeyHolder
@@ -21,7 +21,7 @@ from keyvault.domain.keystring import StringKind, StringScope, checksum
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key
 from keyvault.models.keys import OriginHeader
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.catalog.catalog import find_endpoint
 from keyvault.services.catalog.endpoints import add_endpoint
 from keyvault.services.keys.credentials import restrict_credential
@@ -31,7 +31,13 @@ from keyvault.services.limits.overrides import set_account_limit, set_endpoint_l
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore
 from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
 from keyvault.services.usage.recorder import UsageLog
-from keyvault.services.verification.judging import Judgement, Presented, explain_described, judge_presented, note_use
+from keyvault.services.verification.judging import (
+    Judgement,
+    VerificationRequest,
+    explain_described,
+    judge_presented,
+    note_use,
+)
 from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, account, grant, issue, make_merchant, now, the_operator
 
@@ -55,9 +61,9 @@ class Scene:
     at: datetime
 
     @property
-    def request(self) -> Presented:
+    def request(self) -> VerificationRequest:
         """One that is allowed."""
-        return Presented(key=self.text, environment=SANDBOX, endpoint=CREATE, client_address=ADDRESS)
+        return VerificationRequest(key=self.text, environment=SANDBOX, endpoint=CREATE, client_address=ADDRESS)
 
     def judge(self, **changes: Any) -> Judgement:
         return judge_presented(replace(self.request, **changes), self.at)
@@ -109,7 +115,7 @@ def replacement(key: Key) -> str:
 
 
 def added(**rule: Any) -> Endpoint:
-    wish = EndpointWish("refunds.create", "POST", "/refunds", frozenset({KeyKind.PRIVATE}), **rule)
+    wish = EndpointDraft("refunds.create", "POST", "/refunds", frozenset({KeyKind.PRIVATE}), **rule)
     add_endpoint(may(P.CATALOG_WRITE), wish)
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)
@@ -136,8 +142,8 @@ DENIED: dict[str, dict[str, Any]] = {
     "credential_ambiguous": {"bearer": "a,b"},
     "environment_mismatch": {"environment": PRODUCTION},
     "merchant_mismatch": {"merchant": "globex"},
-    "endpoint_unknown": {"endpoint": Miss()},
-    "method_not_allowed": {"endpoint": Miss(("GET",))},
+    "endpoint_unknown": {"endpoint": NoMatchingEndpoint()},
+    "method_not_allowed": {"endpoint": NoMatchingEndpoint(("GET",))},
     "method_not_supported": {"endpoint": BUILT_IN.find("client.configuration")},
     "bearer_not_supported": {"bearer": "x"},
     "private_key_in_browser": {"origin": "https://shop.example"},
@@ -310,10 +316,11 @@ class LostStore:
 
 
 @pytest.mark.parametrize(
-    ("on_loss", "expected"), [(LimiterLoss.LOCAL_SHARE, "allowed"), (LimiterLoss.REFUSE, "dependency_unavailable")]
+    ("on_loss", "expected"),
+    [(LimiterFailurePolicy.LOCAL_SHARE, "allowed"), (LimiterFailurePolicy.REFUSE, "dependency_unavailable")],
 )
 def test_lost_limiter_lets_a_share_pass_or_nobody_as_the_endpoint_says(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, on_loss: LimiterLoss, expected: str
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, on_loss: LimiterFailurePolicy, expected: str
 ) -> None:
     """Never unlimited: half of ten here, or none; and never in the way of ending a leaked key."""
     endpoint = added(on_limiter_loss=on_loss)
@@ -503,7 +510,7 @@ def test_customer_token_that_is_not_asked_for_is_never_looked_up(
     monkeypatch.setattr("keyvault.services.verification.judging.find_customer_record", fail)
     cases: dict[str, dict[str, Any]] = {
         "none taken": {"endpoint": CREATE, "bearer": token},
-        "no endpoint": {"endpoint": Miss(), "bearer": token},
+        "no endpoint": {"endpoint": NoMatchingEndpoint(), "bearer": token},
         "no Bearer": {"endpoint": RETRIEVE},
     }
     assert code(scene.judge(**cases[sort])) in {"bearer_not_supported", "endpoint_unknown", "allowed"}
@@ -514,11 +521,11 @@ def test_customer_token_that_is_not_asked_for_is_never_looked_up(
 
 @dataclass
 class Noted(UsageLog):
-    def noted(self) -> list[tuple[str, Outcome]]:
-        return [(use.key_id, Outcome(use.outcome)) for use in self._counts]
+    def noted(self) -> list[tuple[str, UseOutcome]]:
+        return [(use.key_id, UseOutcome(use.outcome)) for use in self._counts]
 
 
-def note(judgement: Judgement, *, is_probe: bool = False) -> list[tuple[str, Outcome]]:
+def note(judgement: Judgement, *, is_probe: bool = False) -> list[tuple[str, UseOutcome]]:
     log = Noted()
     note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="orders.create", is_probe=is_probe)
     return log.noted()
@@ -528,7 +535,7 @@ def test_exposed_key_in_a_url_is_attributed_after_proof_only(scene: Scene) -> No
     """Whoever writes a key's public id into a URL brings no suspicion upon it; the answer is the same."""
     proved = scene.judge(url=f"/orders?key={scene.text}")
     assert (code(proved), proved.exposed_key_id, proved.holder) == ("credential_in_url", scene.key.key_id, None)
-    assert note(proved) == [(scene.key.key_id, Outcome.EXPOSED_IN_URL)]
+    assert note(proved) == [(scene.key.key_id, UseOutcome.EXPOSED_IN_URL)]
     for text in (forged(scene.text), mint(seed="nobody's"), scene.text[:-1], mint(scope=StringScope.PRODUCTION)):
         unproved = scene.judge(url=f"/orders?key={text}")
         assert unproved.exposed_key_id is None
@@ -560,7 +567,7 @@ def test_exposed_public_key_in_a_url_is_attributed_too(scene: Scene) -> None:
 def test_private_key_from_a_browser_is_noted_as_exposed(scene: Scene) -> None:
     refused = scene.judge(origin="https://shop.example")
     assert code(refused) == "private_key_in_browser"
-    assert note(refused) == [(scene.key.key_id, Outcome.EXPOSED_IN_BROWSER), (scene.key.key_id, Outcome.DENIED)]
+    assert note(refused) == [(scene.key.key_id, UseOutcome.EXPOSED_IN_BROWSER), (scene.key.key_id, UseOutcome.DENIED)]
 
 
 def test_private_key_whose_credential_reports_origins_is_allowed_and_noted(scene: Scene) -> None:
@@ -568,15 +575,15 @@ def test_private_key_whose_credential_reports_origins_is_allowed_and_noted(scene
     restrict_credential(may(P.CREDENTIALS_RESTRICT, scene.account), credential, [], OriginHeader.REPORT)
     reported = scene.judge(origin="https://shop.example")
     assert code(reported) == "allowed"
-    assert note(reported) == [(scene.key.key_id, Outcome.EXPOSED_IN_BROWSER), (scene.key.key_id, Outcome.ALLOWED)]
-    assert note(scene.judge()) == [(scene.key.key_id, Outcome.ALLOWED)]
+    assert note(reported) == [(scene.key.key_id, UseOutcome.EXPOSED_IN_BROWSER), (scene.key.key_id, UseOutcome.ALLOWED)]
+    assert note(scene.judge()) == [(scene.key.key_id, UseOutcome.ALLOWED)]
 
 
 def test_public_key_from_a_browser_is_where_it_belongs(scene: Scene) -> None:
     key, text = issue(scene.account, kind=KeyKind.PUBLIC)
     shop = BUILT_IN.find("client.configuration")
     judgement = scene.judge(key=text.reveal(), endpoint=shop, origin="https://shop.example")
-    assert note(judgement) == [(key.key_id, Outcome.ALLOWED)]
+    assert note(judgement) == [(key.key_id, UseOutcome.ALLOWED)]
 
 
 @pytest.mark.parametrize("denied", [*DENIED, "rate_limited"])
@@ -589,9 +596,9 @@ def test_denied_request_of_a_good_key_is_noted_as_denied(scene: Scene, denied: s
         for _ in range(10):
             scene.judge()
     noted = note(scene.judge(**DENIED.get(denied, {})))
-    expected = [] if denied in UNPROVED else [Outcome.DENIED]
+    expected = [] if denied in UNPROVED else [UseOutcome.DENIED]
     if denied == "private_key_in_browser":
-        expected = [Outcome.EXPOSED_IN_BROWSER, Outcome.DENIED]
+        expected = [UseOutcome.EXPOSED_IN_BROWSER, UseOutcome.DENIED]
     assert noted == [(scene.key.key_id, outcome) for outcome in expected]
 
 
@@ -605,7 +612,7 @@ def test_denied_request_of_a_key_that_ended_is_not_noted(scene: Scene) -> None:
 
 def test_try_on_a_suspended_key_is_noted_after_proof_only(scene: Scene) -> None:
     suspend_key(may(P.KEYS_SUSPEND, scene.account), scene.key)
-    assert note(scene.judge()) == [(scene.key.key_id, Outcome.REFUSED)]
+    assert note(scene.judge()) == [(scene.key.key_id, UseOutcome.REFUSED)]
     assert note(scene.judge(key=forged(scene.text))) == []
 
 
@@ -615,11 +622,11 @@ def test_probe_is_noted_as_a_probe_and_as_nothing_else(scene: Scene, sort: str) 
     if sort == "suspended":
         suspend_key(may(P.KEYS_SUSPEND, scene.account), scene.key)
     asked: dict[str, dict[str, Any]] = {
-        "denied": {"endpoint": Miss()},
+        "denied": {"endpoint": NoMatchingEndpoint()},
         "in a URL": {"url": f"/orders?key={scene.text}"},
         "in a browser": {"origin": "https://shop.example"},
     }
-    assert note(scene.judge(**asked.get(sort, {})), is_probe=True) == [(scene.key.key_id, Outcome.PROBED)]
+    assert note(scene.judge(**asked.get(sort, {})), is_probe=True) == [(scene.key.key_id, UseOutcome.PROBED)]
     assert note(scene.judge(key=forged(scene.text)), is_probe=True) == [], "nor is it noted without proof"
 
 
@@ -651,9 +658,9 @@ def test_origin_is_noted_of_public_keys_only(scene: Scene) -> None:
     for judgement in (public, scene.judge(origin=origin)):
         note_use(judgement, log, source=ADDRESS, user_agent="shop/1", endpoint="", origin=origin)
     assert [(use.outcome, use.origin) for use in log._counts] == [
-        (Outcome.ALLOWED, origin),
-        (Outcome.EXPOSED_IN_BROWSER, ""),
-        (Outcome.DENIED, ""),
+        (UseOutcome.ALLOWED, origin),
+        (UseOutcome.EXPOSED_IN_BROWSER, ""),
+        (UseOutcome.DENIED, ""),
     ]
 
 

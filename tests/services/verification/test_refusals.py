@@ -19,7 +19,7 @@ from keyvault.models import Refusal
 from keyvault.services.catalog.catalog import find_endpoint
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification import refusals
-from keyvault.services.verification.judging import Judgement, Presented, judge_presented
+from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented
 from keyvault.services.verification.refusals import RefusalLog, find_refusal, forget_old
 from tests.domain.minting import mint
 from tests.factories import SANDBOX, issue, now
@@ -125,7 +125,7 @@ def test_refusal_noted_is_found_by_its_request_id(log: RefusalLog) -> None:
 def test_refusal_of_a_grant_is_none(log: RefusalLog, scene: Scene) -> None:
     """What was allowed leaves nothing here."""
     _, text = issue(scene.sandbox)
-    presented = Presented(key=text.reveal(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
+    presented = VerificationRequest(key=text.reveal(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
     note(log, judge_presented(presented, now()))
     log.flush()
     assert not Refusal.objects.exists()
@@ -134,7 +134,7 @@ def test_refusal_of_a_grant_is_none(log: RefusalLog, scene: Scene) -> None:
 def test_refusal_before_proof_names_no_key(log: RefusalLog, scene: Scene) -> None:
     """Whoever merely names a key id leaves no trace on the key."""
     issue(scene.sandbox)
-    presented = Presented(key=mint(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
+    presented = VerificationRequest(key=mint(), environment=SANDBOX, endpoint=find_endpoint("orders.retrieve"))
     note(log, judge_presented(presented, now()))
     log.flush()
     found = Refusal.objects.get()

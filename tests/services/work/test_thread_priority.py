@@ -9,7 +9,7 @@ import pytest
 
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.verification.refusals import RefusalLog
-from keyvault.services.work.thread_priority import stand_back
+from keyvault.services.work.thread_priority import lower_priority
 from tests.services.racing import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's")
@@ -31,7 +31,7 @@ def policy_after(act: Callable[[], None]) -> int:
 
 def test_background_thread_stands_back_and_no_other_thread_of_its_process() -> None:
     before = os.sched_getscheduler(0)
-    assert policy_after(stand_back) == (os.SCHED_BATCH if before == os.SCHED_OTHER else before)
+    assert policy_after(lower_priority) == (os.SCHED_BATCH if before == os.SCHED_OTHER else before)
     assert os.sched_getscheduler(0) == before
     assert policy_after(lambda: None) == before
 
@@ -41,7 +41,7 @@ def test_background_thread_of_a_process_with_another_policy_keeps_it() -> None:
 
     def rest() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        stand_back()
+        lower_priority()
 
     assert policy_after(rest) == os.SCHED_IDLE
 
@@ -57,7 +57,7 @@ def test_background_thread_of_a_host_that_lets_nobody_ask_goes_on(
         raise OSError(error, "no")
 
     monkeypatch.setattr(os, call, refuse)
-    stand_back()
+    lower_priority()
 
 
 @pytest.mark.parametrize("log", [UsageLog, RefusalLog])
@@ -67,7 +67,9 @@ def test_background_threads_are_those_that_write_what_was_noted(
     told: list[str] = []
     noted = log()
     name, run = ("usage", "_report") if isinstance(noted, UsageLog) else ("refusals", "_write")
-    monkeypatch.setattr(f"keyvault.services.{name}.stand_back", lambda: told.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        f"keyvault.services.{name}.lower_priority", lambda: told.append(threading.current_thread().name)
+    )
     noted._stop.set()
     thread = threading.Thread(target=getattr(noted, run), name="the log's")
     thread.start()

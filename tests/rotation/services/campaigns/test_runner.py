@@ -27,7 +27,7 @@ from rotation.services.campaigns.campaigns import cancel_campaign, pause_campaig
 from rotation.services.campaigns.reports import describe_campaign, list_troubled_first
 from rotation.services.campaigns.runner import subject_of, tick
 from rotation.services.rotations.engine import advance_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 from tests.rotation.campaigning import asked, become, details_of, events, fresh, issued, oldest, on_platform
 from tests.rotation.scene import Clock, account, acknowledge_replacement, admin, issue, rotate, tam
@@ -85,7 +85,7 @@ def test_tick_keeps_to_the_concurrency_until_a_rotation_is_proved(clock: Clock) 
 
 def test_tick_begins_in_the_order_of_the_selection_with_the_approved_plan(clock: Clock) -> None:
     keys = issued(clock, 3)
-    campaign = asked(clock, wish=Wish(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
+    campaign = asked(clock, wish=PlanOverrides(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
     tick(clock.now)
     rotation = campaign.rotations.get()
     first = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
@@ -155,7 +155,7 @@ def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock:
 def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:
     """The key expires before the end of the plan by now: the fault is told as it is to whoever asks for one."""
     issue(account("one"), clock.now, expires_in_days=4)
-    campaign = asked(clock, wish=Wish(quiet_seconds=3 * 86_400))
+    campaign = asked(clock, wish=PlanOverrides(quiet_seconds=3 * 86_400))
     clock.tick(2 * 86_400)
     tick(clock.now)
     member = campaign.members.get()

@@ -6,7 +6,7 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import Mount
-from keyvault.backends.vault.layout import Engine
+from keyvault.backends.vault.layout import SecretsEngine
 from keyvault.domain.environments import Environment
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.django_db
 
 def read_as_root(made: InstalledVault, credential: Credential, version: int) -> dict[str, Any]:
     """What stands there, as nobody of ours is told it."""
-    mount = made.layout.mount(Engine.KEYS, "sandbox")
+    mount = made.layout.mount(SecretsEngine.KEYS, "sandbox")
     answer = made.admin.secrets.kv.v2.read_secret_version(
         credential.backend_path, version=version, mount_point=mount, raise_on_deleted_version=True
     )
@@ -110,7 +110,7 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
     credential, backend = rotation.credential, secret_backend()
     late = {"key_id": rotation.predecessor_id, "credential_id": credential.credential_id, "environment": "sandbox"}
     backend.put(Mount.SANDBOX, credential.backend_path, Plaintext("late"), late, expected_version=2)
-    mount = vault_service.layout.mount(Engine.KEYS, "sandbox")
+    mount = vault_service.layout.mount(SecretsEngine.KEYS, "sandbox")
     vault_service.admin.secrets.kv.v2.create_or_update_secret(
         credential.backend_path, secret={"password": "somebody's"}, cas=3, mount_point=mount
     )
@@ -142,7 +142,7 @@ def test_vault_reconciler_brings_back_what_somebody_hid(
     vault_service: InstalledVault, clock: Clock, verifier: UsageLog
 ) -> None:
     rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
-    mount = vault_service.layout.mount(Engine.KEYS, "sandbox")
+    mount = vault_service.layout.mount(SecretsEngine.KEYS, "sandbox")
     vault_service.admin.secrets.kv.v2.delete_secret_versions(rotation.credential.backend_path, [2], mount_point=mount)
     assert reconcile(Environment.SANDBOX).put_right == 1
     assert copy_of(rotation.replacement) == ("held", "live")

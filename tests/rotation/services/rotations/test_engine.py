@@ -10,7 +10,7 @@ from keyvault.domain.keys import KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Material, UsageReporter, WorkLease
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.backend import secret_backend
@@ -156,7 +156,7 @@ def test_silence_restarts_when_a_verifier_is_lost(clock: Clock, verifier: UsageL
 def test_quarantine_restarts_at_each_attempt(clock: Clock, verifier: UsageLog) -> None:
     rotation = quarantined(clock, verifier)
     clock.tick(4)
-    scene.use(verifier, rotation.predecessor_id, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.predecessor_id, outcome=UseOutcome.REFUSED)
     assert advance(rotation, clock, 2).state == S.QUARANTINE
     clock.tick(6)
     verifier.flush()

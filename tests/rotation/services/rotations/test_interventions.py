@@ -21,7 +21,7 @@ from rotation.domain.policy import Proof
 from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import abort_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.rotation import scene
@@ -58,7 +58,7 @@ def abort(rotation: Rotation, clock: Clock) -> Rotation:
 def _awaiting_approval(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:
     key, _ = scene.issue(scene.account(environment=Environment.PRODUCTION), clock())
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
-    return request_rotation(grant, key.credential, Wish(proof=Proof.ACK))
+    return request_rotation(grant, key.credential, PlanOverrides(proof=Proof.ACK))
 
 
 def _requested(clock: Clock, verifier: UsageLog, patch: Patch) -> Rotation:

@@ -17,7 +17,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.interventions import collect_replacement, confirm_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reissue_key, request_rotation
 from tests.factories import make_token, the_operator
@@ -147,7 +147,7 @@ def test_replacement_that_a_service_asked_for_is_collected_by_somebody_who_did_n
     service = prove_service_token(token.reveal(), clock())
     assert service is not None
     account = key.credential.account
-    wish = Wish(quiet_seconds=5, quarantine_seconds=5)
+    wish = PlanOverrides(quiet_seconds=5, quarantine_seconds=5)
     rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, account, now=clock()), key.credential, wish)
     approving = authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock())
     approve_rotation(approving, rotation, rotation.plan_digest)

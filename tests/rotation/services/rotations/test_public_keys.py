@@ -10,7 +10,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind
 from keyvault.models import BreakGlass, Material, Notice
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
@@ -21,7 +21,7 @@ from rotation.services.rotations.interventions import (
     collect_replacement,
     confirm_rotation,
 )
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.rotation import scene
@@ -36,7 +36,7 @@ PRODUCTION = Environment.PRODUCTION
 def public_rotation(clock: Clock, environment: Environment = Environment.SANDBOX, **wish: Any) -> Rotation:
     key, _ = scene.issue(scene.account(environment=environment), clock(), kind=KeyKind.PUBLIC)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
-    rotation = request_rotation(grant, key.credential, Wish(**{"quarantine_seconds": 600, **wish}))
+    rotation = request_rotation(grant, key.credential, PlanOverrides(**{"quarantine_seconds": 600, **wish}))
     if environment is PRODUCTION:
         account = key.credential.account
         approval = authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock())
@@ -77,11 +77,11 @@ def test_public_key_is_retired_on_its_date_while_apps_still_use_it_and_traffic_n
     assert rotation.state == S.OVERLAP
     rotation = wait(rotation, clock, verifier, 86_400)
     assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
-    scene.use(verifier, rotation.predecessor_id, 50, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.predecessor_id, 50, outcome=UseOutcome.REFUSED)
     rotation = wait(rotation, clock, verifier, 60)
     assert (rotation.state, key_states(rotation)) == (S.QUARANTINE, ("suspended", "active"))
     assert not Notice.objects.filter(is_alarm=True).exists()
-    scene.use(verifier, rotation.predecessor_id, 50, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.predecessor_id, 50, outcome=UseOutcome.REFUSED)
     rotation = wait(rotation, clock, verifier, 600)
     assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("deactivated", "active"))
     assert rotation.silent_at is None

@@ -20,7 +20,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
 from tests.factories import make_operator
@@ -109,7 +109,9 @@ def test_rotation_asked_for_by_a_service_takes_an_operator_even_in_the_sandbox(c
     token, _ = create_service_token(grant, name="gw", scope=StringScope.SANDBOX, permissions=[P.ROTATIONS_WRITE])
     service = Service(token.token_id, token.name, token.creator_person, token.permission_set, token.environments)
     place = key.credential.account
-    rotation = request_rotation(authorize(service, P.ROTATIONS_WRITE, place, now=clock()), key.credential, Wish())
+    rotation = request_rotation(
+        authorize(service, P.ROTATIONS_WRITE, place, now=clock()), key.credential, PlanOverrides()
+    )
     assert rotation.state == S.AWAITING_APPROVAL
     with pytest.raises(StateConflictError):
         approve(rotation, scene.admin(), clock)

@@ -10,7 +10,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Material
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import report_compromise
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import destroy_string, find_stored, list_to_destroy, newest_version
@@ -110,7 +110,7 @@ def test_replacement_tried_in_its_quarantine_holds_the_end_up(clock: Clock, veri
     rotation = wait(rotation, clock, verifier, 6)
     clock.tick(3)
     assert rotation.replacement_id is not None
-    scene.use(verifier, rotation.replacement_id, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.replacement_id, outcome=UseOutcome.REFUSED)
     assert wait(rotation, clock, verifier, 3).state == S.ROLLING_BACK
     assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
 

@@ -6,7 +6,7 @@ from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Notice
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import AtDeadline, Reinstatement
@@ -33,7 +33,7 @@ def in_quarantine(clock: Clock, verifier: UsageLog, **wish: object) -> Rotation:
 
 def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog, source: str) -> Rotation:
     clock.tick(1)
-    scene.use(verifier, rotation.predecessor_id, source=source, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.predecessor_id, source=source, outcome=UseOutcome.REFUSED)
     return advance(rotation, clock, 3)
 
 
@@ -86,7 +86,7 @@ def test_plan_that_never_reinstates_keeps_the_quarantine(clock: Clock, verifier:
 
 def test_compromised_predecessor_is_never_reinstated(clock: Clock, verifier: UsageLog) -> None:
     rotation = in_quarantine(clock, verifier)
-    scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=Outcome.REFUSED)
+    scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=UseOutcome.REFUSED)
     revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, rotation.predecessor.state) == (S.COMPLETED, KeyState.COMPROMISED)

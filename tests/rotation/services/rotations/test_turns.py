@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from keyvault.models import WorkLease
-from keyvault.models.usage import Outcome
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.work.leases import claim, postpone
-from rotation.domain.states import Act, Facts, Move, Wait, next_step
+from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
 from rotation.models import Rotation
 from rotation.services.rotations import engine
 from rotation.services.rotations.engine import LOOK_AGAIN_SECONDS, MOST_ATTEMPTS, advance_all_due, list_due
@@ -58,7 +58,7 @@ def test_turn_comes_at_once_when_a_key_is_ended_or_tried(clock: Clock, verifier:
 
     other = advance(quarantined(clock, verifier), clock)
     assert other.rotation_id not in list_due(clock())
-    scene.use(verifier, other.predecessor_id, outcome=Outcome.REFUSED)
+    scene.use(verifier, other.predecessor_id, outcome=UseOutcome.REFUSED)
     assert other.rotation_id in list_due(clock())
 
 
@@ -150,7 +150,7 @@ def test_fault_that_nobody_foresaw_stops_no_other_rotation_and_stalls_its_own_by
 ) -> None:
     broken, sound = begun(clock), begun(clock)
 
-    def fail(facts: Facts, now: datetime) -> Wait | Move | Act:
+    def fail(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
         if facts.plan.credential_id == broken.credential_id and facts.state != "stalled":
             raise ZeroDivisionError("nobody foresaw this")
         return next_step(facts, now)

@@ -30,11 +30,11 @@ from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
-from rotation.services.rotations.planning import Wish
+from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import approve_rotation, begin_rotation, reject_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.schedules import (
-    ScheduleWish,
+    ScheduleDraft,
     Scope,
     disable_schedule,
     enable_schedule,
@@ -66,7 +66,7 @@ def save(
     elif isinstance(scope, Environment):
         scope = Scope(scope)
     grant = authorize(by or scene.tam(), P.SCHEDULES_WRITE, scope.place, now=now)
-    return save_schedule(grant, scope, ScheduleWish(**{"cryptoperiod_days": 90, **wished}), known=find_schedule(scope))
+    return save_schedule(grant, scope, ScheduleDraft(**{"cryptoperiod_days": 90, **wished}), known=find_schedule(scope))
 
 
 def calendar(name: str, now: datetime, *periods: tuple[datetime, datetime]) -> BlackoutCalendar:
@@ -92,7 +92,7 @@ def events(prefix: str) -> list[str]:
 
 def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(clock: Clock) -> None:
     place = scene.account()
-    first = save(place, clock(), window=NIGHTS, wish=Wish(proof=Proof.ACK))
+    first = save(place, clock(), window=NIGHTS, wish=PlanOverrides(proof=Proof.ACK))
     again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
     assert (again.pk, again.cryptoperiod_days, again.window, again.wish) == (first.pk, 30, None, {})
     assert again.author_person == scene.admin().person != scene.tam().person
@@ -109,14 +109,14 @@ def test_schedule_saved_again_is_the_same_row_in_the_name_of_whoever_saved_it(cl
         ({"jitter_days": 90}, "/jitter_days"),
         ({"lead_days": 90}, "/lead_days"),
         ({"cryptoperiod_days": 2, "window": Window("UTC", (0,), 0, 60)}, "/window"),
-        ({"wish": Wish(quiet_seconds=0)}, "/wish/quiet_seconds"),
-        ({"wish": Wish(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
-        ({"wish": Wish(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
-        ({"wish": Wish(proof=Proof.CONFIRMATION)}, "/wish/proof"),
-        ({"wish": Wish(expires_in_days=90)}, "/wish/expires_in_days"),
-        ({"wish": Wish(reason="\0")}, "/wish/reason"),
-        ({"wish": Wish(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
-        ({"wish": Wish(window=NIGHTS)}, "/wish/window"),
+        ({"wish": PlanOverrides(quiet_seconds=0)}, "/wish/quiet_seconds"),
+        ({"wish": PlanOverrides(quiet_seconds=30 * 86_400)}, "/wish/deadline"),
+        ({"wish": PlanOverrides(quiet_seconds=10**9)}, "/wish/quiet_seconds"),
+        ({"wish": PlanOverrides(proof=Proof.CONFIRMATION)}, "/wish/proof"),
+        ({"wish": PlanOverrides(expires_in_days=90)}, "/wish/expires_in_days"),
+        ({"wish": PlanOverrides(reason="\0")}, "/wish/reason"),
+        ({"wish": PlanOverrides(channels=(DeliveryChannel.WEBHOOK,))}, "/wish/channels"),
+        ({"wish": PlanOverrides(window=NIGHTS)}, "/wish/window"),
     ],
 )
 def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
@@ -131,7 +131,7 @@ def test_schedule_that_cannot_be_kept_is_refused_with_the_field(
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
 def test_schedule_with_a_date_of_its_own_in_its_wish_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
-        save(SANDBOX, clock(), wish=Wish(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
+        save(SANDBOX, clock(), wish=PlanOverrides(**{name: clock() + DAY}))  # type: ignore[arg-type]  # one of three dates
     assert f"/wish/{name}" in pointers(refused.value)
 
 
@@ -167,7 +167,7 @@ def test_schedule_saved_without_the_permission_or_with_another_accounts_is_refus
     grant = authorize(scene.tam(), P.SCHEDULES_WRITE, place, now=clock())
     for scope in (Scope(SANDBOX, account=other), Scope(SANDBOX)):
         with pytest.raises(PermissionMissingError):
-            save_schedule(grant, scope, ScheduleWish(90))
+            save_schedule(grant, scope, ScheduleDraft(90))
     assert not RotationSchedule.objects.exists()
 
 
@@ -243,7 +243,7 @@ def test_calendar_that_cannot_be_meant_is_refused_with_the_field(
 
 def test_begin_due_asks_when_the_cryptoperiod_is_over_and_once(clock: Clock) -> None:
     key, _ = scene.issue(scene.account(), clock())
-    row = save(SANDBOX, clock(), wish=Wish(proof=Proof.ACK, quiet_seconds=7))
+    row = save(SANDBOX, clock(), wish=PlanOverrides(proof=Proof.ACK, quiet_seconds=7))
     assert begin_due(clock() + 90 * DAY - timedelta(seconds=1)) == []
     (rotation,) = begun(clock() + 90 * DAY)
     assert (rotation.credential_id, rotation.predecessor_id) == (key.credential_id, key.key_id)
@@ -335,7 +335,12 @@ def test_begin_due_after_the_worker_was_down_catches_up_in_the_next_opening(cloc
 
 def test_begin_due_after_a_rotation_is_done_counts_from_the_new_key(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock())
-    save(SANDBOX, clock(), cryptoperiod_days=30, wish=Wish(proof=Proof.ACK, quiet_seconds=5, quarantine_seconds=5))
+    save(
+        SANDBOX,
+        clock(),
+        cryptoperiod_days=30,
+        wish=PlanOverrides(proof=Proof.ACK, quiet_seconds=5, quarantine_seconds=5),
+    )
     clock.tick(30 * 86_400)
     (rotation,) = begun(clock())
     advance_rotation(rotation.rotation_id, clock)
@@ -400,7 +405,7 @@ def test_begin_due_of_what_cannot_be_begun_is_told_once_and_holds_nothing_up(
     expiring, _ = scene.issue(scene.account(), clock(), label="a", expires_in_days=91)
     scene.issue(scene.account(), clock() + timedelta(seconds=1), label="b")
     save(PRODUCTION, clock())
-    save(SANDBOX, clock(), wish=Wish(quiet_seconds=2 * 86_400))
+    save(SANDBOX, clock(), wish=PlanOverrides(quiet_seconds=2 * 86_400))
     with caplog.at_level(logging.WARNING, logger="rotation.services.schedules.starting"):
         assert [r.credential.label for r in begun(clock() + 90 * DAY + timedelta(minutes=1))] == ["b"]
         assert begin_due(clock() + 90 * DAY + timedelta(minutes=2)) == []
@@ -617,7 +622,7 @@ def test_schedule_or_calendar_made_anew_where_there_is_one_is_refused(clock: Clo
     save(place, clock(), cryptoperiod_days=30)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())
     with pytest.raises(StateConflictError, match="change that one"):
-        save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleWish(365))
+        save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleDraft(365))
     calendar("xmas", clock())
     with pytest.raises(StateConflictError, match="change that one"):
         save_calendar(authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock()), "xmas", [])
