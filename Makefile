@@ -49,7 +49,7 @@ bench: ready-to-test ## measure it beside its peers, on the same core; some 20 m
 	@exec $(BIN)/python -m tests.bench $(ARGS)
 
 errors: ready-to-run ## every error code with its cause and cure, as in ERRORS.md
-	@exec $(BIN)/python manage.py errors
+	@exec $(BIN)/python manage.py show_errors
 
 lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)
 	$(BIN)/ruff check $(CODE)

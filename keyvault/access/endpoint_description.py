@@ -1,5 +1,5 @@
 """The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
-`manage.py catalog` all show this one."""
+`manage.py show_catalog` all show this one."""
 
 from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.limits import Limit

@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
         _choice("approle", "kubernetes", "token_file"),
     ),
     Setting(
-        "KEYVAULT_VAULT_LOGINS",
+        "KEYVAULT_VAULT_CREDENTIALS_DIR",
         "vault",
         "Folder of the logins that this host has, a file or two for each: `<role>.role_id` with `<role>.secret_id` or "
         "`<role>.wrapped_secret_id`, or `<role>.token`. Relative to the data folder.",
@@ -262,7 +262,7 @@ SETTINGS: tuple[Setting, ...] = (
         _percent,
     ),
     Setting(
-        "KEYVAULT_LIMITS",
+        "KEYVAULT_LIMIT_MODE",
         "leased",
         "How verifiers share limits in Redis: `leased`, each takes a small budget at a time and spends it in memory, "
         "or `strict`, each request is counted there, exactly.",
@@ -294,7 +294,7 @@ SETTINGS: tuple[Setting, ...] = (
         "to public addresses only, over https. A CA of your own is trusted through `SSL_CERT_FILE`.",
         _networks,
     ),
-    Setting("KEYVAULT_KEY_BRAND", "kv", "First field of every key string.", _brand),
+    Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _brand),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
         "0",

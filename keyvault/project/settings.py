@@ -19,7 +19,7 @@ try:
     DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
 except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be made: {_error.strerror}") from None
-KEY_BRAND: str = _chosen["KEYVAULT_KEY_BRAND"]
+KEY_PREFIX: str = _chosen["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
 BASE_URLS = find_base_urls(_chosen)
 APPROVALS_NEEDED = {
@@ -34,7 +34,7 @@ ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
     "production": _chosen["KEYVAULT_PRODUCTION_LIMIT"],
 }
 LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
-IS_STRICT_LIMITS: bool = _chosen["KEYVAULT_LIMITS"] == "strict"
+IS_STRICT_LIMITS: bool = _chosen["KEYVAULT_LIMIT_MODE"] == "strict"
 MAX_STALENESS_SECONDS: float = _chosen["KEYVAULT_MAX_STALENESS"]
 VERIFIER_KEYS: int = _chosen["KEYVAULT_VERIFIER_KEYS"]
 JOURNAL = DATA_DIR / _chosen["KEYVAULT_JOURNAL"]
@@ -45,7 +45,7 @@ VAULT_ADDRESS: str = _chosen["VAULT_ADDR"]
 VAULT_CA_FILE = Path(_chosen["VAULT_CACERT"]) if _chosen["VAULT_CACERT"] else None
 VAULT_PREFIX: str = _chosen["KEYVAULT_VAULT_PREFIX"]
 VAULT_AUTH: str = _chosen["KEYVAULT_VAULT_AUTH"]
-VAULT_LOGINS = DATA_DIR / _chosen["KEYVAULT_VAULT_LOGINS"]
+VAULT_LOGINS = DATA_DIR / _chosen["KEYVAULT_VAULT_CREDENTIALS_DIR"]
 VAULT_JWT_FILE = Path(_chosen["KEYVAULT_VAULT_JWT_FILE"])
 BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 

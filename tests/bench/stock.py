@@ -84,7 +84,7 @@ def mint() -> Any:
 
     from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 
-    return mint_keystring(settings.KEY_BRAND, StringKind.PRIVATE, StringScope.PRODUCTION, secrets.token_bytes)
+    return mint_keystring(settings.KEY_PREFIX, StringKind.PRIVATE, StringScope.PRODUCTION, secrets.token_bytes)
 
 
 def id_of(text: str) -> str:

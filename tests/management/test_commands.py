@@ -195,7 +195,7 @@ def test_audit_verify_counts_and_is_intact(seeded: Any) -> None:
 
 
 def test_catalog_lists_every_endpoint_of_the_contract() -> None:
-    names = {endpoint["name"] for endpoint in run("catalog")["endpoints"]}
+    names = {endpoint["name"] for endpoint in run("show_catalog")["endpoints"]}
     assert names == {
         "orders.retrieve",
         "orders.create",
@@ -211,7 +211,7 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["catalog", "--json"], 0),
+        (["show_catalog", "--json"], 0),
         (["show_key", "nobody", "--json"], 1),
         (["revoke_key", "x", "--reason", "superseded", "--by", "nobody"], 1),
         (["issue_key"], 2),

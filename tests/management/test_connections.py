@@ -89,18 +89,18 @@ def test_set_connection_in_the_name_of_an_auditor_is_refused(file: Path) -> None
 
 def test_connections_lists_those_of_the_account_without_their_secrets(file: Path) -> None:
     said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
-    told = said("connections", *PLACE, "--json")
+    told = said("list_connections", *PLACE, "--json")
     (listed,) = json.loads(told)["connections"]
-    assert SECRET not in told + said("connections", *PLACE)
+    assert SECRET not in told + said("list_connections", *PLACE)
     assert listed["connection_id"].startswith("con_")
     assert "backend_path" not in listed, "nobody but us reads the local keystore"
-    production = json.loads(said("connections", "--merchant", "acme", "--environment", "production", "--json"))
+    production = json.loads(said("list_connections", "--merchant", "acme", "--environment", "production", "--json"))
     assert production == {"connections": []}
 
 
 def test_remove_connection_takes_it_out_of_the_list(file: Path) -> None:
     said("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
     assert json.loads(said("remove_connection", *STRIPE, "--by", "tam", "--json"))["removed_at"]
-    assert json.loads(said("connections", *PLACE, "--json")) == {"connections": []}
+    assert json.loads(said("list_connections", *PLACE, "--json")) == {"connections": []}
     with pytest.raises(CommandError, match="not_found"):
         said("remove_connection", *STRIPE, "--by", "tam")

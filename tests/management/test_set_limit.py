@@ -1,4 +1,4 @@
-"""`set_limit` and `catalog`: what an operator's script sets and reads."""
+"""`set_limit` and `show_catalog`: what an operator's script sets and reads."""
 
 import io
 import json
@@ -111,7 +111,7 @@ def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
         limit_seconds=60,
     )
     add_endpoint(adding, wish)
-    answer = run("catalog")
+    answer = run("show_catalog")
     told = {endpoint.pop("name"): endpoint for endpoint in answer["endpoints"]}
     assert told.keys() == {endpoint.name for endpoint in BUILT_IN.endpoints} | {"refunds.create"}
     assert told["refunds.create"] == {
@@ -138,7 +138,7 @@ def test_catalog_prints_every_endpoint_with_its_rule_and_limits() -> None:
 
 def test_catalog_without_json_is_a_table() -> None:
     output = io.StringIO()
-    call_command("catalog", stdout=output)
+    call_command("show_catalog", stdout=output)
     lines = output.getvalue().splitlines()
     assert lines[0].split()[:4] == ["endpoint", "method", "path", "key"]
     assert any(line.startswith("orders.retrieve") and "optional" in line for line in lines)

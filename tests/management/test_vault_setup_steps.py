@@ -177,7 +177,7 @@ def test_setup_steps_of_the_page_make_an_installation_that_the_doctor_finds_well
         environment["KEYVAULT_BACKEND"] = "vault"
         for host in ("setup-1", "web-1", "worker-1"):
             [block] = [block for block in shell if block.place == host]
-            its_own = {**environment, "KEYVAULT_VAULT_LOGINS": str(checkout / "handover" / host)}
+            its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / host)}
             assert "all is well" in run(block.text, checkout, its_own)
 
         with_admin = {**environment, "VAULT_TOKEN": server.root_token, "ACCOUNT_ID": "42", "CREDENTIAL_ID": "crd_x"}
@@ -191,7 +191,7 @@ def test_setup_steps_of_the_page_make_an_installation_that_the_doctor_finds_well
         [leak] = [block for block in shell if block.place == "leak"]
         run(leak.text, checkout, with_admin)
         doctor = "python manage.py vault_doctor --host web || test $? -eq 1"
-        its_own = {**environment, "KEYVAULT_VAULT_LOGINS": str(checkout / "handover" / "web-1")}
+        its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "web-1")}
         assert run(doctor, checkout, its_own).count("The login is not accepted") == 2
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
         assert "all is well" in run(doctor, checkout, its_own)

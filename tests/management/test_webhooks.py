@@ -40,7 +40,7 @@ def test_add_webhook_reveals_the_secret_when_asked_to() -> None:
 def test_add_webhook_keeps_the_secret_to_itself_otherwise() -> None:
     """Nothing is printed that a terminal's history or a log of a build would keep."""
     assert "whsec_" not in said("add_webhook", *PLACE, "--url", URL, "--by", "tam")
-    assert "whsec_" not in said("webhooks", *PLACE, "--json")
+    assert "whsec_" not in said("list_webhooks", *PLACE, "--json")
 
 
 def test_add_webhook_that_does_not_fit_is_refused_with_the_reason() -> None:
@@ -56,7 +56,7 @@ def test_add_webhook_in_the_name_of_an_auditor_is_refused() -> None:
 
 def test_webhooks_lists_the_endpoints_of_the_account() -> None:
     said("add_webhook", *PLACE, "--url", URL, "--by", "tam")
-    (listed,) = json.loads(said("webhooks", *PLACE, "--json"))["endpoints"]
+    (listed,) = json.loads(said("list_webhooks", *PLACE, "--json"))["endpoints"]
     assert (listed["url"], listed["disabled_at"], listed["due"]) == (URL, None, 0)
-    production = json.loads(said("webhooks", "--merchant", "acme", "--environment", "production", "--json"))
+    production = json.loads(said("list_webhooks", "--merchant", "acme", "--environment", "production", "--json"))
     assert production == {"endpoints": []}

@@ -122,7 +122,7 @@ class Examination:
                 str(folder),
                 f"None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is {self.layout.prefix!r}, and "
                 f"they are called as {min(found)}.",
-                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_LOGINS to the folder of this "
+                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_CREDENTIALS_DIR to the folder of this "
                 "service's own; touch no file before that.",
             )
             return set()

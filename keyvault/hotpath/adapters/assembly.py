@@ -63,7 +63,7 @@ def make_engine(
 ) -> Engine:
     """An engine that knows nothing yet, and vouches for nothing from memory before its feed is followed."""
     ports = Ports(
-        brand=settings.KEY_BRAND,
+        brand=settings.KEY_PREFIX,
         environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
         base_urls=BASE_URLS,
         generation=generation(),

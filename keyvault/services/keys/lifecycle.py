@@ -45,7 +45,7 @@ def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | No
     The hash comes first: whatever dies from here on costs a key that nobody ever held.
     """
     kind, environment = KeyKind(credential.kind), credential.environment
-    minted = mint_keystring(settings.KEY_BRAND, STRING_KIND[kind], STRING_SCOPE[environment], secrets.token_bytes)
+    minted = mint_keystring(settings.KEY_PREFIX, STRING_KIND[kind], STRING_SCOPE[environment], secrets.token_bytes)
     digest, pepper_version = load_peppers(PEPPER_SET[environment]).digest(minted.text)
     key = Key(
         key_id=minted.key_id,

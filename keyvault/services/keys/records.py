@@ -140,7 +140,7 @@ def prove_service_token(text: str | None, now: datetime) -> Service | None:
 
     Raises VerifierStaleError while this process has not loaded the pepper that the token is hashed with.
     """
-    keystring = read_service_token(text, settings.KEY_BRAND)
+    keystring = read_service_token(text, settings.KEY_PREFIX)
     if keystring is None:
         return None
     peppers = load_peppers(PepperSet.SERVICE)  # before the row is read, see `access.judgement`

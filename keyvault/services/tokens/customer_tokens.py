@@ -41,7 +41,7 @@ def issue_customer_token(
         raise RequestInvalidError("The token cannot be issued like that.", faults)
     environment = Environment(account.environment)
     minted = mint_keystring(
-        settings.KEY_BRAND, StringKind.CUSTOMER_TOKEN, STRING_SCOPE[environment], secrets.token_bytes
+        settings.KEY_PREFIX, StringKind.CUSTOMER_TOKEN, STRING_SCOPE[environment], secrets.token_bytes
     )
     digest, pepper_version = load_peppers(PEPPER_SET[environment]).digest(minted.text)
     token = CustomerToken(

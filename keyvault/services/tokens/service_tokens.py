@@ -144,7 +144,7 @@ def _mint(
     lineage: str = "",
 ) -> tuple[ServiceToken, Plaintext]:
     """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
-    minted = mint_keystring(settings.KEY_BRAND, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
+    minted = mint_keystring(settings.KEY_PREFIX, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
     freshen_peppers(PepperSet.SERVICE)
     digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
     creator = grant.principal if isinstance(grant.principal, Operator) else None

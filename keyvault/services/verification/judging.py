@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class DatabaseSources:
     """Every record is read anew, and limits are counted where the process's limiter counts them."""
 
-    brand: str = settings.KEY_BRAND
+    brand: str = settings.KEY_PREFIX
     base_urls: Mapping[Environment, str] = BASE_URLS
 
     def peppers(self, environment: Environment) -> Peppers:

@@ -55,7 +55,7 @@ def own_vault(folder: Path) -> Iterator[dict[str, str]]:
         bootstrap(admin, layout, environments, lambda change: None)
         names = [layout.login(role, scope) for role, scope in list_logins(list_scopes(environments))]
         make_logins(admin, layout, names, folder / LOGINS, wrap_seconds=300)
-        yield {"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": server.address, "KEYVAULT_VAULT_LOGINS": LOGINS}
+        yield {"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": server.address, "KEYVAULT_VAULT_CREDENTIALS_DIR": LOGINS}
     finally:
         process.send_signal(signal.SIGTERM)
         try:

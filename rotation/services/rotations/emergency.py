@@ -101,7 +101,7 @@ def find_open_rotation(credential: Credential) -> Rotation | None:
 
 def _end_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
     """What is no key id is not repeated: it may be part of somebody's secret."""
-    keystring = parse_keystring(text, settings.KEY_BRAND)
+    keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
     if not is_key_id(key_id):
         return Response(f"no. {number}", fault="This is no key id, and no whole key.")

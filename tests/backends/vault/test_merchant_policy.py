@@ -192,7 +192,7 @@ def test_doors_tell_where_the_merchant_reads(people: None, vault_service: Instal
     """The console's pages and the commands: mount and path, and nothing of what is there."""
     place, key, text, connection = furnish("acme", SANDBOX)
     told = {"backend_mount": mounts(vault_service)[SANDBOX], "backend_path": connection.backend_path}
-    (listed,) = call("connections", "--merchant", "acme", "--environment", "sandbox")["connections"]
+    (listed,) = call("list_connections", "--merchant", "acme", "--environment", "sandbox")["connections"]
     assert told.items() <= listed.items()
     shown = call("show_key", key.key_id)
     assert shown["backend_path"] == key.credential.backend_path
