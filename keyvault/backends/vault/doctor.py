@@ -122,8 +122,8 @@ class Examination:
                 str(folder),
                 f"None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is {self.layout.prefix!r}, and "
                 f"they are called as {min(found)}.",
-                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_CREDENTIALS_DIR to the folder of this "
-                "service's own; touch no file before that.",
+                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_CREDENTIALS_DIR to the folder of "
+                "this service's own; touch no file before that.",
             )
             return set()
         for name in sorted(found - names.keys()):
