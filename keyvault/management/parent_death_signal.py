@@ -1,6 +1,6 @@
 """Runs a command that ends when the process which started it ends, kill -9 included (Linux).
 
-    python -I -S leash.py PARENT_PID SIGNAL COMMAND [ARGUMENT...]
+    python -I -S parent_death_signal.py PARENT_PID SIGNAL COMMAND [ARGUMENT...]
 
 A program of its own, in place of `preexec_fn`: that one runs Python between fork and exec, where a thread of the
 parent may hold any lock. It loads the standard library only, and then becomes the command.

@@ -31,7 +31,7 @@ STEADY_SECONDS = 30.0
 """A program that lived this long is not in a loop of crashes: its next pause is the first again."""
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LEASH = str(Path(__file__).with_name("leash.py"))
+_DEATH_SIGNAL_SCRIPT = str(Path(__file__).with_name("parent_death_signal.py"))
 
 
 class StopRequestedError(BaseException):
@@ -234,7 +234,7 @@ def start_leashed(
     descriptors: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """The command in a session of its own, tied to the life of the calling thread. `output` None: ours."""
-    leash = [sys.executable, "-I", "-S", _LEASH, str(os.getpid()), str(int(orphan_signal))]
+    leash = [sys.executable, "-I", "-S", _DEATH_SIGNAL_SCRIPT, str(os.getpid()), str(int(orphan_signal))]
     return subprocess.Popen(  # noqa: S603  our own programs, by their paths
         [*leash, *command],
         stdin=subprocess.DEVNULL,

@@ -475,8 +475,8 @@ def test_verify_failed_proofs_of_an_address_are_told_to_wait_and_a_good_key_pass
     """By the end client's address, not the gateway's: one guesser does not lock out everybody behind it."""
     # The clock stands, so that nothing is given back meanwhile.
     proofs = FailedProofs(Limiter(LocalStore(lambda: 0), None, 100), lambda: 0.0)
-    for module in ("loader", "stores"):
-        monkeypatch.setattr(f"keyvault.hotpath.{module}.failed_proofs", lambda: proofs)
+    for module in ("assembly", "stores"):
+        monkeypatch.setattr(f"keyvault.hotpath.adapters.{module}.failed_proofs", lambda: proofs)
     batch = {"requests": [{"key": "x", "environment": "sandbox", "endpoint": "orders.create"}] * 100}
     for each in batch["requests"]:
         each["client_ip"] = "192.0.2.9"

@@ -60,7 +60,7 @@ def rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[
 def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the doors note is not written: nothing here is about it."""
     monkeypatch.setattr(UsageLog, "start", lambda self: None)
-    for door in ("hotpath.loader", "api.integration"):
+    for door in ("hotpath.adapters.assembly", "api.integration"):
         monkeypatch.setattr(f"keyvault.{door}.usage_log", UsageLog())
         monkeypatch.setattr(f"keyvault.{door}.refusal_log", RefusalLog())
 

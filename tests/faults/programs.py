@@ -76,7 +76,7 @@ class Nursery:
 
     def __init__(self, folder: Path, notes: Path) -> None:
         # As `start_leashed`, with a pipe in the place of its empty input.
-        leash = [sys.executable, "-I", "-S", supervisor._LEASH, str(os.getpid()), str(int(signal.SIGKILL))]
+        leash = [sys.executable, "-I", "-S", supervisor._DEATH_SIGNAL_SCRIPT, str(os.getpid()), str(int(signal.SIGKILL))]
         self.log = folder / "logs" / "crashing.log"
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(

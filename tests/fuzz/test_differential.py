@@ -28,6 +28,7 @@ VERDICTS = {
     "method_not_supported",
     "not_found",
     "private_key_in_browser",
+    "rate_limited",
     "served",
     "service_token_invalid",
     "",

@@ -18,7 +18,7 @@ from tests.services.conftest import make_scene
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 WORKER = """
 import os, signal, sys

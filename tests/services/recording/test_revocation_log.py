@@ -42,7 +42,7 @@ from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import pytest
 from keyvault.management.service import find_free_port
 from tests.servers.postgres import find_postgres
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 START = "import keyvault.project.wsgi"
 
