@@ -295,7 +295,7 @@ STALLS = (
         "This release cannot read the plan",
         (PLAN_UNREADABLE,),
         "The plan has a field or a value of a newer release, or names a time zone that the worker's host does not "
-        "know. Both keys verify. Other rotations go on.",
+        "know. Other rotations continue.",
         (
             "Read the reason: it names the field, the value or the zone.",
             "Run the newest release on every worker, or install the zone (package tzdata), then resume the rotation.",

@@ -361,8 +361,8 @@ ENVIRONMENT = {
 PROBE = """
 import sys
 from keyvault.backends.base import BackendDeniedError
-from keyvault.backends.vault.client import Server, open_client
-client = open_client(Server(sys.argv[1]))
+from keyvault.backends.vault.client import VaultServer, open_client
+client = open_client(VaultServer(sys.argv[1]))
 try:
     client.auth.token.lookup_self()
 except BackendDeniedError as error:

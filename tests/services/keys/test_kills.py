@@ -24,8 +24,9 @@ WORKER = """
 import os, signal, sys
 import django
 django.setup()
-from keyvault.services import issuance, recording, upkeep
-from keyvault.services import leases
+from keyvault.services import maintenance
+from keyvault.services.issuance import requests
+from keyvault.services.recording import transaction
 
 request_id, point = sys.argv[1:]
 
@@ -39,14 +40,14 @@ def die_after(module, name, when=lambda *args: True):
     setattr(module, name, and_die)
 
 if point == "staged":
-    die_after(issuance, "_stage")
+    die_after(requests, "_stage")
 elif point == "stored":
-    die_after(issuance, "store_string")
+    die_after(requests, "store_string")
 elif point == "written":
-    die_after(recording, "_commit", lambda unit, *_: unit.records[0].event == "issuance.issued")
+    die_after(transaction, "_commit", lambda unit, *_: unit.records[0].event == "issuance.issued")
 elif point == "committed":
-    die_after(issuance, "issue_approved")
-upkeep.issue_one(issuance.get_request(request_id))
+    die_after(requests, "issue_approved")
+maintenance.issue_one(requests.get_request(request_id))
 """
 
 

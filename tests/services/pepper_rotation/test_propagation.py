@@ -151,7 +151,7 @@ def test_process_learns_by_itself_that_a_pepper_is_in_use(scene: Scene) -> None:
     reporter("other", peppers={"sandbox": 2})
     renew_peppers()
     assert idle(SANDBOX).current_version == 1
-    with mock.patch.object(idle, "refresh_soon", idle.refresh):
+    with mock.patch.object(idle, "schedule_refresh", idle.refresh):
         idle.look()
     assert idle(SANDBOX).current_version == 2
 

@@ -232,8 +232,8 @@ def test_key_of_a_version_that_is_not_loaded_is_no_wrong_key(scene: Scene, monke
     asked: list[str] = []
     late = PepperRing()
     late._loaded[SANDBOX] = _as_before(before)
-    monkeypatch.setattr(late, "refresh_soon", lambda: asked.append("soon"))
-    for module in ("verification", "peppers"):
+    monkeypatch.setattr(late, "schedule_refresh", lambda: asked.append("soon"))
+    for module in ("verification.judging", "peppers.ring"):
         monkeypatch.setattr(f"keyvault.services.{module}.load_peppers", late)
     assert verdict(text) is ErrorCode.VERIFIER_STALE
     assert asked == ["soon"]

@@ -487,14 +487,14 @@ KILLED_BEFORE_TELLING = """
 import os, signal, sys
 import django
 django.setup()
-from keyvault.services import feed
-feed.notify_host = lambda subjects: os.kill(os.getpid(), signal.SIGKILL)
+from keyvault.services.recording import changes
+changes.notify_host = lambda subjects: os.kill(os.getpid(), signal.SIGKILL)
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
-from keyvault.services import keys
+from keyvault.services.keys import lifecycle
 from tests.factories import grant
-key = keys.get_key(sys.argv[1])
-keys.discard_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.account), key)
+key = lifecycle.get_key(sys.argv[1])
+lifecycle.discard_key(grant(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.account), key)
 """
 
 

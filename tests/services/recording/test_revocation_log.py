@@ -501,7 +501,7 @@ django.setup()
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.domain.revocation import RevocationReason
-from keyvault.services import journal, keys, recording
+from keyvault.services.keys import lifecycle
 from keyvault.services.recording.authorization import authorize
 from datetime import UTC, datetime
 from pathlib import Path
@@ -514,9 +514,9 @@ def and_die(*args, **options):
     real(*args, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(sys.modules[module], name, and_die)
-key = keys.get_key(key_id)
+key = lifecycle.get_key(key_id)
 grant = authorize(WORKER, Permission.ISSUANCE_EXECUTE, key.credential.account, now=datetime.now(UTC))
-keys.revoke_key(grant, key, RevocationReason.SUPERSEDED)
+lifecycle.revoke_key(grant, key, RevocationReason.SUPERSEDED)
 """
 
 

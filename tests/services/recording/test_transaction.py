@@ -470,143 +470,143 @@ def _with_alarm(scene: Scene, act: Callable[[Notice], object]) -> Callable[[], o
 
 
 ACTS: dict[str, Act] = {
-    "endpoints.add_endpoint": Act(
+    "catalog.endpoints.add_endpoint": Act(
         lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), WISH),
         ["endpoint.added"],
         ["endpoint"],
     ),
-    "endpoints.change_endpoint": Act(
+    "catalog.endpoints.change_endpoint": Act(
         _with_endpoint(lambda allowed, row: endpoints.change_endpoint(allowed, row, replace(WISH, summary="All"))),
         ["endpoint.changed"],
         ["endpoint"],
     ),
-    "endpoints.withdraw_endpoint": Act(
+    "catalog.endpoints.withdraw_endpoint": Act(
         _with_endpoint(endpoints.withdraw_endpoint), ["endpoint.withdrawn"], ["endpoint"]
     ),
-    "endpoints.restore_endpoint": Act(_restore_endpoint, ["endpoint.restored"], ["endpoint"]),
-    "limit_overrides.set_account_limit": Act(_set_account_limit, ["limit.set"], ["account"]),
-    "limit_overrides.set_endpoint_limit": Act(_set_endpoint_limit, ["limit.set"], ["limit"]),
-    "credentials.restrict_credential": Act(_restrict, ["credential.restricted"], ["credential"]),
-    "keys.stage_key": Act(_stage, ["key.staged"], ["key"]),
-    "keys.activate_key": Act(_activate, ["key.activated"], ["key"]),
-    "keys.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
-    "keys.discard_key": Act(_burn, ["key.burned"], ["key"]),
-    "keys.suspend_key": Act(_suspend, ["key.suspended"], ["key"]),
-    "keys.resume_key": Act(_resume, ["key.resumed"], ["key"]),
-    "keys.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
-    "keys.report_compromise": Act(_report, ["key.compromised"], ["key"]),
-    "keys.expire_key": Act(_expire, ["key.expired"], ["key"]),
-    "keys.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
-    "orders.create_order": Act(_create_order, ["order.created"], []),
-    "customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
-    "keys.reapply_revocation": Act(_end_again, ["key.revocation_replayed"], ["key"]),
-    "journal_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
-    "revocation_replays.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
-    "customer_tokens.revoke_customer_token": Act(
+    "catalog.endpoints.restore_endpoint": Act(_restore_endpoint, ["endpoint.restored"], ["endpoint"]),
+    "limits.overrides.set_account_limit": Act(_set_account_limit, ["limit.set"], ["account"]),
+    "limits.overrides.set_endpoint_limit": Act(_set_endpoint_limit, ["limit.set"], ["limit"]),
+    "keys.credentials.restrict_credential": Act(_restrict, ["credential.restricted"], ["credential"]),
+    "keys.lifecycle.stage_key": Act(_stage, ["key.staged"], ["key"]),
+    "keys.lifecycle.activate_key": Act(_activate, ["key.activated"], ["key"]),
+    "keys.lifecycle.note_stored": Act(_note_stored, ["key.stored"], ["key"]),
+    "keys.lifecycle.discard_key": Act(_burn, ["key.burned"], ["key"]),
+    "keys.lifecycle.suspend_key": Act(_suspend, ["key.suspended"], ["key"]),
+    "keys.lifecycle.resume_key": Act(_resume, ["key.resumed"], ["key"]),
+    "keys.lifecycle.revoke_key": Act(_revoke, ["key.revoked"], ["key"]),
+    "keys.lifecycle.report_compromise": Act(_report, ["key.compromised"], ["key"]),
+    "keys.lifecycle.expire_key": Act(_expire, ["key.expired"], ["key"]),
+    "keys.lifecycle.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
+    "merchants.orders.create_order": Act(_create_order, ["order.created"], []),
+    "tokens.customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
+    "keys.lifecycle.reapply_revocation": Act(_end_again, ["key.revocation_replayed"], ["key"]),
+    "revocations.log_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
+    "revocations.replay.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
+    "tokens.customer_tokens.revoke_customer_token": Act(
         _revoke_customer_token, ["customer_token.revoked"], ["customer_token"]
     ),
-    "client_configuration.set_client_configuration": Act(
+    "merchants.client_configuration.set_client_configuration": Act(
         _for_browsers(lambda grant, account: client_configuration.set_client_configuration(grant, account, {"a": 1})),
         ["account.client_configuration_set"],
         ["account"],
     ),
-    "client_configuration.set_allowed_origins": Act(
+    "merchants.client_configuration.set_allowed_origins": Act(
         _for_browsers(lambda grant, account: client_configuration.set_allowed_origins(grant, account, ["https://a"])),
         ["account.origins_set"],
         ["account"],
     ),
-    "client_configuration.set_customer_token_bound": Act(
+    "merchants.client_configuration.set_customer_token_bound": Act(
         _for_browsers(lambda grant, account: client_configuration.set_customer_token_bound(grant, account, 60)),
         ["account.customer_token_bound_set"],
         ["account"],
     ),
-    "material.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
-    "material.settle_string": Act(_settle, ["key.material_deleted"], ["key"]),
-    "material.report_refusal": Act(_refused, ["backend.refused"], []),
+    "secrets.stored_copies.destroy_string": Act(_destroy, ["key.material_destroyed"], ["key"]),
+    "secrets.stored_copies.settle_string": Act(_settle, ["key.material_deleted"], ["key"]),
+    "secrets.stored_copies.report_refusal": Act(_refused, ["backend.refused"], []),
     "offboarding.forget_path": Act(_forget_path, ["credential.forgotten"], ["credential"]),
-    "merchants.create_merchant": Act(
+    "merchants.merchants.create_merchant": Act(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
     ),
-    "merchants.suspend_merchant": Act(_merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]),
-    "merchants.resume_merchant": Act(_resume_merchant, ["merchant.resumed"], ["merchant"]),
-    "merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
-    "merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
-    "tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
-    "tokens.rotate_service_token": Act(_rotate_token, ["service_token.rotated"], ["service_token", "service_token"]),
-    "tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
+    "merchants.merchants.suspend_merchant": Act(_merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]),
+    "merchants.merchants.resume_merchant": Act(_resume_merchant, ["merchant.resumed"], ["merchant"]),
+    "merchants.merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
+    "merchants.merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
+    "tokens.service_tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
+    "tokens.service_tokens.rotate_service_token": Act(_rotate_token, ["service_token.rotated"], ["service_token", "service_token"]),
+    "tokens.service_tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
     "offboarding.offboard_merchant": Act(
         _offboard, ["merchant.offboarding_began", "merchant.offboarded"], ["merchant"]
     ),
-    "operators.create_operator": Act(_create_operator, ["operator.created"], []),
-    "operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
-    "operators.disable_operator": Act(_disable_operator, ["operator.disabled"], []),
-    "operators.set_roles": Act(_set_roles, ["operator.roles_changed"], []),
-    "sign_in.sign_out": Act(
+    "merchants.operators.create_operator": Act(_create_operator, ["operator.created"], []),
+    "merchants.operators.reset_password": Act(_reset_password, ["operator.password_reset"], []),
+    "merchants.operators.disable_operator": Act(_disable_operator, ["operator.disabled"], []),
+    "merchants.operators.set_roles": Act(_set_roles, ["operator.roles_changed"], []),
+    "sessions.sign_in.sign_out": Act(
         lambda scene: partial(sign_in.sign_out, grant(scene.tam, P.SESSIONS_WRITE)), ["operator.signed_out"], []
     ),
-    "issuance.request_issuance": Act(_request, ["issuance.requested"], []),
-    "issuance.approve_issuance": Act(_approve, ["issuance.approved"], []),
-    "issuance.reject_issuance": Act(_reject, ["issuance.rejected"], []),
-    "issuance.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
-    "issuance.end_issuance": Act(_end_request, ["issuance.withdrawn"], []),
-    "issuance.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
-    "issuance.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
-    "collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
-    "collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
-    "break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
-    "webhook_endpoints.add_endpoint": Act(
+    "issuance.requests.request_issuance": Act(_request, ["issuance.requested"], []),
+    "issuance.requests.approve_issuance": Act(_approve, ["issuance.approved"], []),
+    "issuance.requests.reject_issuance": Act(_reject, ["issuance.rejected"], []),
+    "issuance.requests.withdraw_issuance": Act(_withdraw, ["issuance.withdrawn"], []),
+    "issuance.requests.end_issuance": Act(_end_request, ["issuance.withdrawn"], []),
+    "issuance.requests.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
+    "issuance.requests.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
+    "issuance.collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
+    "issuance.collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
+    "approvals.break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
+    "webhooks.endpoints.add_endpoint": Act(
         lambda scene: lambda: _webhook(scene),
         ["webhook_endpoint.added"],
         [],
     ),
-    "webhook_endpoints.rotate_secret": Act(
+    "webhooks.endpoints.rotate_secret": Act(
         _with_webhook(webhook_endpoints.rotate_secret), ["webhook_endpoint.secret_rotated"], []
     ),
-    "webhook_endpoints.disable_endpoint": Act(
+    "webhooks.endpoints.disable_endpoint": Act(
         _with_webhook(lambda allowed, row: webhook_endpoints.disable_endpoint(allowed, row, "moved")),
         ["webhook_endpoint.disabled"],
         [],
     ),
-    "webhook_endpoints.enable_endpoint": Act(_enable_webhook, ["webhook_endpoint.enabled"], []),
-    "webhook_endpoints.send_test": Act(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
-    "connections.set_connection": Act(
+    "webhooks.endpoints.enable_endpoint": Act(_enable_webhook, ["webhook_endpoint.enabled"], []),
+    "webhooks.endpoints.send_test": Act(_with_webhook(webhook_endpoints.send_test), ["webhook_endpoint.tested"], []),
+    "secrets.provider_connections.set_connection": Act(
         lambda scene: lambda: _connection(scene), ["connection.added", "connection.stored"], []
     ),
-    "connections.replace_connection": Act(
+    "secrets.provider_connections.replace_connection": Act(
         _with_connection(
             lambda allowed, row: provider_connections.replace_connection(allowed, row, Plaintext("sk_test_2"))
         ),
         ["connection.write_began", "connection.stored"],
         [],
     ),
-    "connections.remove_connection": Act(
+    "secrets.provider_connections.remove_connection": Act(
         _with_connection(provider_connections.remove_connection), ["connection.removed"], []
     ),
-    "connections.settle_connection": Act(
+    "secrets.provider_connections.settle_connection": Act(
         _with_connection(provider_connections.settle_connection, by_worker=True), ["connection.settled"], []
     ),
-    "connections.forget_connection": Act(
+    "secrets.provider_connections.forget_connection": Act(
         _with_connection(provider_connections.forget_connection, is_removed=True, by_worker=True),
         ["connection.forgotten"],
         [],
     ),
-    "inbox.mark_seen": Act(
+    "approvals.inbox.mark_seen": Act(
         lambda scene: _with_alarm(scene, lambda row: inbox.mark_seen(_marking(scene, scene.sandbox), row)),
         ["notice.seen"],
         [],
     ),
-    "inbox.mark_all_seen": Act(
+    "approvals.inbox.mark_all_seen": Act(
         lambda scene: _with_alarm(scene, lambda row: inbox.mark_all_seen(_marking(scene), now())),
         ["notice.all_seen"],
         [],
     ),
-    "webhook_endpoints.reseal_secrets": Act(
+    "webhooks.endpoints.reseal_secrets": Act(
         lambda scene: partial(webhook_endpoints.reseal_secrets, *_to_reseal(scene)), ["webhook_endpoint.resealed"], []
     ),
-    "pepper_versions.rotate_pepper": Act(
+    "pepper_rotation.rotation.rotate_pepper": Act(
         lambda _: lambda: rotation.rotate_pepper(_keeping(), PepperSet.SANDBOX), ["pepper.rotated"], []
     ),
-    "pepper_propagation.begin_hashing": Act(
+    "pepper_rotation.propagation.begin_hashing": Act(
         lambda scene: (
             row := _pepper(2, hashes_from_at=None),
             partial(propagation.begin_hashing, grant(WORKER, P.KEYS_REHASH), row),
@@ -614,12 +614,12 @@ ACTS: dict[str, Act] = {
         ["pepper.in_use"],
         [],
     ),
-    "pepper_versions.retire_pepper": Act(
+    "pepper_rotation.rotation.retire_pepper": Act(
         lambda _: (_pepper(2), lambda: rotation.retire_pepper(_keeping(), PepperSet.SANDBOX, 1))[1],
         ["pepper.retired"],
         [],
     ),
-    "pepper_versions.destroy_pepper": Act(
+    "pepper_rotation.rotation.destroy_pepper": Act(
         lambda _: (
             _pepper(99, retired_at=now() - rotation.KEPT_AFTER_RETIREMENT),
             partial(rotation.destroy_pepper, _keeping(), PepperSet.SANDBOX, 99),
@@ -631,28 +631,29 @@ ACTS: dict[str, Act] = {
 """Every public service that takes a grant."""
 
 INSIDE_ANOTHER = {
-    "collection.read_handover": "reads and seals, writes nothing",
-    "recording.recorded": "the block itself",
-    "four_eyes.approving_operator": "decides, writes nothing",
-    "four_eyes.note_command_line_approval": "inside the block of the approval",
-    "break_glass.note_break_glass": "inside the block of the act",
-    "journal.announce_failure": "inside the block of what found it out",
-    "material.announce_missing": "inside the block of what found it out",
-    "notifications.announce": "inside the block of what happened",
-    "notifications.announce_to": "inside the block of what happened",
+    "issuance.collection.read_handover": "reads and seals, writes nothing",
+    "recording.transaction.recorded": "the block itself",
+    "approvals.four_eyes.approving_operator": "decides, writes nothing",
+    "approvals.four_eyes.note_command_line_approval": "inside the block of the approval",
+    "approvals.break_glass.note_break_glass": "inside the block of the act",
+    "recording.revocation_log.announce_failure": "inside the block of what found it out",
+    "secrets.stored_copies.announce_missing": "inside the block of what found it out",
+    "recording.notifications.announce": "inside the block of what happened",
+    "recording.notifications.announce_to": "inside the block of what happened",
 }
 
 
 def public_acts() -> Iterator[str]:
     """Every public function of the services whose first parameter is a grant."""
-    for module_info in pkgutil.iter_modules(keyvault.services.__path__):
-        module = importlib.import_module(f"keyvault.services.{module_info.name}")
+    prefix = "keyvault.services."
+    for module_info in pkgutil.walk_packages(keyvault.services.__path__, prefix):
+        module = importlib.import_module(module_info.name)
         for name, function in inspect.getmembers(module, inspect.isfunction):
             parameters = list(inspect.signature(inspect.unwrap(function)).parameters.values())
             if function.__module__ != module.__name__ or name.startswith("_") or not parameters:
                 continue
             if parameters[0].annotation in {Grant, "Grant"}:
-                yield f"{module_info.name}.{name}"
+                yield f"{module_info.name.removeprefix(prefix)}.{name}"
 
 
 def test_services_every_act_is_listed_here() -> None:

@@ -66,7 +66,7 @@ def test_background_threads_are_those_that_write_what_was_noted(
 ) -> None:
     told: list[str] = []
     noted = log()
-    name, run = ("usage", "_report") if isinstance(noted, UsageLog) else ("refusals", "_write")
+    name, run = ("usage.recorder", "_report") if isinstance(noted, UsageLog) else ("verification.refusals", "_write")
     monkeypatch.setattr(
         f"keyvault.services.{name}.lower_priority", lambda: told.append(threading.current_thread().name)
     )
