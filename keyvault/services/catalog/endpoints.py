@@ -1,4 +1,4 @@
-"""Upstream endpoints: added, changed, withdrawn and restored by operators. The next request is judged by it."""
+"""Upstream endpoints that operators add, change, withdraw and restore. Changes apply to the next request."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from keyvault.services.recording.transaction import recorded
 
 
 def add_endpoint(grant: Grant, wish: EndpointDraft) -> CatalogEndpoint:
-    """A new one. A withdrawn one's name stays taken: that one is restored. Raises RequestInvalidError with faults."""
+    """Add an endpoint. A withdrawn endpoint keeps its name: restore it. Raises RequestInvalidError with faults."""
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=wish.name) as record:
         _take_turns()
         taken = CatalogEndpoint.objects.filter(name=wish.name, withdrawn_at__isnull=False).exists()
@@ -35,7 +35,10 @@ def add_endpoint(grant: Grant, wish: EndpointDraft) -> CatalogEndpoint:
 
 
 def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointDraft) -> None:
-    """All of it but its name, at once. Raises RequestInvalidError with faults, StateConflictError when withdrawn."""
+    """Replace all of an endpoint but its name.
+
+    Raises RequestInvalidError with faults, StateConflictError when the endpoint is withdrawn.
+    """
     _require_live(row)
     if wish.name != row.name:
         raise RequestInvalidError("An endpoint keeps its name.", [Fault("/name", f"this is {row.name}")])
@@ -47,14 +50,17 @@ def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointDraft) -> 
 
 
 def withdraw_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
-    """It is unknown from now on, on every door, until it is restored."""
+    """Make an endpoint unknown to every frontend until it is restored."""
     _require_live(row)
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.withdrawn", endpoint=row.name):
         row.compare_and_swap(withdrawn_at=grant.at)
 
 
 def restore_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
-    """As it was. Raises StateConflictError when it is there, or another one has taken its requests meanwhile."""
+    """Restore a withdrawn endpoint unchanged.
+
+    Raises StateConflictError when it is not withdrawn, or another endpoint now matches its requests.
+    """
     if row.withdrawn_at is None:
         raise StateConflictError("The endpoint is not withdrawn.")
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.restored", endpoint=row.name) as record:
@@ -68,7 +74,7 @@ def restore_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
 
 
 def wish_of(row: CatalogEndpoint) -> EndpointDraft:
-    """What would make just this endpoint."""
+    """Return the draft that creates exactly this endpoint."""
     endpoint = endpoint_of(row)
     return EndpointDraft(
         name=endpoint.name,
@@ -87,9 +93,9 @@ def wish_of(row: CatalogEndpoint) -> EndpointDraft:
 
 
 def _take_turns() -> None:
-    """Writers of the catalog go one after the other: two that overlap would each look whole to the other.
+    """Serialize writers of the catalog: neither of two concurrent writers would see the other's conflicting endpoint.
 
-    The lock is the one that their entry in the audit log takes anyway.
+    Takes the lock that their audit entry takes anyway.
     """
     list(AuditChain.objects.select_for_update().filter(name=PLATFORM_CHAIN))
 
@@ -123,5 +129,5 @@ def _rule_columns(wish: EndpointDraft) -> dict[str, Any]:
 
 
 def _told(endpoint: Endpoint) -> JsonValue:
-    """The rule as the audit log keeps it: the words that the panel shows."""
+    """Return the rule for the audit log, in the same terms as the authorization panel."""
     return dict(authorization_panel(endpoint)) | {"Summary": endpoint.summary}

@@ -1,7 +1,7 @@
-"""Calls of one script of Redis by callers in asyncio: all of one turn of the loop go there together.
+"""Pipelined calls of one Redis script from asyncio: calls of the same loop iteration go in one batch.
 
-One batch is under way at a time. What is asked for meanwhile goes with the next one, so that load makes batches
-larger and never opens a second connection, nor a thousand of them to a server that hangs.
+One batch is in flight at a time, and later calls join the next one. So load makes batches larger and never opens a
+second connection, nor a thousand of them to a server that hangs.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 _LARGEST_BATCH = 500
-"""So that a crowd does not look like a server that is too slow: these take some 50 ms of 250."""
+"""Maximum calls per batch. They take about 50 ms of the 250 ms timeout, so that load alone cannot exceed it."""
 
 
 class _Call(NamedTuple):
@@ -27,7 +27,7 @@ class _Call(NamedTuple):
 
 
 class LimitPipeline:
-    """One connection, of the loop that runs."""
+    """Batches calls over one connection of the running event loop."""
 
     def __init__(self, url: str, script: str, timeout_seconds: float) -> None:
         self._url = url
@@ -40,7 +40,7 @@ class LimitPipeline:
         self._flight: Task[None] | None = None
 
     async def run(self, keys: Sequence[str], args: Sequence[int]) -> Any:
-        """What the script answers. Raises RedisError or OSError; a call is never sent twice."""
+        """Return the script's result. Raises RedisError or OSError; a call is never executed twice."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop, self._client, self._waiting, self._flight = loop, None, [], None
@@ -78,7 +78,7 @@ class LimitPipeline:
         except (RedisError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
         finally:
-            # Those that wait for the next batch do not try it again, one after the other.
+            # Fail the waiting calls too, so that they do not each wait for another timeout.
             for call in [*batch, *self._waiting]:
                 _deliver(call, RedisConnectionError(why))
             self._waiting, self._flight = [], None
@@ -86,7 +86,7 @@ class LimitPipeline:
     async def _send(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
         found = await self._evaluated(client, batch)
         unknown = [place for place, answer in enumerate(found) if isinstance(answer, NoScriptError)]
-        if unknown:  # which means: not run
+        if unknown:  # Redis did not run these calls
             await client.script_load(self._script)
             again = await self._evaluated(client, [batch[place] for place in unknown])
             for place, answer in zip(unknown, again, strict=True):

@@ -1,24 +1,25 @@
-"""Tokens taken from the shared buckets in advance, a few at a time, and spent in this process: no I/O here.
+"""Token leases: tokens taken from the shared buckets in advance and spent in this process. No I/O here.
 
-    plan(buckets, cost)      -> Spend, when what is known here decides, or the Ask that the store has to answer
-    settle(ask, its answer)  -> Spend, or another Ask; abandon(ask) when there was no answer
+    plan(buckets, cost)       -> Spend, if the local state decides, or the LeaseRequest to send to the store
+    settle(request, reply)    -> Spend, or another LeaseRequest; abandon(request) when there was no reply
 
-A lease is what one ask pays beyond the request that asks. It ends LIFE_US after the ask was sent, by the clock of
-this process, and what is left of it then is lost: it was paid, so it is never spent twice. How large it is:
+A lease is what one lease request pays beyond the cost of its own request. It expires LIFE_US after the request was
+sent, by the clock of this process. Its remaining tokens are then lost: the bucket has paid them, so they are never
+spent twice. The size of a lease has two bounds:
 
-- At most a twentieth of what the store said was left, so that leases shrink to nothing as the bucket empties: with
-  fewer than 40 tokens left every request is counted in the store, exactly, and so is every limit below 40.
-- At most what the one before was used for, and twice that when it was used up before its end: the first is the cost
-  alone. Hence a process that asks seldom holds nothing back, and what is lost is always less than what was spent.
-  (Not counted: what a request held while another of its buckets refused it, and what was on its way when the store
-  was lost.)
+- At most a twentieth of what is left in the store, so that leases shrink to nothing as the bucket empties. With fewer
+  than 40 tokens left, the store counts every request exactly; the same holds for every limit below 40.
+- At most what was used of the previous lease, or twice that if it was used up before it expired. The first lease is
+  the cost alone. So a process with few requests holds nothing back, and loses fewer tokens than it spends.
+  (Not counted: tokens held by a request that another of its buckets refused, and tokens in flight when the store was
+  lost.)
 
-A bucket that was empty is remembered. It gains tokens by time alone, so while the arithmetic refuses by the state
-last seen, the store would refuse too: a flood of refused requests asks it when a token has come back, and once a
-second in case somebody has emptied the store.
+An empty bucket is remembered. It gains tokens only with time. So while the arithmetic refuses by the last known state,
+the store would refuse too. A flood of refused requests reaches the store only when a token is back, and once a second
+in case the store was flushed.
 
-Over all processes, in any w seconds a bucket admits no more than count + w * count / seconds, as a strict one does,
-and what was paid before and is spent now: a lease for each process, and no more than LIFE_US brings back.
+Over all processes, in any w seconds a bucket admits at most count + w * count / seconds, as a strict one does, plus
+tokens paid before and spent now: one lease per process, and no more than the refill of LIFE_US.
 """
 
 import threading
@@ -31,30 +32,32 @@ from keyvault.access.limits import Bucket, BucketState, BucketStatus, Spend, buc
 from keyvault.services.limits.stores import Payer, StoreReply, monotonic_us
 
 LIFE_US = 100_000
+"""Lifetime of a lease, in microseconds."""
 
 SHARE = 20
-"""A lease is one part of so many of what is left."""
+"""Divisor of the remaining tokens: the largest lease is remaining / SHARE."""
 
 _REMEMBERED_US = 1_000_000
+"""Maximum age of a bucket's last known state, in microseconds."""
 
 
 class _Holding:
-    """What this process knows of a bucket and holds of it; moments are in microseconds of this process's clock."""
+    """Local state of a bucket and its current lease; times are in microseconds of this process's clock."""
 
     __slots__ = ("ends_us", "full_at", "is_leasing", "left", "seen_us", "size")
 
     def __init__(self) -> None:
         self.left = 0
         self.ends_us = 0
-        self.size = 0  # what the last lease paid, the request that asked included
-        self.is_leasing = False  # somebody has asked for the next one: until it comes, all others ask for their cost
+        self.size = 0  # tokens that the last lease request paid, including its own cost
+        self.is_leasing = False  # the next lease is requested; until it arrives, other requests pay their cost alone
         self.full_at = 0  # in units of 1/count microseconds, as in LocalStore
         self.seen_us = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of an ask: `size` tokens are wanted from the store."""
+    """One bucket of a lease request: `size` tokens to spend in the store."""
 
     bucket: Bucket
     holding: _Holding
@@ -64,13 +67,13 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What the store is asked for: `costs` of `buckets`, all or none, for one request for `cost`."""
+    """A request to the store: spend `costs` from `buckets`, all or none, for one request of `cost` tokens."""
 
     request: Sequence[Bucket]
     cost: int
     parts: tuple[_Part, ...]
     paid: tuple[tuple[_Holding, int], ...]
-    """The holdings that have paid for the request already, and the end of each lease that did."""
+    """The holdings that have already paid for the request, and when each of their leases expires."""
     sent_us: int
 
     @property
@@ -83,7 +86,7 @@ class LeaseRequest:
 
 
 class Leases:
-    """Of one process; `capacity` bounds the buckets it knows: the oldest are forgotten, and their tokens lost."""
+    """Leases of one process, for at most `capacity` buckets: the oldest are evicted and their tokens lost."""
 
     def __init__(
         self, now_us: Callable[[], int] = monotonic_us, life_us: int = LIFE_US, capacity: int = 100_000
@@ -98,7 +101,7 @@ class Leases:
         return len(self._holdings)
 
     def payer(self, buckets: Sequence[Bucket]) -> Payer:
-        """As `LocalStore.payer`, from leases alone."""
+        """Return a payer that spends from leases only; see `LocalStore.payer`."""
         return partial(self._try_spend, buckets)
 
     def _try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
@@ -123,7 +126,10 @@ class Leases:
         return told
 
     def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
-        """Raises ValueError when some bucket can never hold that many tokens."""
+        """Spend locally, or return the request to send to the store.
+
+        Raises ValueError when a bucket can never hold that many tokens.
+        """
         for bucket in buckets:
             bucket.limit.advance(cost)
         with self._lock:
@@ -150,7 +156,7 @@ class Leases:
             now_us = self._now_us()
             is_paid = answer.spend.allowed
             for part, state in zip(ask.parts, answer.states, strict=True):
-                # Counted from when it was sent, which was before the store looked at its clock.
+                # Relative to the send time, which is before the store read its clock.
                 count, shifted_us = part.bucket.limit.count, state.micros - answer.now_us + ask.sent_us
                 part.holding.full_at, part.holding.seen_us = shifted_us * count + state.fraction, ask.sent_us
                 if is_paid and part.is_lease:
@@ -165,13 +171,13 @@ class Leases:
             return self._told(ask.request, now_us, answer.spend, ask.buckets)
 
     def abandon(self, ask: LeaseRequest) -> None:
-        """Nobody knows what the store has done. What it may have paid is lost."""
+        """Give up a request whose outcome is unknown. Tokens that the store may have paid are lost."""
         with self._lock:
             self._let_go(ask)
             self._give_back(ask)
 
     def _take(self, part: _Part, ask: LeaseRequest, now_us: int) -> None:
-        """Of the lease before, only what this request itself uses up lives on: the rest is all new."""
+        """Replace the previous lease; only the tokens that this request spends carry over from it."""
         holding = part.holding
         before = min(holding.left, ask.cost - 1) if now_us < holding.ends_us else 0
         holding.left = before + part.size - ask.cost
@@ -186,7 +192,7 @@ class Leases:
 
     @staticmethod
     def _give_back(ask: LeaseRequest) -> None:
-        """To the same lease, if nobody has asked for the next one because this one was used up: else they are lost."""
+        """Return the tokens to the same lease. They are lost if it is replaced or the next one is requested."""
         for holding, ends_us in ask.paid:
             if holding.ends_us == ends_us and not holding.is_leasing:
                 holding.left += ask.cost
@@ -194,7 +200,7 @@ class Leases:
     def _told(
         self, request: Sequence[Bucket], now_us: int, refusal: Spend | None = None, asked: Sequence[Bucket] = ()
     ) -> Spend:
-        """As the holdings are now; a refusal speaks for the buckets that were asked."""
+        """Return the result with the current state of each bucket; a refusal's state wins for the buckets it names."""
         refused = {} if refusal is None else {one.key: told for one, told in zip(asked, refusal.standings, strict=True)}
         standings = tuple(
             refused.get(bucket.key) or _standing(bucket, self._holding(bucket.key), now_us) for bucket in request
@@ -224,7 +230,7 @@ def _part(bucket: Bucket, holding: _Holding, cost: int, now_us: int) -> _Part:
 
 
 def _refusal(lacking: Sequence[tuple[Bucket, _Holding]], cost: int, now_us: int) -> Spend | None:
-    """What the store would certainly say, where that is no."""
+    """Return the refusal that the store is certain to give, or None."""
     if not lacking:
         return None
     states = [
@@ -239,7 +245,7 @@ def _state(bucket: Bucket, holding: _Holding) -> BucketState:
 
 
 def _standing(bucket: Bucket, holding: _Holding, now_us: int) -> BucketStatus:
-    """What is left there and here. The bucket is full again when it is so there."""
+    """Return a bucket's status: tokens left in the store and in the lease; the store's time until it is full."""
     there = bucket_status(bucket, _state(bucket, holding), now_us)
     here = holding.left if now_us < holding.ends_us else 0
     return BucketStatus(

@@ -1,4 +1,4 @@
-"""What an account gives to browsers and apps: its client configuration, its origins, its customers' tokens' bound."""
+"""Settings of an account for browsers and apps: client configuration, allowed origins, customer token lifetime."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -23,7 +23,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60, 86_400
 
 
 def set_client_configuration(grant: Grant, account: Account, configuration: Mapping[str, Any]) -> None:
-    """A JSON object that everybody may read. Raises RequestInvalidError on what is none, too large, or secret."""
+    """Set the public JSON object. Raises RequestInvalidError when it is invalid, too large or contains a secret."""
     if (fault := _configuration_fault(configuration)) is not None:
         raise RequestInvalidError("The configuration does not fit.", [Fault("/configuration", fault)])
     digest = sha256(canonical_bytes(configuration)).hexdigest()
@@ -34,9 +34,9 @@ def set_client_configuration(grant: Grant, account: Account, configuration: Mapp
 
 
 def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) -> None:
-    """Where the account's public keys may be used from in a browser, in place of what was listed before.
+    """Replace the origins from which browsers may use the account's public keys.
 
-    Raises RequestInvalidError, naming each that is no origin.
+    Raises RequestInvalidError with a fault for each invalid origin.
     """
     wanted = list(dict.fromkeys(origin.strip().lower() for origin in origins))
     faults = [
@@ -53,7 +53,7 @@ def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) 
 
 
 def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> None:
-    """The longest life of a customer access token from now on; those that were issued keep theirs."""
+    """Set the maximum lifetime of new customer access tokens, in seconds; issued tokens keep theirs."""
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
         fault = Fault("/seconds", f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}")
         raise RequestInvalidError("The bound does not fit.", [fault])
@@ -64,10 +64,10 @@ def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> No
 
 
 def is_listed_by_anybody(origin: str, environment: Environment) -> bool:
-    """Whether an active account of the environment lists the origin: all that a preflight, without a key, can ask."""
+    """Whether any active account of the environment lists the origin. A CORS preflight carries no key to narrow it."""
     if not is_origin(origin):
         return False
-    # Canonical origins hold nothing that JSON escapes, so that the quoted one stands in the list's text or nowhere.
+    # JSON escapes nothing in a canonical origin, so a text search for the quoted origin is exact.
     return (
         Account.objects.annotate(listed=Cast("allowed_origins", TextField()))
         .filter(
@@ -106,9 +106,9 @@ def _configuration_fault(configuration: object) -> str | None:
 
 
 def _looks_secret(value: object) -> bool:
-    """Whether a text in it is, or holds, a secret, or is called a credential header.
+    """Whether any string in the value contains a secret, or any name is a credential header.
 
-    Other names are not judged: a payment page's own `apiKey` and `clientToken` are made for browsers.
+    Other names are allowed: a payment page's own `apiKey` and `clientToken` are made for browsers.
     """
     if isinstance(value, Mapping):
         names = {str(name).lower().replace("_", "-") for name in value}

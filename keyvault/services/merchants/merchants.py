@@ -13,9 +13,9 @@ from keyvault.services.recording.transaction import recorded
 
 
 def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
-    """A merchant with an account, and an audit chain, in each environment.
+    """Create a merchant with an account and an audit chain in each environment.
 
-    Raises RequestInvalidError, listing what does not fit, StateConflictError on a merchant id that is taken.
+    Raises RequestInvalidError with faults, StateConflictError when the merchant id is taken.
     """
     faults = []
     if not is_merchant_id(merchant_id):
@@ -36,7 +36,7 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
 
 
 def suspend_merchant(grant: Grant, merchant: Merchant) -> None:
-    """No key of the merchant is good anywhere until it is resumed."""
+    """Deny all keys of the merchant in every environment until it is resumed."""
     _set_merchant_status(grant, merchant, MerchantStatus.SUSPENDED, "merchant.suspended")
 
 
@@ -45,7 +45,7 @@ def resume_merchant(grant: Grant, merchant: Merchant) -> None:
 
 
 def suspend_account(grant: Grant, account: Account) -> None:
-    """No key of the merchant is good in this environment until it is resumed."""
+    """Deny all keys of the merchant in this environment until it is resumed."""
     _set_account_status(grant, account, MerchantStatus.SUSPENDED, "account.suspended")
 
 
@@ -64,8 +64,10 @@ def find_account(merchant_id: str, environment: str) -> Account:
 
 
 def require_staying(account: Account) -> None:
-    """Inside the transaction that gives the merchant something: its account's row is locked, so that it leaves either
-    before, and this raises StateConflictError, or afterwards, and what was given is found. Other accounts do not wait.
+    """Require a merchant that is not offboarded, inside the transaction that adds something to its account.
+
+    Locks the account's row, so that an offboarding runs before (StateConflictError is raised) or after (and finds the
+    addition). Other accounts do not wait.
     """
     Account.objects.select_for_update(no_key=True).get(pk=account.pk)
     _refuse_offboarded(Merchant.objects.get(pk=account.merchant_id))

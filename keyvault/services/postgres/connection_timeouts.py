@@ -1,8 +1,7 @@
-"""Connections to PostgreSQL that are given up soon: a network that drops everything tells nobody.
+"""PostgreSQL connections with short timeouts, for threads that must not block on a broken network.
 
-A server that acknowledges nothing is found by TCP, within the seconds that the settings name for every connection.
-Something in between that takes everything and passes on nothing (a proxy that hangs) is found by nobody but who waits:
-he hangs up.
+TCP detects a server that stops acknowledging, within the seconds that the settings name for every connection.
+Only a client timeout detects a proxy that accepts data but never forwards it: abort the connection.
 """
 
 import copy
@@ -15,16 +14,16 @@ import psycopg
 from django.db import connections
 
 ANSWER_SECONDS = 2.0
-"""So long one answer is waited for."""
+"""Maximum wait for one reply, in seconds."""
 
 _LOCK_SECONDS = 0.2
-"""On SQLite, where all that can be waited for is its one lock."""
+"""Maximum wait for the lock of a SQLite database, in seconds; nothing else blocks there."""
 
 _CONNECT_SECONDS = 2
 
 
 def use_short_timeouts() -> None:
-    """The calling thread's own connection is one that gives up soon, from here on."""
+    """Replace the calling thread's connection with one that has short timeouts."""
     impatient = connections.create_connection("default")
     impatient.settings_dict = copy.deepcopy(impatient.settings_dict)
     options = impatient.settings_dict["OPTIONS"]
@@ -36,7 +35,7 @@ def use_short_timeouts() -> None:
 
 
 def abort_connection(waited_for: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
-    """From another thread than the one that waits, or from the loop: that one gets an OperationalError."""
+    """Shut down a connection's socket from another thread or the event loop; the waiter gets an OperationalError."""
     if waited_for is None:
         return
     with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(waited_for.fileno())) as wire:

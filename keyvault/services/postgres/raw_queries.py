@@ -1,7 +1,7 @@
-"""PostgreSQL asked by libpq itself, for what a process does every fraction of a second beside its verdicts.
+"""Queries through libpq itself, for polls that run several times a second next to the verdicts.
 
-Verdicts wait for whatever holds the interpreter: cursors cost it several times what they ask for, and wake up for each
-step of an exchange. This one waits once, without it.
+A cursor holds the interpreter lock several times longer than the query needs, and wakes up at each protocol step.
+Verdicts would wait for it. These functions wait once, without the lock.
 """
 
 import select
@@ -17,13 +17,15 @@ _GOOD = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 
 
 def ask(text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
-    """The results of a statement with these values, or of several without any, as text; on the calling thread's
-    connection and in its transaction, where it is in one. Raises what Django's cursors raise."""
+    """Run one statement with values, or several without, and return the results as text.
+
+    Uses the calling thread's connection, and its transaction if one is open. Raises what Django's cursors raise.
+    """
     connection.close_if_health_check_failed()
     connection.ensure_connection()
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors:
-        lent: Any = connection.connection  # untyped, of a backend that types do not know
+        lent: Any = connection.connection  # the type depends on the backend
         wire: PGconn = lent.pgconn
         if not lent.autocommit and wire.transaction_status == TransactionStatus.IDLE:
             _exchange(wire, b"BEGIN")
@@ -31,7 +33,7 @@ def ask(text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
 
 
 def checked(results: list[PGresult]) -> list[PGresult]:
-    """These, where the server did what it was asked. Raises psycopg.Error."""
+    """Return the results if every statement succeeded. Raises psycopg.Error."""
     for result in results:
         if result.status not in _GOOD:
             raise error_from_result(result)
@@ -39,8 +41,10 @@ def checked(results: list[PGresult]) -> list[PGresult]:
 
 
 def wait_for_notice(wire: PGconn, seconds: float) -> None:
-    """Until the server has told something, of what LISTEN asked for or otherwise, and at most so long. Raises
-    psycopg.Error when the connection is lost."""
+    """Wait until the server sends a notification or anything else, at most this many seconds.
+
+    Raises psycopg.Error when the connection is lost.
+    """
     if _readable(wire).poll(1000 * seconds):
         wire.consume_input()
         while wire.notifies():
@@ -53,7 +57,7 @@ def _exchange(wire: PGconn, text: bytes, values: Sequence[bytes | None] = ()) ->
     else:
         wire.send_query(text)
     waited_for = _readable(wire)
-    while wire.flush():  # a long question does not go out at once, nor while answers wait to be read
+    while wire.flush():  # a long query needs several writes, and blocks while replies are unread
         waited_for.modify(wire.socket, select.POLLIN | select.POLLOUT)
         waited_for.poll()
         wire.consume_input()

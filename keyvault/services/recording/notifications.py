@@ -1,4 +1,4 @@
-"""What merchants and operators are told of: written in the transaction of what happened, sent afterwards."""
+"""Notices to merchants and operators: written in the transaction of the event, delivered afterwards."""
 
 import secrets
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ def announce(
     /,
     **payload: JsonValue,
 ) -> Notice:
-    """Inside the `recorded` block of what happened: the notice, and its way to each endpoint of the account.
+    """Write a notice and one delivery per webhook endpoint of the account, inside the `recorded` block of the event.
 
-    `account`: None for a notice about the installation. `subject`: the id of what it is about. `is_alarm`: somebody
-    has to see it, though not each of its kind.
-    `payload`: ids, states and times; no material, and nothing of a person.
+    `account`: None for a notice about the installation. `subject`: the id of the affected object. `is_alarm`: an
+    operator must acknowledge this notice, although not every notice of its kind.
+    `payload`: ids, states and times; no key material and no personal data.
     """
     notice = _written(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
     if account is None or kind in INTERNAL:
@@ -35,14 +35,14 @@ def announce(
 
 
 def announce_to(grant: Grant, endpoint: WebhookEndpoint, kind: NoticeKind, subject: str, /) -> Notice:
-    """The same for one endpoint alone."""
+    """Write a notice and its delivery to one webhook endpoint."""
     notice = _written(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
     WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
     return notice
 
 
 def message_of(notice: Notice) -> bytes:
-    """What is sent of it: the same bytes each time, since a notice never changes."""
+    """Return the request body of a notice: the same bytes on each delivery, because a notice never changes."""
     account = notice.account
     if account is None:
         raise TypeError(f"{notice.kind} is for operators alone")

@@ -1,13 +1,13 @@
-"""Provider connections of an account: credentials that its payments need, kept in the secret backend.
+"""Provider connections of an account: the credentials for its payments, kept in the secret backend.
 
-They are written, replaced and removed here and never read: no function of ours returns them, so no door shows them.
-Who reads them does so in the backend, with the policy that a merchant's own backend (or the platform's payment service
-that acts for the account) reads private keys with. With the local keystore nobody does, since only our own processes
-open that file: it is for development, and a Vault or OpenBao for whoever has payments to make.
+This module writes, replaces and removes them and never returns them, so no frontend can show them. A merchant's own
+backend, or the payment service that acts for the account, reads them from the secret backend. It uses the policy with
+which it reads private keys. The local keystore has no such readers, because only Keyvault's processes can open it: use
+it for development, and Vault or OpenBao for payments.
 
-The row comes first, and says where: whatever dies from there on leaves nothing at a place that nobody knows. No call
-to the backend is made inside a database transaction. What is stored says by its labels whose it is and which write put
-it there, so that an answer that was lost is settled by reading back.
+The row with the backend path is written first, so that a crash leaves no credentials at an unknown path. No backend
+call runs inside a database transaction. Labels say which connection and which write a version belongs to, so that
+reading it back resolves a lost response.
 """
 
 import secrets
@@ -41,7 +41,7 @@ from keyvault.services.secrets.backend import MOUNT, find_place, secret_backend
 from keyvault.services.secrets.stored_copies import ForeignWriterError, require_served
 
 WRITE_WITHIN = timedelta(seconds=60)
-"""Longer than whoever writes may take. Afterwards a worker looks at what became of it."""
+"""Maximum duration of a write, with a margin. Afterwards the worker checks its result."""
 
 _REMOVE = frozenset({P.CONNECTIONS_WRITE, P.MERCHANTS_OFFBOARD})
 _SETTLE = P.BACKEND_RECONCILE
@@ -49,12 +49,17 @@ _WRITE = frozenset({P.CONNECTIONS_WRITE, _SETTLE})
 
 
 def set_connection(grant: Grant, account: Account, provider: str, credentials: Plaintext) -> ProviderConnection:
-    """Stores the credentials as the account's connection to the provider, in place of those it had. Repeatable.
+    """Store or replace the account's credentials for a provider. Idempotent.
 
-    The mode is the environment's (D11, D12), and is not chosen. What was stored before is destroyed by a worker, once
-    the new one stands. Raises RequestInvalidError (what was given does not fit), NotFoundError (another process serves
-    the environment), StateConflictError (the merchant has left, somebody else writes at the same moment, or a stranger
-    wrote there), BackendUnavailableError (it may have been stored: set it again).
+    The environment decides the mode (test or live). The worker destroys the previous version once the new one is
+    stored.
+
+    Raises:
+        RequestInvalidError: the provider or the credentials are invalid.
+        NotFoundError: this process does not serve the environment.
+        StateConflictError: the merchant is offboarded, another write is under way, or the path holds an unattributed
+            version.
+        BackendUnavailableError: the outcome is unknown; set the credentials again.
     """
     name, text = read_provider(provider), _read(account, credentials)
     connection = find_connection(account, name)
@@ -66,7 +71,7 @@ def set_connection(grant: Grant, account: Account, provider: str, credentials: P
 
 
 def replace_connection(grant: Grant, connection: ProviderConnection, credentials: Plaintext) -> ProviderConnection:
-    """The same for this very connection, as long as it is not removed."""
+    """Replace the credentials of this connection. Raises StateConflictError when it is removed; else as above."""
     text = _read(connection.account, credentials)
     if connection.removed_at is not None:
         raise StateConflictError("The connection is removed. Add a new one.")
@@ -75,7 +80,7 @@ def replace_connection(grant: Grant, connection: ProviderConnection, credentials
 
 
 def remove_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """It counts no longer, and its credentials are erased by a worker. Another may be set in its place."""
+    """Remove a connection; the worker erases its credentials. A new one for the same provider may be set."""
     if connection.removed_at is not None:
         raise StateConflictError("The connection is removed already.")
     with recorded(grant, _REMOVE, "connection.removed", account=connection.account, **_about(connection)):
@@ -83,13 +88,14 @@ def remove_connection(grant: Grant, connection: ProviderConnection) -> None:
 
 
 def settle_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """Brings row and backend together: a version that was written and not noted is noted, what came before the newest
-    is destroyed. Repeatable; a worker's, for a connection that is not removed. Raises ForeignWriterError, also where
-    the backend's newest is older than the row's.
+    """Reconcile row and backend: record a version that was written but not recorded, and destroy older ones.
+
+    Idempotent. The worker calls this for connections that are not removed. Raises ForeignWriterError, also when the
+    backend's newest version is older than the row's.
     """
     stored = _find_stored(connection)
     if stored is not None and stored.version < (connection.backend_version or 0):
-        # The backend was set back: last year's credentials must not come into use as if somebody had stored them.
+        # The backend was restored from a backup: its old credentials must not become current.
         raise ForeignWriterError(connection.backend_path, stored.version)
     if stored is not None and stored.version != connection.backend_version:
         _note_stored(grant, connection, stored.version)
@@ -102,9 +108,10 @@ def settle_connection(grant: Grant, connection: ProviderConnection) -> None:
 
 
 def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """Erases what stands at a removed connection's path, for ever. Repeatable; a worker's.
+    """Erase everything at a removed connection's path permanently. Idempotent; the worker calls this.
 
-    Raises ForeignWriterError where not all of it is ours: what is, is destroyed, and the path stays.
+    Raises ForeignWriterError if the path also holds versions that Keyvault did not write. Then it destroys only
+    Keyvault's versions and keeps the path.
     """
     if connection.removed_at is None:
         raise StateConflictError("Only a removed connection is forgotten.")
@@ -127,19 +134,22 @@ def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
 
 
 def list_unsettled(now: datetime) -> list[ProviderConnection]:
-    """Of the environments that this process serves."""
+    """Return up to 100 connections to settle, in the environments that this process serves."""
     return list(_served().filter(removed_at__isnull=True, settle_due_at__lte=now).order_by("settle_due_at")[:100])
 
 
 def list_to_forget(now: datetime) -> list[ProviderConnection]:
-    """Of the environments that this process serves. One that is just being written to waits until that is over."""
+    """Return up to 100 removed connections to erase, in the environments that this process serves.
+
+    Excludes a connection with a write under way.
+    """
     quiet = Q(settle_due_at__isnull=True) | Q(settle_due_at__lte=now)
     due = _served().filter(quiet, removed_at__isnull=False, forgotten_at__isnull=True)
     return list(due.order_by("removed_at")[:100])
 
 
 def list_connections(account: Account) -> QuerySet[ProviderConnection]:
-    """Those that the account has."""
+    """Return the account's connections that are not removed."""
     return _rows().filter(account=account, removed_at__isnull=True).order_by("provider")
 
 
@@ -148,7 +158,7 @@ def find_connection(account: Account, provider: str) -> ProviderConnection | Non
 
 
 def get_connection(account: Account, provider: str) -> ProviderConnection:
-    """Raises NotFoundError."""
+    """Return the account's connection to a provider. Raises NotFoundError."""
     found = find_connection(account, provider)
     if found is None:
         raise NotFoundError(f"{account} has no connection of that name.")
@@ -156,12 +166,12 @@ def get_connection(account: Account, provider: str) -> ProviderConnection:
 
 
 def find_by_path(environment: Environment, path: str) -> ProviderConnection | None:
-    """Whose path of that environment's keys mount it is, removed or not; None: no connection's."""
+    """Return the connection that owns a path of the environment's keys mount, even if it is removed."""
     return _rows().filter(account__environment=environment, backend_path=path).first()
 
 
 def describe_connection(connection: ProviderConnection) -> dict[str, Any]:
-    """What every door tells of it: never what is stored. With a Vault, where it is read."""
+    """Return the public fields of a connection, never its credentials. With Vault, include the path to read them."""
     return {
         "connection_id": connection_id(connection),
         "provider": connection.provider,
@@ -187,7 +197,7 @@ def _read(account: Account, credentials: Plaintext) -> Plaintext:
 
 
 def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
-    """The row that says where; nothing stands there yet."""
+    """Create the row with the backend path, before anything is stored there."""
     connection = ProviderConnection(
         account=account,
         provider=provider,
@@ -206,7 +216,7 @@ def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
 
 
 def _begin(grant: Grant, connection: ProviderConnection) -> None:
-    """Says that something is about to be written there, so that a worker looks if nobody tells what became of it."""
+    """Record that a write begins, so that the worker checks its result if this process dies."""
     account = connection.account
     with recorded(grant, P.CONNECTIONS_WRITE, "connection.write_began", account=account, **_about(connection)):
         require_staying(account)
@@ -219,7 +229,7 @@ def _write(grant: Grant, connection: ProviderConnection, text: Plaintext) -> Pro
 
 
 def _store(connection: ProviderConnection, text: Plaintext) -> int:
-    """Writes it after what is there now, and returns the version. Nobody else's write is overwritten."""
+    """Write the credentials as the next version and return its number. Never overwrites a concurrent write."""
     environment = Environment(connection.account.environment)
     mount, path = MOUNT[environment], connection.backend_path
     write_id = secrets.token_hex(16)
@@ -247,7 +257,7 @@ def _store(connection: ProviderConnection, text: Plaintext) -> int:
 
 
 def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> None:
-    """In the row as it is by now. Raises StateConflictError when what was stored is not what counts any more."""
+    """Record the stored version in the locked row. Raises StateConflictError when it is no longer the current one."""
     details = {**_about(connection), "backend_version": version}
     known = connection.backend_version
     with recorded(grant, _WRITE, "connection.stored", account=connection.account, **details):
@@ -264,11 +274,11 @@ def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> 
         )
 
 
-# --- what stands there --------------------------------------------------------------------------------------
+# --- stored versions ----------------------------------------------------------------------------------------
 
 
 def _find_stored(connection: ProviderConnection, version: int | None = None) -> StoredSecret | None:
-    """The newest version, or the named one, where it can be read. Raises ForeignWriterError."""
+    """Return the newest version or the given one; None when it is not readable. Raises ForeignWriterError."""
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
     try:
         stored = secret_backend().read(mount, path, version)
@@ -280,8 +290,10 @@ def _find_stored(connection: ProviderConnection, version: int | None = None) -> 
 
 
 def _is_ours(connection: ProviderConnection, version: StoredVersion) -> bool:
-    """Whether there is anything of ours left in that version. Raises ForeignWriterError, also for what somebody else
-    has hidden: nobody can say whose it is."""
+    """Whether a version holds credentials that Keyvault wrote.
+
+    Raises ForeignWriterError, also for an unreadable version that the row does not name: its writer is unknown.
+    """
     if version.state is VersionState.DESTROYED:
         return False
     if _find_stored(connection, version.version) is not None:
@@ -292,7 +304,7 @@ def _is_ours(connection: ProviderConnection, version: StoredVersion) -> bool:
 
 
 def _destroy_before(connection: ProviderConnection, newest: int) -> list[JsonValue]:
-    """Every version of ours before that one; which those were."""
+    """Destroy every version of this connection before `newest` and return their numbers."""
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
     destroyed: list[JsonValue] = []
     for version in secret_backend().versions(mount, path):
