@@ -1,5 +1,4 @@
-"""What a credential may be used from: networks, and what an Origin header beside its private keys leads to; and where
-its merchant reads it."""
+"""Restrictions of a credential (networks, Origin header policy), and where its merchant reads its key."""
 
 from collections.abc import Sequence
 
@@ -21,9 +20,10 @@ _LONGEST = 64
 def restrict_credential(
     grant: Grant, credential: Credential, networks: Sequence[str], origin_header: OriginHeader
 ) -> None:
-    """Its keys are good from these networks only, from the next request on; none: from everywhere.
+    """Restrict a credential's keys to these networks from the next request on; no networks: no restriction.
 
-    Raises RequestInvalidError, with a fault for each network that is none.
+    `origin_header`: the policy for a private key that arrives with an Origin header. Raises RequestInvalidError with a
+    fault for each invalid network.
     """
     faults = []
     kept: list[JsonValue] = []
@@ -52,7 +52,7 @@ def restrict_credential(
 
 
 def _canonical(text: str) -> str | None:
-    """As it is kept; None for what is no network, or an IPv4 one in IPv6's clothes, which no address would be in."""
+    """Return a network's canonical text; None when it is invalid or IPv4-mapped, which no client address matches."""
     try:
         network = parse_network(text.strip()[:_LONGEST])
     except ValueError:
@@ -62,7 +62,7 @@ def _canonical(text: str) -> str | None:
 
 
 def find_reading_place(credential: Credential) -> dict[str, str]:
-    """The mount and the path where the merchant's backend reads the credential's key; nothing where it does not."""
+    """Return the mount and path at which the merchant's own backend reads the key; empty for other deliveries."""
     if credential.delivery != Delivery.SECRET_BACKEND:
         return {}
     return find_place(credential.environment, credential.backend_path)

@@ -110,7 +110,7 @@ class HostGeneration:
         try:
             yield descriptor
         finally:
-            # Unlock explicitly: a mapping of the file, or a child forked meanwhile, still holds a copy of the descriptor.
+            # Unlock explicitly: a mapping of the file, or a child forked meanwhile, holds a copy of the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

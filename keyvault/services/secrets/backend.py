@@ -18,7 +18,7 @@ MOUNT = {Environment.SANDBOX: Mount.SANDBOX, Environment.PRODUCTION: Mount.PRODU
 
 @cache
 def secret_backend() -> SecretBackend:
-    """Return the backend, opened at the first call. Raises ImproperlyConfigured when its settings or files are unfit."""
+    """Return the backend, opened at the first call. Raises ImproperlyConfigured when it cannot be opened safely."""
     if settings.IS_VAULT:
         return vault_backend()
     return LocalKeystore(settings.DATA_DIR, settings.MASTER_KEY)
