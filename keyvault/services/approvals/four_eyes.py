@@ -10,7 +10,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.approvals.break_glass import note_break_glass
 
-_NOBODY = "system:"
+_SYSTEM_PREFIX = "system:"
 """Prefix of a token's creator when it is not a person; see `System.actor`."""
 
 
@@ -55,13 +55,13 @@ def note_command_line_approval(
     why = None
     if operator.channel is Channel.COMMAND_LINE:
         why = "approved on a command line, which proves no identity"
-    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_NOBODY):
+    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_SYSTEM_PREFIX):
         why = "asked with a token that was made on the host in nobody's name"
     if why is not None:
         note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
 
 
-def locked(row: RecordedModel) -> None:
+def lock_row(row: RecordedModel) -> None:
     """Lock the row for this transaction, unless it was written since it was read.
 
     The second of two concurrent approvers waits here, and then gets a StateConflictError.

@@ -86,9 +86,9 @@ def find_entry_hash(chain: str, sequence: int) -> bytes | None:
 
 def gather_public_keys(given: PublicKeys) -> tuple[dict[KeyName, bytes], dict[str, str]]:
     """Return the signers' public keys, overridden by `given`, and the reason for each scope that has neither."""
-    known, silent = read_public_keys()
+    known, unavailable = read_public_keys()
     files = {scope for scope, _, _ in given}
-    return {**known, **given}, {scope: why for scope, why in silent.items() if scope not in files}
+    return {**known, **given}, {scope: why for scope, why in unavailable.items() if scope not in files}
 
 
 def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
@@ -97,16 +97,18 @@ def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
     Does not raise for an unavailable signer.
     """
     keys: dict[KeyName, bytes] = {}
-    silent = {scope.value: "this process does not serve it" for scope in PepperSet if scope not in list_served_sets()}
+    unavailable = {
+        scope.value: "this process does not serve it" for scope in PepperSet if scope not in list_served_sets()
+    }
     signer = audit_signer()
     for scope in list_served_sets():
         try:
             found = signer.read_public_keys(scope)
         except KeyvaultError as error:
-            silent[scope.value] = error.internal or error.detail
+            unavailable[scope.value] = error.internal or error.detail
         else:
             keys |= {(scope.value, signer.name(scope), version): key for version, key in found.items()}
-    return keys, silent
+    return keys, unavailable
 
 
 # --- signing ----------------------------------------------------------------------------------------------------
@@ -116,9 +118,9 @@ def _sign_scope(scope: PepperSet, now: datetime) -> bool:
     try:
         return _sign_next(scope, now)
     except IntegrityError as error:
-        _log.error("the audit log is damaged: no checkpoint is signed", extra=_told(scope, error))
+        _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
-        _log.warning("a checkpoint of the audit log is put off", extra=_told(scope, error))
+        _log.warning("a checkpoint of the audit log is put off", extra=_log_fields(scope, error))
     return False
 
 
@@ -128,17 +130,17 @@ def _sign_next(scope: PepperSet, now: datetime) -> bool:
     if signed is not None and signed.at is not None and timedelta(0) <= now - signed.at < CHECKPOINT_EVERY:
         return False
     heads = read_heads(scope)
-    before = None if signed is None else _require_held(signed, heads)
+    before = None if signed is None else _require_intact(signed, heads)
     if heads == ({} if before is None else before.heads):
         return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads))
     signer = audit_signer()
-    made = signer.sign(scope, body)
-    return _store(SignedCheckpoint(scope, number, body, made.signature, signer.name(scope), made.key_version), now)
+    result = signer.sign(scope, body)
+    return _store(SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version), now)
 
 
-def _require_held(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
+def _require_intact(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
     """Return the newest checkpoint, parsed. Raises IntegrityError when the log differs from it.
 
     A damaged log gets no further checkpoints.
@@ -148,13 +150,13 @@ def _require_held(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoin
     except ValueError:
         why: str | None = "its bytes are no checkpoint"
     else:
-        why = _find_departure(checkpoint, heads)
+        why = _find_mismatch(checkpoint, heads)
         if why is None:
             return checkpoint
     raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
-def _find_departure(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
+def _find_mismatch(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
     """Return how the log differs from a checkpoint, or None."""
     for chain, head in checkpoint.heads.items():
         now = heads.get(chain)
@@ -195,7 +197,7 @@ def _find_newest_at(scope: str) -> datetime | None:
     return AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("at", flat=True).first()
 
 
-def _told(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
+def _log_fields(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
     newest = _find_newest_at(scope)
     since = "none yet" if newest is None else newest.isoformat()
     return {"scope": scope.value, "why": error.internal or error.detail, "newest_checkpoint": since}
@@ -247,7 +249,7 @@ def _verify_scope(scope: str, keys: PublicKeys, kept: Kept, unchecked: str | Non
     # Read the heads after the walk, so that concurrent writes are counted and none seems to be missing.
     heads = read_heads(scope)
     if broken is None and walk.newest is not None:
-        why = _find_departure(walk.newest, heads)
+        why = _find_mismatch(walk.newest, heads)
         broken = None if why is None else (walk.newest.number, why)
     return ScopeReport(
         scope=scope,
@@ -295,19 +297,19 @@ class CheckpointStatus:
     fault: str | None
 
 
-def list_standings() -> list[CheckpointStatus]:
+def list_checkpoint_status() -> list[CheckpointStatus]:
     """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them."""
-    keys, silent = read_public_keys()
-    return [_standing(scope.value, keys, silent.get(scope.value)) for scope in list_served_sets()]
+    keys, unavailable = read_public_keys()
+    return [_checkpoint_status(scope.value, keys, unavailable.get(scope.value)) for scope in list_served_sets()]
 
 
-def _standing(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
+def _checkpoint_status(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
     signed = find_newest(scope)
     heads = read_heads(scope)
     if signed is None:
         return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, None)
     try:
-        checkpoint = _require_held(signed, heads)
+        checkpoint = _require_intact(signed, heads)
     except IntegrityError as error:
         return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
     fault = None if unchecked else find_signature_fault(signed, keys)

@@ -12,9 +12,9 @@ from keyvault.domain.networks import MOST_NETWORKS, parse_network
 from keyvault.models import Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import find_place
+from keyvault.services.secrets.backend import find_backend_location
 
-_LONGEST = 64
+_MAX_TEXT = 64
 
 
 def restrict_credential(
@@ -54,15 +54,15 @@ def restrict_credential(
 def _canonical(text: str) -> str | None:
     """Return a network's canonical text; None when it is invalid or IPv4-mapped, which no client address matches."""
     try:
-        network = parse_network(text.strip()[:_LONGEST])
+        network = parse_network(text.strip()[:_MAX_TEXT])
     except ValueError:
         return None
     mapped = getattr(network.network_address, "ipv4_mapped", None)
     return str(network) if mapped is None and "%" not in str(network) else None
 
 
-def find_reading_place(credential: Credential) -> dict[str, str]:
+def find_delivery_location(credential: Credential) -> dict[str, str]:
     """Return the mount and path at which the merchant's own backend reads the key; empty for other deliveries."""
     if credential.delivery != Delivery.SECRET_BACKEND:
         return {}
-    return find_place(credential.environment, credential.backend_path)
+    return find_backend_location(credential.environment, credential.backend_path)

@@ -30,7 +30,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import Record, recorded
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
-_NEWS = timedelta(minutes=1)
+_MAX_STALENESS = timedelta(minutes=1)
 """Maximum age of a verdict that a verifier may still serve; an upper bound of `KEYVAULT_MAX_STALENESS`."""
 
 _REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
@@ -63,7 +63,7 @@ def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | No
 
 def activate_key(grant: Grant, key: Key) -> None:
     """Activate a staged key: it verifies from now on."""
-    _move(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
+    _transition(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
 
 
 def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
@@ -86,8 +86,8 @@ def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
     `hides_copy`: the key enters quarantine, and its copy in the backend is soft-deleted too. This excludes the newest
     version, because merchants read that one and would find nothing.
     """
-    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_overtaken(key)
-    return _move(
+    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_superseded(key)
+    return _transition(
         grant,
         frozenset({P.KEYS_SUSPEND, P.ROTATIONS_ADVANCE}),
         key,
@@ -108,7 +108,7 @@ def resume_key(grant: Grant, key: Key) -> Record:
     # A deletion that is due may be under way, so undelete after it too.
     is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
     material = Material.RESTORE_DUE if is_hidden else Material(key.material)
-    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
+    return _transition(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
 
 
 def revoke_key(
@@ -123,7 +123,7 @@ def revoke_key(
     Idempotent: a dead key does not change, except that a report of compromise still marks a deactivated one. Notifies
     the merchant and the operators, and raises an alarm when the credential has no usable key left.
     """
-    with _as_it_is(grant, key):
+    with _locked_and_current(grant, key):
         return _revoke(grant, key, reason, evidence)
 
 
@@ -138,7 +138,7 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
         return record
     if key.state == KeyState.PRE_ACTIVATION:
         return discard_key(grant, key)
-    return _move(
+    return _transition(
         grant,
         _REVOKE,
         key,
@@ -149,7 +149,7 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
         deactivated_at=grant.at,
         retirement=RetirementReason.REVOKED,
         reason=reason,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
     )
 
 
@@ -158,7 +158,7 @@ def report_compromise(grant: Grant, key: Key, *, why: str = "") -> Record:
 
     `why` is recorded in the audit log.
     """
-    with _as_it_is(grant, key):
+    with _locked_and_current(grant, key):
         return _report_compromise(grant, key, why)
 
 
@@ -175,17 +175,17 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
     if is_repeat:
         spend_repeat(key.key_id)
     else:
-        with _as_it_is(grant, key):
+        with _locked_and_current(grant, key):
             is_repeat = key.state in ended
             if not is_repeat:
                 _report_compromise(grant, key)
-    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _NEWS):
+    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _MAX_STALENESS):
         notify_host([key.alters()])  # as in `_revoke`; not needed once all older verdicts are too old to be served
     return last_sequence(key)
 
 
 @contextmanager
-def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
+def _locked_and_current(grant: Grant, key: Key) -> Iterator[None]:
     """Open a transaction, and lock and reload the key unless the engine acts.
 
     A person revokes the key in its current state, whatever changed since the page was loaded. The engine revokes the
@@ -206,7 +206,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
             pass
         notify_host([key.alters()])  # as in `_revoke`
         return record
-    return _move(
+    return _transition(
         grant,
         permissions,
         key,
@@ -220,19 +220,19 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
         },
         compromised_at=grant.at,
         reason=RevocationReason.KEY_COMPROMISE,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
     )
 
 
 def discard_key(grant: Grant, key: Key) -> Record:
     """Discard a key that was never delivered, whether it has verified or not."""
     permissions = _REVOKE | {P.ROTATIONS_WRITE}
-    material = _to_destroy(key)
+    material = _material_after_end(key)
     if key.state == KeyState.PRE_ACTIVATION:
-        return _move(
+        return _transition(
             grant, permissions, key, KeyState.DESTROYED, "key.burned", destroyed_at=grant.at, material=material
         )
-    return _move(
+    return _transition(
         grant,
         permissions,
         key,
@@ -250,14 +250,14 @@ def reapply_revocation(grant: Grant, key: Key, reason: RevocationReason, **detai
     state = state_after(reason)
     if key.state == KeyState.PRE_ACTIVATION and state is KeyState.DEACTIVATED:
         state = KeyState.DESTROYED
-    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _to_destroy(key)}
+    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _material_after_end(key)}
     if state is not KeyState.DESTROYED:
         stamps["reason"] = reason
     if state is KeyState.DEACTIVATED:
         stamps["retirement"] = RetirementReason.REVOKED
-    told: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
-    return _move(
-        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=told, **stamps
+    audit_details: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
+    return _transition(
+        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=audit_details, **stamps
     )
 
 
@@ -265,7 +265,7 @@ def expire_key(grant: Grant, key: Key) -> None:
     """Record an expiry. Verdicts check expiry themselves and do not wait for this."""
     if key.expires_at is None or grant.at < key.expires_at:
         raise StateConflictError("The key has not expired.")
-    _move(
+    _transition(
         grant,
         _ENGINE,
         key,
@@ -273,7 +273,7 @@ def expire_key(grant: Grant, key: Key) -> None:
         "key.expired",
         deactivated_at=grant.at,
         retirement=RetirementReason.EXPIRED,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
         notice=NoticeKind.KEY_REVOKED,
     )
 
@@ -338,18 +338,18 @@ def _about(key: Key) -> dict[str, JsonValue]:
     return {"key_id": key.key_id, "credential_id": key.credential_id}
 
 
-def _to_destroy(key: Key) -> Material:
+def _material_after_end(key: Key) -> Material:
     is_gone = key.material in {Material.NONE, Material.DESTROYED}
     return Material(key.material) if is_gone else Material.DESTROY_DUE
 
 
-def _is_overtaken(key: Key) -> bool:
+def _is_superseded(key: Key) -> bool:
     """Whether the credential's newest version is another key's, by our rows."""
     others = Key.objects.filter(credential_id=key.credential_id).exclude(pk=key.pk)
     return others.filter(backend_version__gt=key.backend_version).exists()
 
 
-def _move(
+def _transition(
     grant: Grant,
     permissions: frozenset[P],
     key: Key,
@@ -374,12 +374,12 @@ def _move(
         key.compare_and_swap(state=state, **stamps)
         if notice is not None:
             _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
-        if was_active and event in _TAKES_AWAY:
+        if was_active and event in _ENDING_EVENTS:
             _alarm_if_last(grant, key)
     return record
 
 
-_TAKES_AWAY = frozenset({"key.revoked", "key.compromised", "key.expired"})
+_ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired"})
 """Events that may leave a credential without a usable key. Discarded keys were not delivered; suspended ones return."""
 
 

@@ -24,8 +24,8 @@ from keyvault.models import Account, Key, ServiceToken
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 
-_MOST_PENDING: Final = 5_000
-_AT_ONCE: Final = 100
+_MAX_PENDING: Final = 5_000
+_BATCH_SIZE: Final = 100
 """Keys of one account written in one transaction, with one audit entry."""
 
 
@@ -70,7 +70,7 @@ class PendingRehashes:
         if version >= peppers.current_version:
             return
         with self._lock:
-            if len(self._pending) < _MOST_PENDING:
+            if len(self._pending) < _MAX_PENDING:
                 self._pending[kind, identity] = Rehash(digest, version, *peppers.digest(text))
 
     def write(self, now: datetime) -> None:
@@ -96,12 +96,12 @@ os.register_at_fork(after_in_child=pending_rehashes.forget)
 def _rehash_keys(rehashes: Mapping[str, Rehash], now: datetime) -> None:
     """Write rehashes of keys, grouped into transactions by account."""
     accounts: dict[int, list[str]] = defaultdict(list)
-    for chosen in _batches(sorted(rehashes), _AT_ONCE):
+    for chosen in _batches(sorted(rehashes), _BATCH_SIZE):
         for key_id, account in Key.objects.filter(key_id__in=chosen).values_list("key_id", "credential__account_id"):
             accounts[account].append(key_id)
     for pk, key_ids in accounts.items():
         account = Account.objects.select_related("merchant").get(pk=pk)
-        for chosen in _batches(key_ids, _AT_ONCE):
+        for chosen in _batches(key_ids, _BATCH_SIZE):
             rehash_keys(account, {key_id: rehashes[key_id] for key_id in chosen}, now)
 
 

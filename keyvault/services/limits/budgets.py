@@ -85,8 +85,8 @@ class LeasedBudgets:
         while isinstance(step, LeaseRequest):
             answer: StoreReply | None = None
             try:
-                with suppress(LimitStoreLostError), self._limiter.watch.asking():
-                    answer = self._store.ask(step.buckets, step.costs)
+                with suppress(LimitStoreLostError), self._limiter.watch.guard():
+                    answer = self._store.spend_each(step.buckets, step.costs)
             finally:
                 if answer is None:
                     self._leases.abandon(step)
@@ -100,8 +100,8 @@ class LeasedBudgets:
         while isinstance(step, LeaseRequest):
             answer: StoreReply | None = None
             try:
-                with suppress(LimitStoreLostError), self._limiter.watch.asking():
-                    answer = await self._store.ask_async(step.buckets, step.costs)
+                with suppress(LimitStoreLostError), self._limiter.watch.guard():
+                    answer = await self._store.spend_each_async(step.buckets, step.costs)
             finally:
                 if answer is None:
                     self._leases.abandon(step)

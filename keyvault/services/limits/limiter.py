@@ -26,7 +26,7 @@ RETRY_SECONDS = 1
 
 _MOST_ADDRESSES = 50_000
 
-_LOOK_UPS = 2
+_MAX_SLOW_LOOKUPS = 2
 """Maximum concurrent key lookups of all addresses together that are over their limit."""
 
 
@@ -39,7 +39,7 @@ class StoreWatch:
         self._retry_at: float | None = None  # None: the store is available
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Context for a call to the store; logs when the store is lost or back.
 
         Raises LimitStoreLostError without a call while a lost store is not due for another attempt.
@@ -68,18 +68,18 @@ class StoreWatch:
 
     def _note_lost(self, error: LimitStoreLostError) -> None:
         with self._lock:
-            is_news = self._retry_at is None
+            has_changed = self._retry_at is None
             self._retry_at = self._monotonic() + RETRY_SECONDS
-        if is_news:
+        if has_changed:
             _log.warning("limit store lost", extra={"why": str(error)})
 
     def _note_back(self) -> None:
         if self._retry_at is None:
             return
         with self._lock:
-            is_news = self._retry_at is not None
+            has_changed = self._retry_at is not None
             self._retry_at = None
-        if is_news:
+        if has_changed:
             _log.warning("limit store back")
 
 
@@ -104,7 +104,7 @@ class Limiter:
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         """Spend from all buckets or none. Raises DependencyUnavailableError when the store is lost without fallback."""
-        with suppress(LimitStoreLostError), self.watch.asking():
+        with suppress(LimitStoreLostError), self.watch.guard():
             return self.store.spend(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
@@ -112,7 +112,7 @@ class Limiter:
         """Spend without blocking the event loop, where the store supports it. Raises as `spend`."""
         if not isinstance(self.store, PipelinedStore):
             return self.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
-        with suppress(LimitStoreLostError), self.watch.asking():
+        with suppress(LimitStoreLostError), self.watch.guard():
             return await self.store.spend_async(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
@@ -149,7 +149,7 @@ class FailedProofs:
         self._monotonic = monotonic
         self._over_until: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._slow_lane = threading.BoundedSemaphore(_LOOK_UPS)
+        self._slow_lookups = threading.BoundedSemaphore(_MAX_SLOW_LOOKUPS)
 
     def note(self, address: str | None) -> int | None:
         """Count a failure; return the retry delay in seconds if the address is over its limit, else None."""
@@ -177,7 +177,7 @@ class FailedProofs:
     def look_up(self, address: str | None) -> Iterator[None]:
         """Context for a key lookup. Lookups of addresses over their limit share a few slots; others never wait."""
         if self.is_over(address):
-            with self._slow_lane:
+            with self._slow_lookups:
                 yield
         else:
             yield

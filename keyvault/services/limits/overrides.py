@@ -46,7 +46,9 @@ def set_account_limit(grant: Grant, account: Account, limit: Limit | None) -> No
     before = limit_of(account.limit_count, account.limit_seconds)
     if limit is None and before is None:
         return
-    with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, old=_told(before), new=_told(limit)):
+    with recorded(
+        grant, Permission.LIMITS_WRITE, _event(limit), account=account, old=_as_json(before), new=_as_json(limit)
+    ):
         account.compare_and_swap(**_columns(limit))
 
 
@@ -70,7 +72,7 @@ def set_endpoint_limit(
     if limit is None and before is None:
         return row
     details: dict[str, JsonValue] = {"environment": environment, "endpoint": endpoint_name}
-    details |= {"old": _told(before), "new": _told(limit)}
+    details |= {"old": _as_json(before), "new": _as_json(limit)}
     try:
         with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, **details):
             if row is not None:
@@ -126,5 +128,5 @@ def _columns(limit: Limit | None) -> dict[str, int | None]:
     return {"limit_count": limit.count, "limit_seconds": limit.seconds}
 
 
-def _told(limit: Limit | None) -> JsonValue:
+def _as_json(limit: Limit | None) -> JsonValue:
     return None if limit is None else {"count": limit.count, "seconds": limit.seconds}

@@ -23,7 +23,7 @@ from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.stores import REDIS_TIMEOUT_SECONDS, LimitStoreLostError, redis_client
 
-_MOST_KEYS = 50_000
+_MAX_KEYS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Attempt:
 class LocalAttempts:
     """Counts of this process, for at most `capacity` keys; the lowest counts are evicted first."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, capacity: int = _MOST_KEYS) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, capacity: int = _MAX_KEYS) -> None:
         self._monotonic = monotonic
         self._capacity = capacity
         self._counts: dict[str, tuple[int, float]] = {}
@@ -69,7 +69,7 @@ class LocalAttempts:
                 return Attempt(count + 1, math.ceil(ends_at - now))
             self._counts[key] = (count + 1, now + SIGN_IN_LOCK_SECONDS)
             if len(self._counts) > self._capacity:
-                self._make_room()
+                self._evict()
         return Attempt(count + 1, SIGN_IN_LOCK_SECONDS)
 
     def give_back(self, key: str) -> None:
@@ -80,7 +80,7 @@ class LocalAttempts:
             else:
                 self._counts.pop(key, None)
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Evict an eighth of the keys, so that a flood of new ones rarely causes a sort."""
         kept = self._capacity - self._capacity // 8
         for key in sorted(self._counts, key=lambda key: self._counts[key])[: len(self._counts) - kept]:
@@ -135,13 +135,13 @@ class Attempts:
 
     def take(self, key: str) -> Attempt:
         if self._shared is not None:
-            with suppress(LimitStoreLostError), self._watch.asking():
+            with suppress(LimitStoreLostError), self._watch.guard():
                 return self._shared.take(key)
         return self.local.take(key)
 
     def give_back(self, key: str) -> None:
         if self._shared is not None:
-            with suppress(LimitStoreLostError), self._watch.asking():
+            with suppress(LimitStoreLostError), self._watch.guard():
                 self._shared.give_back(key)
                 return
         self.local.give_back(key)

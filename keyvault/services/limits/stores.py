@@ -60,7 +60,7 @@ class _Cell:
         self.count = count
 
     @property
-    def arrival(self) -> BucketState:
+    def state(self) -> BucketState:
         return BucketState(*divmod(self.full_at, self.count))
 
 
@@ -116,7 +116,7 @@ class LocalStore:
         if cost < 1:
             return None
         paid: list[tuple[_Cell, int]] = []
-        told: tuple[int, ...] = ()
+        statuses: tuple[int, ...] = ()
         with self._lock:
             now_us = self._now_ns() // 1000
             for bucket in buckets:
@@ -130,31 +130,31 @@ class LocalStore:
                 if unspent < 0:
                     return None
                 paid.append((cell, full_at))
-                told += (unspent // window_us, -((now - full_at) // second))
+                statuses += (unspent // window_us, -((now - full_at) // second))
             for cell, full_at in paid:
                 cell.full_at = full_at
-        return told
+        return statuses
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         with self._lock:
             cells = [self._cells.get(bucket.key) for bucket in buckets]
-            states = [None if cell is None else cell.arrival for cell in cells]
+            states = [None if cell is None else cell.state for cell in cells]
             outcome, kept = spend(states, buckets, cost, self._now_ns() // 1000)
             for bucket, state in zip(buckets, kept, strict=True):
                 count = bucket.limit.count
                 self._cells[bucket.key] = _Cell(state.micros * count + state.fraction, count)
             if len(self._cells) > self._capacity:
-                self._make_room()
+                self._evict()
         return outcome
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Evict an eighth of the buckets, so that a flood of new ones rarely causes a sort.
 
         The theoretical arrival time sorts full buckets first, whose eviction loses nothing, and exhausted ones last.
         So a flood of new buckets cannot refill an exhausted one.
         """
         kept = self._capacity - self._capacity // 8
-        for key in sorted(self._cells, key=lambda key: self._cells[key].arrival)[: len(self._cells) - kept]:
+        for key in sorted(self._cells, key=lambda key: self._cells[key].state)[: len(self._cells) - kept]:
             del self._cells[key]
 
 
@@ -215,27 +215,27 @@ class RedisStore:
         self._pipeline = LimitPipeline(url, _SPEND, timeout_seconds)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        return self.ask(buckets, [cost] * len(buckets)).spend
+        return self.spend_each(buckets, [cost] * len(buckets)).spend
 
     async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        return (await self.ask_async(buckets, [cost] * len(buckets))).spend
+        return (await self.spend_each_async(buckets, [cost] * len(buckets))).spend
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    def spend_each(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         """Apply `access.limits.spend_each` to the stored states atomically. Raises LimitStoreLostError."""
         numbers = _numbers(buckets, costs)
         try:
-            found = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
+            reply = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _answer(found, buckets, costs)
+        return _reply(reply, buckets, costs)
 
-    async def ask_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    async def spend_each_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         numbers = _numbers(buckets, costs)
         try:
-            found = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
+            reply = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _answer(found, buckets, costs)
+        return _reply(reply, buckets, costs)
 
     async def close_async(self) -> None:
         await self._pipeline.close()
@@ -249,13 +249,13 @@ def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
     ]
 
 
-def _answer(found: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
-    now, *states = found
+def _reply(reply: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    now, *states = reply
     now_us = int(now)
-    return StoreReply(*spend_each([_parsed(state) for state in states], buckets, costs, now_us), now_us)
+    return StoreReply(*spend_each([_parse_state(state) for state in states], buckets, costs, now_us), now_us)
 
 
-def _parsed(state: Any) -> BucketState | None:
+def _parse_state(state: Any) -> BucketState | None:
     if state is None:
         return None
     micros, _, fraction = state.partition(b":")

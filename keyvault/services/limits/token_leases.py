@@ -37,7 +37,7 @@ LIFE_US = 100_000
 SHARE = 20
 """Divisor of the remaining tokens: the largest lease is remaining / SHARE."""
 
-_REMEMBERED_US = 1_000_000
+_STATE_MAX_AGE_US = 1_000_000
 """Maximum age of a bucket's last known state, in microseconds."""
 
 
@@ -107,7 +107,7 @@ class Leases:
     def _try_spend(self, buckets: Sequence[Bucket], cost: int) -> tuple[int, ...] | None:
         if cost < 1:
             return None
-        told: tuple[int, ...] = ()
+        statuses: tuple[int, ...] = ()
         with self._lock:
             now_us = self._now_us()
             paid = []
@@ -120,10 +120,10 @@ class Leases:
                 now, full_at = now_us * count, holding.full_at
                 remaining = (now + burst - full_at) // window_us + holding.left - cost
                 reset_seconds = -((now - full_at) // second)
-                told += (remaining if remaining < count else count, reset_seconds if reset_seconds > 1 else 1)
+                statuses += (remaining if remaining < count else count, reset_seconds if reset_seconds > 1 else 1)
             for holding in paid:
                 holding.left -= cost
-        return told
+        return statuses
 
     def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
         """Spend locally, or return the request to send to the store.
@@ -135,75 +135,85 @@ class Leases:
         with self._lock:
             now_us = self._now_us()
             holdings = [self._holding(bucket.key) for bucket in buckets]
-            lacking = [
+            unpaid = [
                 (bucket, holding)
                 for bucket, holding in zip(buckets, holdings, strict=True)
                 if holding.left < cost or now_us >= holding.ends_us
             ]
-            if refusal := _refusal(lacking, cost, now_us):
-                return self._told(buckets, now_us, refusal, [bucket for bucket, _ in lacking])
-            owing = [holding for _, holding in lacking]
-            paid = [holding for holding in holdings if holding not in owing]
+            if refusal := _refusal(unpaid, cost, now_us):
+                return self._result(buckets, now_us, refusal, [bucket for bucket, _ in unpaid])
+            unpaid_holdings = [holding for _, holding in unpaid]
+            paid = [holding for holding in holdings if holding not in unpaid_holdings]
             for holding in paid:
                 holding.left -= cost
-            if not lacking:
-                return self._told(buckets, now_us)
-            parts = tuple(_part(bucket, holding, cost, now_us) for bucket, holding in lacking)
+            if not unpaid:
+                return self._result(buckets, now_us)
+            parts = tuple(_part(bucket, holding, cost, now_us) for bucket, holding in unpaid)
             return LeaseRequest(buckets, cost, parts, tuple((holding, holding.ends_us) for holding in paid), now_us)
 
-    def settle(self, ask: LeaseRequest, answer: StoreReply) -> Spend | LeaseRequest:
+    def settle(self, lease_request: LeaseRequest, reply: StoreReply) -> Spend | LeaseRequest:
         with self._lock:
             now_us = self._now_us()
-            is_paid = answer.spend.allowed
-            for part, state in zip(ask.parts, answer.states, strict=True):
+            is_paid = reply.spend.allowed
+            for part, state in zip(lease_request.parts, reply.states, strict=True):
                 # Relative to the send time, which is before the store read its clock.
-                count, shifted_us = part.bucket.limit.count, state.micros - answer.now_us + ask.sent_us
-                part.holding.full_at, part.holding.seen_us = shifted_us * count + state.fraction, ask.sent_us
+                count, shifted_us = part.bucket.limit.count, state.micros - reply.now_us + lease_request.sent_us
+                part.holding.full_at, part.holding.seen_us = shifted_us * count + state.fraction, lease_request.sent_us
                 if is_paid and part.is_lease:
-                    self._take(part, ask, now_us)
-            if not is_paid and any(part.size > ask.cost for part in ask.parts):
-                parts = tuple(_Part(part.bucket, part.holding, ask.cost, part.is_lease) for part in ask.parts)
-                return LeaseRequest(ask.request, ask.cost, parts, ask.paid, now_us)
-            self._let_go(ask)
+                    self._take(part, lease_request, now_us)
+            if not is_paid and any(part.size > lease_request.cost for part in lease_request.parts):
+                parts = tuple(
+                    _Part(part.bucket, part.holding, lease_request.cost, part.is_lease) for part in lease_request.parts
+                )
+                return LeaseRequest(lease_request.request, lease_request.cost, parts, lease_request.paid, now_us)
+            self._end_leasing(lease_request)
             if is_paid:
-                return self._told(ask.request, now_us)
-            self._give_back(ask)
-            return self._told(ask.request, now_us, answer.spend, ask.buckets)
+                return self._result(lease_request.request, now_us)
+            self._refund(lease_request)
+            return self._result(lease_request.request, now_us, reply.spend, lease_request.buckets)
 
-    def abandon(self, ask: LeaseRequest) -> None:
+    def abandon(self, lease_request: LeaseRequest) -> None:
         """Give up a request whose outcome is unknown. Tokens that the store may have paid are lost."""
         with self._lock:
-            self._let_go(ask)
-            self._give_back(ask)
+            self._end_leasing(lease_request)
+            self._refund(lease_request)
 
-    def _take(self, part: _Part, ask: LeaseRequest, now_us: int) -> None:
+    def _take(self, part: _Part, lease_request: LeaseRequest, now_us: int) -> None:
         """Replace the previous lease; only the tokens that this request spends carry over from it."""
         holding = part.holding
-        before = min(holding.left, ask.cost - 1) if now_us < holding.ends_us else 0
-        holding.left = before + part.size - ask.cost
-        holding.ends_us = ask.sent_us + self._life_us
+        before = min(holding.left, lease_request.cost - 1) if now_us < holding.ends_us else 0
+        holding.left = before + part.size - lease_request.cost
+        holding.ends_us = lease_request.sent_us + self._life_us
         holding.size = part.size
 
     @staticmethod
-    def _let_go(ask: LeaseRequest) -> None:
-        for part in ask.parts:
+    def _end_leasing(lease_request: LeaseRequest) -> None:
+        for part in lease_request.parts:
             if part.is_lease:
                 part.holding.is_leasing = False
 
     @staticmethod
-    def _give_back(ask: LeaseRequest) -> None:
+    def _refund(lease_request: LeaseRequest) -> None:
         """Return the tokens to the same lease. They are lost if it is replaced or the next one is requested."""
-        for holding, ends_us in ask.paid:
+        for holding, ends_us in lease_request.paid:
             if holding.ends_us == ends_us and not holding.is_leasing:
-                holding.left += ask.cost
+                holding.left += lease_request.cost
 
-    def _told(
-        self, request: Sequence[Bucket], now_us: int, refusal: Spend | None = None, asked: Sequence[Bucket] = ()
+    def _result(
+        self,
+        request: Sequence[Bucket],
+        now_us: int,
+        refusal: Spend | None = None,
+        refused_buckets: Sequence[Bucket] = (),
     ) -> Spend:
         """Return the result with the current state of each bucket; a refusal's state wins for the buckets it names."""
-        refused = {} if refusal is None else {one.key: told for one, told in zip(asked, refusal.standings, strict=True)}
+        refused = (
+            {}
+            if refusal is None
+            else {one.key: statuses for one, statuses in zip(refused_buckets, refusal.standings, strict=True)}
+        )
         standings = tuple(
-            refused.get(bucket.key) or _standing(bucket, self._holding(bucket.key), now_us) for bucket in request
+            refused.get(bucket.key) or _status(bucket, self._holding(bucket.key), now_us) for bucket in request
         )
         return Spend(refusal is None, standings, 0 if refusal is None else refusal.retry_after_seconds)
 
@@ -222,21 +232,21 @@ def _part(bucket: Bucket, holding: _Holding, cost: int, now_us: int) -> _Part:
         return _Part(bucket, holding, cost, is_lease=False)
     holding.is_leasing = True
     size = 0
-    if now_us - holding.seen_us < _REMEMBERED_US:
+    if now_us - holding.seen_us < _STATE_MAX_AGE_US:
         used = holding.size - holding.left
         left_there = bucket_status(bucket, _state(bucket, holding), now_us).remaining
         size = min(2 * used if now_us < holding.ends_us else used, left_there // SHARE)
     return _Part(bucket, holding, max(cost, size), is_lease=True)
 
 
-def _refusal(lacking: Sequence[tuple[Bucket, _Holding]], cost: int, now_us: int) -> Spend | None:
+def _refusal(unpaid: Sequence[tuple[Bucket, _Holding]], cost: int, now_us: int) -> Spend | None:
     """Return the refusal that the store is certain to give, or None."""
-    if not lacking:
+    if not unpaid:
         return None
     states = [
-        _state(bucket, holding) if now_us - holding.seen_us < _REMEMBERED_US else None for bucket, holding in lacking
+        _state(bucket, holding) if now_us - holding.seen_us < _STATE_MAX_AGE_US else None for bucket, holding in unpaid
     ]
-    outcome, _ = spend(states, [bucket for bucket, _ in lacking], cost, now_us)
+    outcome, _ = spend(states, [bucket for bucket, _ in unpaid], cost, now_us)
     return None if outcome.allowed else outcome
 
 
@@ -244,10 +254,10 @@ def _state(bucket: Bucket, holding: _Holding) -> BucketState:
     return BucketState(*divmod(holding.full_at, bucket.limit.count))
 
 
-def _standing(bucket: Bucket, holding: _Holding, now_us: int) -> BucketStatus:
+def _status(bucket: Bucket, holding: _Holding, now_us: int) -> BucketStatus:
     """Return a bucket's status: tokens left in the store and in the lease; the store's time until it is full."""
-    there = bucket_status(bucket, _state(bucket, holding), now_us)
-    here = holding.left if now_us < holding.ends_us else 0
+    stored = bucket_status(bucket, _state(bucket, holding), now_us)
+    leased = holding.left if now_us < holding.ends_us else 0
     return BucketStatus(
-        there.policy, there.limit, min(there.remaining + here, there.limit.count), max(there.reset_seconds, 1)
+        stored.policy, stored.limit, min(stored.remaining + leased, stored.limit.count), max(stored.reset_seconds, 1)
     )

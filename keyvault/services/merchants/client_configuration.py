@@ -63,7 +63,7 @@ def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> No
         account.compare_and_swap(customer_token_seconds=seconds)
 
 
-def is_listed_by_anybody(origin: str, environment: Environment) -> bool:
+def is_listed_by_any_account(origin: str, environment: Environment) -> bool:
     """Whether any active account of the environment lists the origin. A CORS preflight carries no key to narrow it."""
     if not is_origin(origin):
         return False

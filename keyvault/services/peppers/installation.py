@@ -27,12 +27,12 @@ def ensure_installation(now: datetime) -> None:
     if Installation.objects.exists():
         return
     grant = authorize(HOST, Permission.OPERATORS_WRITE, now=now)
-    made = mint_installation_id()
+    new_id = mint_installation_id()
     with (
         suppress(DatabaseIntegrityError),  # A concurrent first run was faster.
-        recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=made),
+        recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=new_id),
     ):
-        Installation(installation_id=made, created_at=now).save()
+        Installation(installation_id=new_id, created_at=now).save()
 
 
 def installation_id() -> str:

@@ -76,7 +76,7 @@ class PepperRing:
         self._loaded: dict[PepperSet, _Loaded] = {}
         self._refreshing = threading.Lock()
         self._refreshed_at = 0.0
-        self._rests_until = 0.0
+        self._paused_until = 0.0
         self._thread: threading.Thread | None = None
 
     def __call__(self, pepper_set: PepperSet) -> Peppers:
@@ -108,7 +108,7 @@ class PepperRing:
     def cache_clear(self) -> None:
         """Reset the ring to the state of a new process."""
         self._loaded.clear()
-        self._refreshed_at = self._rests_until = 0.0
+        self._refreshed_at = self._paused_until = 0.0
 
     def refresh(self) -> None:
         """Load new versions of the loaded sets, and drop retired ones.
@@ -131,7 +131,7 @@ class PepperRing:
         if self._is_due():
             self.refresh()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check for new versions or unloaded sets without waiting for the backend; schedule a refresh if there are any.
 
         Reads the database. Call this from a thread that must not block on the backend.
@@ -147,7 +147,7 @@ class PepperRing:
         """Start a refresh in a thread, for a request that must not wait. One at a time, with a pause after each."""
         if self._thread is not None and self._thread.is_alive():
             return
-        if time.monotonic() >= self._rests_until:
+        if time.monotonic() >= self._paused_until:
             self._thread = threading.Thread(target=self._try_refresh, name="peppers", daemon=True)
             self._thread.start()
 
@@ -182,7 +182,7 @@ class PepperRing:
         except Exception:  # noqa: BLE001  the next refresh tries again
             _log.exception("the peppers could not be refreshed")
         finally:
-            self._rests_until = time.monotonic() + PAUSE_SECONDS
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
             connections.close_all()  # this thread's own
 
 
@@ -192,7 +192,7 @@ load_peppers = PepperRing()
 os.register_at_fork(after_in_child=load_peppers.restart)
 
 
-def freshen_peppers(pepper_set: PepperSet) -> None:
+def refresh_peppers(pepper_set: PepperSet) -> None:
     """Refresh a set before a transaction that computes digests, so that an idle process uses the current version.
 
     Raises what `load_peppers` raises. An unavailable backend does not affect loaded peppers.
@@ -247,9 +247,9 @@ def _make_first(pepper_set: PepperSet, now: datetime) -> None:
 
 def put_pepper(pepper_set: PepperSet, number: int) -> None:
     """Write a new random pepper to the backend as that version. Raises BackendConflictError if the version exists."""
-    made = Plaintext(base64.b64encode(secrets.token_bytes(PEPPER_BYTES)).decode())
+    pepper_text = Plaintext(base64.b64encode(secrets.token_bytes(PEPPER_BYTES)).decode())
     labels = {"pepper_set": pepper_set.value, "number": str(number), LABEL: installation_id()}
-    secret_backend().put(Mount.PEPPERS, pepper_set, made, labels, expected_version=number - 1)
+    secret_backend().put(Mount.PEPPERS, pepper_set, pepper_text, labels, expected_version=number - 1)
 
 
 def read_pepper(pepper_set: PepperSet, number: int) -> bytes:
@@ -296,12 +296,12 @@ def read_checked(row: PepperVersion) -> bytes:
     if Peppers(pepper_set, {row.number: pepper}).check_value(row.number) != bytes(row.check_value):
         raise IntegrityError(
             "A pepper is not the one that the keys were hashed with.",
-            internal=f"{pepper_set} pepper {row.number} fails its check: {_whose(pepper)}",
+            internal=f"{pepper_set} pepper {row.number} fails its check: {_diagnose(pepper)}",
         )
     return pepper
 
 
-def _whose(pepper: bytes) -> str:
+def _diagnose(pepper: bytes) -> str:
     """Return what is known of a pepper that failed its check, and what to do."""
     for row in PepperVersion.objects.all():
         if Peppers(PepperSet(row.pepper_set), {row.number: pepper}).check_value(row.number) == bytes(row.check_value):

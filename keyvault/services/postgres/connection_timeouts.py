@@ -24,19 +24,19 @@ _CONNECT_SECONDS = 2
 
 def use_short_timeouts() -> None:
     """Replace the calling thread's connection with one that has short timeouts."""
-    impatient = connections.create_connection("default")
-    impatient.settings_dict = copy.deepcopy(impatient.settings_dict)
-    options = impatient.settings_dict["OPTIONS"]
-    if impatient.vendor == "postgresql":
+    replacement = connections.create_connection("default")
+    replacement.settings_dict = copy.deepcopy(replacement.settings_dict)
+    options = replacement.settings_dict["OPTIONS"]
+    if replacement.vendor == "postgresql":
         options["connect_timeout"] = _CONNECT_SECONDS
     else:
         options["timeout"] = _LOCK_SECONDS
-    connections["default"] = impatient
+    connections["default"] = replacement
 
 
-def abort_connection(waited_for: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
+def abort_connection(waiting: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
     """Shut down a connection's socket from another thread or the event loop; the waiter gets an OperationalError."""
-    if waited_for is None:
+    if waiting is None:
         return
-    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(waited_for.fileno())) as wire:
-        wire.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(waiting.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)

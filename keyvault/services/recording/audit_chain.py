@@ -94,7 +94,7 @@ def _verify_stored(name: str) -> tuple[int, Break | None]:
         return 0, Break(name, 0, "the chain is missing")
     entries = AuditEntry.objects.filter(chain_id=name)
     broken = verify_chain(
-        name, _stored(entries.filter(sequence__lte=head.sequence)), head.sequence, bytes(head.head_hash)
+        name, _read_stored(entries.filter(sequence__lte=head.sequence)), head.sequence, bytes(head.head_hash)
     )
     newest = entries.order_by("-sequence").values_list("sequence", flat=True).first() or 0
     if broken is None and newest > AuditChain.objects.get(name=name).sequence:
@@ -104,7 +104,7 @@ def _verify_stored(name: str) -> tuple[int, Break | None]:
 
 def read_entries(chain: str, *, after: int, last: int) -> Iterator[ChainedEntry]:
     """Iterate over entries with `after` < sequence <= `last`, in order and in bounded memory."""
-    return _stored(AuditEntry.objects.filter(chain_id=chain, sequence__gt=after, sequence__lte=last))
+    return _read_stored(AuditEntry.objects.filter(chain_id=chain, sequence__gt=after, sequence__lte=last))
 
 
 def _expected_chains() -> list[str]:
@@ -119,7 +119,7 @@ def _expected_chains() -> list[str]:
     return [PLATFORM_CHAIN, *accounts] if written else []
 
 
-def _stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
+def _read_stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
     for entry in entries.order_by("sequence").iterator(chunk_size=500):
         body = stored_bytes(entry.body)
         yield ChainedEntry(

@@ -33,7 +33,7 @@ from msgspec.json import Decoder
 
 from keyvault.models import Change
 from keyvault.models.recording import Subject
-from keyvault.services.postgres.raw_queries import ask
+from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.host_generation import HostGeneration
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class ChangeBatch:
     rows: list[Row]
 
 
-def look_at_feed(above: int) -> ChangeBatch:
+def poll_feed(above: int) -> ChangeBatch:
     """Read the rows above a sequence in one round trip. Raises OperationalError, also on a standby."""
     rows = _ROWS.format(above=int(above), most=MOST_ROWS + 1)
     if connection.vendor != "postgresql":
@@ -143,7 +143,7 @@ def look_at_feed(above: int) -> ChangeBatch:
             found = [Row(sequence, (kind, identity), at) for sequence, kind, identity, at in cursor.fetchall()]
             return ChangeBatch(drawn, frozenset(), found)
     script = ";".join([_SNAPSHOTS, _LAST_DRAWN, _HOLDERS, _ROWS_AS_JSON.format(rows=rows)])
-    _, last_drawn, holders, visible = ask(script.encode())
+    _, last_drawn, holders, visible = execute(script.encode())
     if last_drawn.get_value(0, 1) != b"f":
         raise OperationalError("the change feed is followed on the primary only, and this is a standby")
     return ChangeBatch(
@@ -156,7 +156,7 @@ def look_at_feed(above: int) -> ChangeBatch:
 _decode_rows = Decoder(list[Row]).decode
 
 
-class FeedWentBackError(Exception):
+class FeedRewoundError(Exception):
     """Applied changes are missing: a backup was restored, or a standby without them was promoted."""
 
 
@@ -171,39 +171,39 @@ class Position:
     confirmed: int = 0
     floor: int = 0
     is_placed: bool = False
-    _strangers: frozenset[str] = frozenset()
+    _older_holders: frozenset[str] = frozenset()
     _applied: set[Row] = field(default_factory=set)
     _candidate: int = 0
-    _undecided: frozenset[str] | None = None
+    _pending_holders: frozenset[str] | None = None
 
-    def find_new(self, look: ChangeBatch) -> list[Subject] | None:
+    def find_new(self, batch: ChangeBatch) -> list[Subject] | None:
         """Return the subjects in the batch that are not applied yet, each once; None: drop the whole cache.
 
-        Raises FeedWentBackError.
+        Raises FeedRewoundError.
         """
-        is_too_much = len(look.rows) > MOST_ROWS
-        if look.drawn < self.confirmed or not (is_too_much or self._applied <= set(look.rows)):
-            raise FeedWentBackError(f"the feed ends at {look.drawn}, and was followed to {self.confirmed}")
-        if not self.is_placed or is_too_much or self._strangers - look.holders:
+        is_truncated = len(batch.rows) > MOST_ROWS
+        if batch.drawn < self.confirmed or not (is_truncated or self._applied <= set(batch.rows)):
+            raise FeedRewoundError(f"the feed ends at {batch.drawn}, and was followed to {self.confirmed}")
+        if not self.is_placed or is_truncated or self._older_holders - batch.holders:
             return None
-        return list(dict.fromkeys(row.subject for row in look.rows if row not in self._applied))
+        return list(dict.fromkeys(row.subject for row in batch.rows if row not in self._applied))
 
-    def advance(self, look: ChangeBatch) -> bool:
+    def advance(self, batch: ChangeBatch) -> bool:
         """Record that the batch is applied; return whether the confirmed sequence moved."""
-        self._strangers &= look.holders
-        if not self.is_placed or len(look.rows) > MOST_ROWS:
-            self.is_placed, self._applied, self._strangers = True, set(), look.holders
-            self.floor = max(self.floor, look.drawn - _OVERLAP)
-        self._applied |= {row for row in look.rows if row.sequence > self.floor}
+        self._older_holders &= batch.holders
+        if not self.is_placed or len(batch.rows) > MOST_ROWS:
+            self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
+            self.floor = max(self.floor, batch.drawn - _OVERLAP)
+        self._applied |= {row for row in batch.rows if row.sequence > self.floor}
         before = self.confirmed
-        if self._undecided is not None:
-            self._undecided &= look.holders
-            if not self._undecided:
-                self.confirmed, self._undecided = self._candidate, None
-        if self._undecided is None:
-            self._candidate, self._undecided = look.drawn, look.holders
-            if not look.holders:
-                self.confirmed, self._undecided = look.drawn, None
+        if self._pending_holders is not None:
+            self._pending_holders &= batch.holders
+            if not self._pending_holders:
+                self.confirmed, self._pending_holders = self._candidate, None
+        if self._pending_holders is None:
+            self._candidate, self._pending_holders = batch.drawn, batch.holders
+            if not batch.holders:
+                self.confirmed, self._pending_holders = batch.drawn, None
         self.floor = max(self.floor, self.confirmed - _OVERLAP)
         self._applied = {row for row in self._applied if row.sequence > self.floor}
         return self.confirmed > before

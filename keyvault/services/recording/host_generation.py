@@ -8,7 +8,7 @@ The file is only a notification. If an announcement is lost (its writer was kill
 feed delivers it a moment later. So no process waits for the file without a limit, and any doubt drops the whole cache.
 
 A process that had mapped a file which was deleted or replaced notices it at its next announcement, its next `since`,
-or the next `heal` of its follower. One limit follows. If the file is deleted and a process that never mapped it
+or the next `remap` of its follower. One limit follows. If the file is deleted and a process that never mapped it
 announces first, it does so in a new file, and the others keep reading theirs. They learn of that change only from the
 next poll of the feed.
 """
@@ -30,7 +30,7 @@ _MAGIC = int.from_bytes(b"KVGENER1", "little")
 _HEADER_WORDS = 8
 _SLOT_WORDS = 32
 _SLOT_BYTES = _SLOT_WORDS * 8
-_MOST_BYTES = _SLOT_BYTES - 16
+_MAX_SUBJECT_BYTES = _SLOT_BYTES - 16
 _SIZE = 8 * (_HEADER_WORDS + SLOTS * _SLOT_WORDS)
 
 _READER_SECONDS = 0.05
@@ -69,7 +69,7 @@ class HostGeneration:
         with self._opened() as descriptor:
             self._map(descriptor)
             words = self.words
-            if not _is_locked(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS):
+            if not _try_lock(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS):
                 # The holder was stopped while it held the lock. A distant number makes readers drop their caches.
                 words[0] = time.time_ns()
                 return
@@ -86,19 +86,19 @@ class HostGeneration:
         cannot be opened or created.
         """
         with self._opened() as descriptor:
-            is_another = self._map(descriptor)
+            is_remapped = self._map(descriptor)
             words = self.words
-            word = words[0]
-            if is_another or not _is_locked(descriptor, fcntl.LOCK_SH, _READER_SECONDS):
-                return word, None
-            word = words[0]
-            if not 0 <= word - seen <= SLOTS:
-                return word, None
-            found = [_read_slot(words, number) for number in range(seen + 1, word + 1)]
+            current = words[0]
+            if is_remapped or not _try_lock(descriptor, fcntl.LOCK_SH, _READER_SECONDS):
+                return current, None
+            current = words[0]
+            if not 0 <= current - seen <= SLOTS:
+                return current, None
+            found = [_read_slot(words, number) for number in range(seen + 1, current + 1)]
         subjects = [subject for subject in found if subject is not None]
-        return word, subjects if len(subjects) == len(found) else None
+        return current, subjects if len(subjects) == len(found) else None
 
-    def heal(self) -> None:
+    def remap(self) -> None:
         """Map the file at `path` again if it was replaced. Raises OSError."""
         with self._opened() as descriptor:
             self._map(descriptor)
@@ -123,7 +123,7 @@ class HostGeneration:
         file = status.st_dev, status.st_ino
         if file == self._file and status.st_size >= _SIZE and self.words[1] == _MAGIC:
             return False
-        _is_locked(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS)
+        _try_lock(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS)
         if os.fstat(descriptor).st_size < _SIZE:
             # Allocate the blocks: a write to a hole of a mapped file kills the process when the disk is full.
             os.posix_fallocate(descriptor, 0, _SIZE)
@@ -144,7 +144,7 @@ class HostGeneration:
 def _write_slot(words: memoryview, number: int, subject: Subject) -> None:
     """Write one slot, its number last: without a number, the slot of a writer killed meanwhile is ignored."""
     text = "\0".join(subject).encode()
-    length = len(text) if len(text) <= _MOST_BYTES else 0
+    length = len(text) if len(text) <= _MAX_SUBJECT_BYTES else 0
     start = _start_of(number)
     words[start] = 0
     words[start + 1] = length
@@ -156,7 +156,7 @@ def _write_slot(words: memoryview, number: int, subject: Subject) -> None:
 def _read_slot(words: memoryview, number: int) -> Subject | None:
     start = _start_of(number)
     length = words[start + 1]
-    if words[start] != number or not 0 < length <= _MOST_BYTES:
+    if words[start] != number or not 0 < length <= _MAX_SUBJECT_BYTES:
         return None
     first = 8 * (start + 2)
     try:
@@ -170,12 +170,12 @@ def _start_of(number: int) -> int:
     return _HEADER_WORDS + (number % SLOTS) * _SLOT_WORDS
 
 
-def _is_locked(descriptor: int, how: int, seconds: float) -> bool:
+def _try_lock(descriptor: int, operation: int, seconds: float) -> bool:
     """Take the lock, waiting at most this many seconds; return whether it was taken."""
     ends_at = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= ends_at:
                 return False

@@ -26,7 +26,7 @@ def announce(
     operator must acknowledge this notice, although not every notice of its kind.
     `payload`: ids, states and times; no key material and no personal data.
     """
-    notice = _written(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
+    notice = _write_notice(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
     if account is None or kind in INTERNAL:
         return notice
     for endpoint in WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True):
@@ -36,7 +36,7 @@ def announce(
 
 def announce_to(grant: Grant, endpoint: WebhookEndpoint, kind: NoticeKind, subject: str, /) -> Notice:
     """Write a notice and its delivery to one webhook endpoint."""
-    notice = _written(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
+    notice = _write_notice(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
     WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
     return notice
 
@@ -46,13 +46,13 @@ def message_of(notice: Notice) -> bytes:
     account = notice.account
     if account is None:
         raise TypeError(f"{notice.kind} is for operators alone")
-    told = {"merchant_id": account.merchant_id, "environment": account.environment}
-    data = {**notice.payload, "account": told, "subject": notice.subject}
+    account_ids = {"merchant_id": account.merchant_id, "environment": account.environment}
+    data = {**notice.payload, "account": account_ids, "subject": notice.subject}
     timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return canonical_bytes({"type": notice.kind, "timestamp": timestamp, "data": data})
 
 
-def _written(
+def _write_notice(
     grant: Grant,
     kind: NoticeKind,
     account: Account | None,

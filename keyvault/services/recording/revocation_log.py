@@ -97,9 +97,9 @@ def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
 
     Raises OSError, also when the file is missing or empty: a new file here would hide the loss of the old one.
     """
-    with _opened(settings.JOURNAL) as descriptor:
-        with _locked(descriptor):
-            _mend_torn(descriptor)
+    with _open_file(settings.JOURNAL) as descriptor:
+        with _lock(descriptor):
+            _remove_torn_line(descriptor)
             if os.fstat(descriptor).st_size == 0:
                 raise empty_error()
             _write(descriptor, b"".join(map(line_bytes, lines)))
@@ -111,9 +111,9 @@ def make_journal(opened: Opened) -> bool:
     """Create the file with its first line; return False when it already has lines. Raises OSError."""
     path = settings.JOURNAL
     ensure_private_directory(path.parent)
-    with _opened(path, os.O_CREAT) as descriptor:
-        with _locked(descriptor):
-            _mend_torn(descriptor)
+    with _open_file(path, os.O_CREAT) as descriptor:
+        with _lock(descriptor):
+            _remove_torn_line(descriptor)
             if os.fstat(descriptor).st_size > 0:
                 return False
             _write(descriptor, line_bytes(opened))
@@ -207,7 +207,7 @@ def _note_committed(unit: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path, more: int = 0) -> Iterator[int]:
+def _open_file(path: Path, more: int = 0) -> Iterator[int]:
     """Open the file for each call, so that a file moved away is not written to. `more`: flags of `os.open`."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
     try:
@@ -217,7 +217,7 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
+def _lock(descriptor: int) -> Iterator[None]:
     """Hold the lock for the microseconds of the write, not for the sync. A killed process releases it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
@@ -226,7 +226,7 @@ def _locked(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _mend_torn(descriptor: int) -> None:
+def _remove_torn_line(descriptor: int) -> None:
     """Remove a partial last line left by a killed writer, so that it does not corrupt the next line too."""
     size = os.fstat(descriptor).st_size
     tail = b""

@@ -76,7 +76,7 @@ def recorded(
     record = Record(chain, event, grant, details)
     unit = _open_unit.get()
     if unit is not None:
-        with _undone_together(unit), transaction.atomic():
+        with _rolled_back_together(unit), transaction.atomic():
             # The entry of the cause comes before those of its effects, so append it before the block runs.
             unit.records.append(record)
             yield record
@@ -93,7 +93,7 @@ def recorded(
 
 
 @contextmanager
-def _undone_together(unit: _Unit) -> Iterator[None]:
+def _rolled_back_together(unit: _Unit) -> Iterator[None]:
     """Drop the entries and change rows of a nested block that is rolled back."""
     with collect_subjects() as subjects:
         entries, altered = len(unit.records), dict(subjects)
@@ -150,12 +150,12 @@ def _host_user(principal: Principal) -> str | None:
 
 def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:
     """Require a grant for one of these permissions, on this account or the platform."""
-    place = (None, None) if account is None else (account.environment, account.merchant_id)
+    scope = (None, None) if account is None else (account.environment, account.merchant_id)
     fits = (
         isinstance(grant.rule, OperationRule)
         and grant.rule.permission in permissions
         and isinstance(grant.target, Target)
-        and (grant.target.environment, grant.target.merchant_id) == place
+        and (grant.target.environment, grant.target.merchant_id) == scope
     )
     if not fits:
         raise PermissionMissingError(

@@ -50,7 +50,7 @@ def choose_login(name: str) -> Login:
     return AppRoleLogin(settings.VAULT_LOGINS, name)
 
 
-def find_place(environment: Environment, path: str) -> dict[str, str]:
+def find_backend_location(environment: Environment, path: str) -> dict[str, str]:
     """Return the mount and path at which a merchant's own backend reads a path of the environment's keys.
 
     Empty with the local keystore, which only Keyvault's processes can read.

@@ -37,7 +37,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import MOUNT, find_place, secret_backend
+from keyvault.services.secrets.backend import MOUNT, find_backend_location, secret_backend
 from keyvault.services.secrets.stored_copies import ForeignWriterError, require_served
 
 WRITE_WITHIN = timedelta(seconds=60)
@@ -61,7 +61,7 @@ def set_connection(grant: Grant, account: Account, provider: str, credentials: P
             version.
         BackendUnavailableError: the outcome is unknown; set the credentials again.
     """
-    name, text = read_provider(provider), _read(account, credentials)
+    name, text = read_provider(provider), _read_valid(account, credentials)
     connection = find_connection(account, name)
     if connection is None:
         connection = _add(grant, account, name)
@@ -72,7 +72,7 @@ def set_connection(grant: Grant, account: Account, provider: str, credentials: P
 
 def replace_connection(grant: Grant, connection: ProviderConnection, credentials: Plaintext) -> ProviderConnection:
     """Replace the credentials of this connection. Raises StateConflictError when it is removed; else as above."""
-    text = _read(connection.account, credentials)
+    text = _read_valid(connection.account, credentials)
     if connection.removed_at is not None:
         raise StateConflictError("The connection is removed. Add a new one.")
     _begin(grant, connection)
@@ -116,18 +116,18 @@ def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
     if connection.removed_at is None:
         raise StateConflictError("Only a removed connection is forgotten.")
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
-    stranger: ForeignWriterError | None = None
+    foreign: ForeignWriterError | None = None
     ours = []
     for version in secret_backend().versions(mount, path):
         try:
             if _is_ours(connection, version):
                 ours.append(version.version)
         except ForeignWriterError as error:
-            stranger = error
-    if stranger is not None:
+            foreign = error
+    if foreign is not None:
         for number in ours:
             secret_backend().destroy(mount, path, number)
-        raise stranger
+        raise foreign
     secret_backend().forget(mount, path)
     with recorded(grant, _SETTLE, "connection.forgotten", account=connection.account, **_about(connection)):
         connection.compare_and_swap(forgotten_at=grant.at)
@@ -179,7 +179,7 @@ def describe_connection(connection: ProviderConnection) -> dict[str, Any]:
         "stored_at": connection.stored_at,
         "stored_by": connection.stored_by,
         "backend_version": connection.backend_version,
-        **find_place(Environment(connection.account.environment), connection.backend_path),
+        **find_backend_location(Environment(connection.account.environment), connection.backend_path),
     }
 
 
@@ -190,7 +190,7 @@ def connection_id(connection: ProviderConnection) -> str:
 # --- one write ----------------------------------------------------------------------------------------------
 
 
-def _read(account: Account, credentials: Plaintext) -> Plaintext:
+def _read_valid(account: Account, credentials: Plaintext) -> Plaintext:
     environment = Environment(account.environment)
     require_served(environment)
     return read_credentials(credentials, CONNECTION_MODE[environment])

@@ -33,7 +33,7 @@ from keyvault.services.work.leases import Lease, hold
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})
 
-_IS_FOR = {"rot": "rotation_id", "req": "request_id"}
+_PURPOSE_LABELS = {"rot": "rotation_id", "req": "request_id"}
 """Label that names the purpose of a version, by the prefix of the purpose's id."""
 
 
@@ -81,7 +81,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
         "key_id": key.key_id,
         "credential_id": credential.credential_id,
         "environment": credential.environment.value,
-        _IS_FOR.get(purpose.partition("_")[0], "purpose"): purpose,
+        _PURPOSE_LABELS.get(purpose.partition("_")[0], "purpose"): purpose,
     }
     newest = find_stored(credential)
     if newest is not None and newest.labels.get("key_id") == key.key_id and not again:
@@ -134,7 +134,7 @@ def recover_string(key: Key) -> Plaintext:
     except BackendMissingError:
         if not is_in_backend(key) or key.backend_version is None:
             raise
-    secret_backend().undelete(*_place(key), key.backend_version)
+    secret_backend().undelete(*_location(key), key.backend_version)
     return read_string(key)
 
 
@@ -164,11 +164,11 @@ def destroy_string(grant: Grant, key: Key) -> None:
     """
     if key.material != Material.DESTROY_DUE or key.backend_version is None:
         return
-    if _is_anothers(key):
-        _note(grant, key, Material.DESTROYED, "key.material_lost")
+    if _holds_other_string(key):
+        _record_material(grant, key, Material.DESTROYED, "key.material_lost")
         return
-    secret_backend().destroy(*_place(key), key.backend_version)
-    _note(grant, key, Material.DESTROYED, "key.material_destroyed")
+    secret_backend().destroy(*_location(key), key.backend_version)
+    _record_material(grant, key, Material.DESTROYED, "key.material_destroyed")
 
 
 def settle_string(grant: Grant, key: Key, lease: Lease) -> None:
@@ -180,21 +180,21 @@ def settle_string(grant: Grant, key: Key, lease: Lease) -> None:
     """
     if key.material not in {Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         return
-    if _is_anothers(key):
-        _note(grant, key, Material.DESTROYED, "key.material_lost", lease)
+    if _holds_other_string(key):
+        _record_material(grant, key, Material.DESTROYED, "key.material_lost", lease)
     elif key.material == Material.DELETE_DUE:
-        secret_backend().soft_delete(*_place(key), key.backend_version)
-        _note(grant, key, Material.DELETED, "key.material_deleted", lease)
+        secret_backend().soft_delete(*_location(key), key.backend_version)
+        _record_material(grant, key, Material.DELETED, "key.material_deleted", lease)
     else:
         try:
-            secret_backend().undelete(*_place(key), key.backend_version)
+            secret_backend().undelete(*_location(key), key.backend_version)
         except BackendMissingError:
-            _note(grant, key, Material.DESTROYED, "key.material_lost", lease)
+            _record_material(grant, key, Material.DESTROYED, "key.material_lost", lease)
         else:
-            _note(grant, key, Material.HELD, "key.material_restored", lease)
+            _record_material(grant, key, Material.HELD, "key.material_restored", lease)
 
 
-def _is_anothers(key: Key) -> bool:
+def _holds_other_string(key: Key) -> bool:
     """Whether the version in the key's row holds another string.
 
     Version numbers are reused when the backend's storage is restored from a backup. An unreadable version counts as
@@ -203,18 +203,18 @@ def _is_anothers(key: Key) -> bool:
     if key.backend_version is None:
         return False
     try:
-        stored = secret_backend().read(*_place(key), key.backend_version)
+        stored = secret_backend().read(*_location(key), key.backend_version)
     except (BackendMissingError, BackendInvalidError):
         others = Key.objects.filter(credential_id=key.credential_id, backend_version=key.backend_version)
         return others.exclude(pk=key.pk).exclude(material__in=[Material.NONE, Material.DESTROYED]).exists()
     return stored.labels.get("key_id") != key.key_id
 
 
-def _place(key: Key) -> tuple[Mount, str]:
+def _location(key: Key) -> tuple[Mount, str]:
     return MOUNT[key.credential.environment], key.credential.backend_path
 
 
-def _note(grant: Grant, key: Key, material: Material, event: str, lease: Lease | None = None) -> None:
+def _record_material(grant: Grant, key: Key, material: Material, event: str, lease: Lease | None = None) -> None:
     """Record the new state of a copy."""
     account, version = key.credential.account, key.backend_version
     with recorded(grant, _STEPS, event, account=account, key_id=key.key_id, backend_version=version):
@@ -241,8 +241,8 @@ def announce_missing(grant: Grant, key: Key) -> None:
 
 def forget_string(key: Key) -> None:
     """Destroy the copy in the key's row, because a newer one replaces it. Idempotent."""
-    if key.backend_version is not None and not _is_anothers(key):
-        secret_backend().destroy(*_place(key), key.backend_version)
+    if key.backend_version is not None and not _holds_other_string(key):
+        secret_backend().destroy(*_location(key), key.backend_version)
 
 
 def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeniedError) -> None:

@@ -16,7 +16,7 @@ from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.merchants.operators import operator_row
-from keyvault.services.peppers.ring import freshen_peppers, load_peppers
+from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
@@ -145,7 +145,7 @@ def _mint(
 ) -> tuple[ServiceToken, Plaintext]:
     """Return an unsaved row and its string. The row's creator is accountable for the token's requests."""
     minted = mint_keystring(settings.KEY_PREFIX, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
-    freshen_peppers(PepperSet.SERVICE)
+    refresh_peppers(PepperSet.SERVICE)
     digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
     creator = grant.principal if isinstance(grant.principal, Operator) else None
     token = ServiceToken(

@@ -21,7 +21,7 @@ LEASE = timedelta(seconds=15)
 A call that still takes longer fails in `hold` when its worker records the outcome."""
 
 _FIRST_BACKOFF_SECONDS = 1
-_LONGEST_BACKOFF_SECONDS = 60
+_MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
 
 
@@ -78,8 +78,8 @@ def release(lease: Lease, *, due_at: datetime | None = None) -> None:
 
 def postpone(lease: Lease, now: datetime, error: str) -> None:
     """Release the work after a failure; the next attempt is due after a backoff that doubles up to a minute."""
-    doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
-    _give_back(lease, now + timedelta(seconds=min(_LONGEST_BACKOFF_SECONDS, doubled * _jitter())), error)
+    backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
+    _reschedule(lease, now + timedelta(seconds=min(_MAX_BACKOFF_SECONDS, backoff * _jitter())), error)
 
 
 def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
@@ -88,10 +88,10 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
     `seconds`: the server's own Retry-After, honored up to a minute so that its return is noticed.
     """
     wanted = max(_PAUSE_SECONDS, seconds) * _jitter()
-    _give_back(lease, now + timedelta(seconds=min(wanted, _LONGEST_BACKOFF_SECONDS - 2)), error, attempts=0)
+    _reschedule(lease, now + timedelta(seconds=min(wanted, _MAX_BACKOFF_SECONDS - 2)), error, attempts=0)
 
 
-def _give_back(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
+def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
         token="",
         until=None,
@@ -105,7 +105,7 @@ def _jitter() -> float:
     return 1 + secrets.randbelow(250) / 1000
 
 
-def put_off(subject: str, now: datetime, error: str) -> None:
+def record_failure(subject: str, now: datetime, error: str) -> None:
     """Record a failure of work that needs no lease; consecutive failures back off. See `list_failed`."""
     lease = claim(subject, now, now_or_never=True)
     if lease is not None:

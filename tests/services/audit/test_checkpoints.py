@@ -32,7 +32,7 @@ from keyvault.services.audit.checkpoints import (
     UNSIGNED_FOR,
     ScopeReport,
     gather_public_keys,
-    list_standings,
+    list_checkpoint_status,
     read_public_keys,
     sign_due,
     verify_checkpoints,
@@ -422,13 +422,13 @@ def test_verify_checkpoints_while_others_write_and_sign_raises_no_false_alarm(wr
 
 
 def test_standings_show_the_newest_and_whether_it_holds(written: Iterator[datetime]) -> None:
-    standings = {standing.scope: standing for standing in list_standings()}
+    standings = {standing.scope: standing for standing in list_checkpoint_status()}
     sandbox = standings["sandbox"]
     assert sandbox.newest is not None
     assert (sandbox.newest.number, sandbox.unsigned, sandbox.fault) == (3, 1, None)
     with tampering():
         _write_anew()
-    sandbox = next(standing for standing in list_standings() if standing.scope == "sandbox")
+    sandbox = next(standing for standing in list_checkpoint_status() if standing.scope == "sandbox")
     assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} is another one than it signs"
 
 
@@ -436,7 +436,8 @@ def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> N
     with tampering():
         _forge()
     assert (
-        next(each.fault for each in list_standings() if each.scope == "sandbox") == "its signature is not the signer's"
+        next(each.fault for each in list_checkpoint_status() if each.scope == "sandbox")
+        == "its signature is not the signer's"
     )
 
 
