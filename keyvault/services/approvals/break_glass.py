@@ -20,7 +20,7 @@ def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("only an operator breaks the glass")
+        raise TypeError("only an operator can use break-glass")
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
@@ -40,14 +40,14 @@ def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     Raises StateConflictError when it is already reviewed, or the reviewer performed or requested the action.
     """
     if act.reviewed_at is not None:
-        raise StateConflictError("This act was reviewed already.")
+        raise StateConflictError("This action is already reviewed.")
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("only an operator reviews")
+        raise TypeError("only an operator can review")
     if operator.person == act.person:
-        raise StateConflictError("This takes a second person: whoever did it cannot review it.")
+        raise StateConflictError("This requires a second person: the operator who acted cannot review it.")
     if operator.person == act.requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot review it.")
+        raise StateConflictError("This requires a second person: the requester cannot review it.")
     with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
         act.compare_and_swap(
             reviewed_at=grant.at,

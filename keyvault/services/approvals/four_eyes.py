@@ -30,13 +30,13 @@ def approving_operator(
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people approve")
+        raise TypeError("only an operator can approve")
     if operator.person == requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
+        raise StateConflictError("This requires a second person: the requester cannot approve it.")
     if shown_digest != stored_digest:
-        raise StateConflictError("This is not what you were shown. Look at it again.")
+        raise StateConflictError("This is not what you were shown. Review it again.")
     if approvals.filter(person=operator.person).exists():
-        raise StateConflictError("You have approved this already; it takes another person.")
+        raise StateConflictError("You have already approved this. It takes another person.")
     return operator
 
 
@@ -54,9 +54,9 @@ def note_command_line_approval(
         return
     why = None
     if operator.channel is Channel.COMMAND_LINE:
-        why = "approved on a command line, which proves no identity"
+        why = "approved on a command line, which does not prove an identity"
     elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_SYSTEM_PREFIX):
-        why = "asked with a token that was made on the host in nobody's name"
+        why = "requested with a token that was created on the host without an operator"
     if why is not None:
         note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
 

@@ -38,7 +38,7 @@ def count_unseen() -> int:
 def mark_seen(grant: Grant, notice: Notice) -> None:
     """Mark one alarm as seen. Raises StateConflictError when it is not an unseen alarm."""
     if not notice.is_alarm or notice.seen_at is not None:
-        raise StateConflictError("It does not wait to be seen.")
+        raise StateConflictError("This notice is not an unseen alarm.")
     details = {"notice_id": notice.notice_id, "kind": notice.kind, "subject": notice.subject}
     with recorded(grant, Permission.NOTICES_MARK, "notice.seen", account=notice.account, **details):
         _mark(grant, [notice])
@@ -52,7 +52,7 @@ def mark_all_seen(grant: Grant, until: datetime) -> int:
     with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=until.isoformat()) as record:
         notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MOST_AT_ONCE])
         if not notices:
-            raise StateConflictError("No alarm waits to be seen.")
+            raise StateConflictError("There are no unseen alarms.")
         record.details["count"] = len(notices)
         _mark(grant, notices)
     return len(notices)
@@ -60,7 +60,7 @@ def mark_all_seen(grant: Grant, until: datetime) -> int:
 
 def _mark(grant: Grant, notices: Iterable[Notice]) -> None:
     if not isinstance(grant.principal, Operator):
-        raise PermissionMissingError("An alarm is seen by a person.")
+        raise PermissionMissingError("Only an operator can mark an alarm as seen.")
     seen_by = operator_row(grant.principal)
     for notice in notices:
         notice.compare_and_swap(seen_at=grant.at, seen_by=seen_by)

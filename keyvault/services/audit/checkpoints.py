@@ -120,7 +120,7 @@ def _sign_scope(scope: PepperSet, now: datetime) -> bool:
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
-        _log.warning("a checkpoint of the audit log is put off", extra=_log_fields(scope, error))
+        _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
     return False
 
 
@@ -273,7 +273,7 @@ def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: dateti
         if at is not None and now - at > UNSIGNED_FOR:
             return (
                 f"entry {first} of chain {chain} has been unsigned since {at:%Y-%m-%d %H:%M} UTC: the worker or its "
-                "signer was away since, or checkpoints were taken away"
+                "signer has been unavailable since, or checkpoints were deleted"
             )
     return None
 

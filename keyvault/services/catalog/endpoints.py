@@ -25,8 +25,8 @@ def add_endpoint(grant: Grant, draft: EndpointDraft) -> CatalogEndpoint:
         _serialize_writers()
         is_taken = CatalogEndpoint.objects.filter(name=draft.name, withdrawn_at__isnull=False).exists()
         if is_taken:
-            fault = Fault("/name", "there was an endpoint of this name: restore it and change it")
-            raise RequestInvalidError("The endpoint cannot be added like that.", [fault])
+            fault = Fault("/name", "a withdrawn endpoint has this name: restore it and change it")
+            raise RequestInvalidError("The endpoint cannot be added.", [fault])
         endpoint = _require_valid(draft, _live_endpoints())
         row = CatalogEndpoint(name=draft.name, created_at=grant.at, **_rule_columns(draft))
         row.save()
@@ -41,7 +41,7 @@ def change_endpoint(grant: Grant, row: CatalogEndpoint, draft: EndpointDraft) ->
     """
     _require_live(row)
     if draft.name != row.name:
-        raise RequestInvalidError("An endpoint keeps its name.", [Fault("/name", f"this is {row.name}")])
+        raise RequestInvalidError("An endpoint's name cannot be changed.", [Fault("/name", f"must be {row.name}")])
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.changed", endpoint=row.name) as record:
         _serialize_writers()
         endpoint = _require_valid(draft, _live_endpoints(but=row.name))
@@ -107,14 +107,14 @@ def _live_endpoints(but: str = "") -> list[Endpoint]:
 
 def _require_live(row: CatalogEndpoint) -> None:
     if row.withdrawn_at is not None:
-        raise StateConflictError("The endpoint is withdrawn: restore it first.")
+        raise StateConflictError("The endpoint is withdrawn. Restore it first.")
 
 
 def _require_valid(draft: EndpointDraft, others: Iterable[Endpoint]) -> Endpoint:
     read = read_endpoint(draft, others, _base_segments())
     if isinstance(read, Endpoint):
         return read
-    raise RequestInvalidError("The endpoint cannot be like that.", read)
+    raise RequestInvalidError("The endpoint is invalid.", read)
 
 
 def _base_segments() -> frozenset[str]:

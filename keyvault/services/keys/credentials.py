@@ -36,9 +36,9 @@ def restrict_credential(
         elif canonical not in kept:
             kept.append(canonical)
     if origin_header is OriginHeader.REPORT and credential.kind != KeyKind.PRIVATE:
-        faults.append(Fault("/origin_header", "public keys come from browsers: there is nothing to report"))
+        faults.append(Fault("/origin_header", "only for private keys: browsers always send Origin with public keys"))
     if faults:
-        raise RequestInvalidError("The credential cannot be restricted like that.", faults)
+        raise RequestInvalidError("The restriction is invalid.", faults)
     with recorded(
         grant,
         Permission.CREDENTIALS_RESTRICT,

@@ -101,9 +101,9 @@ def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
 def resume_key(grant: Grant, key: Key) -> Record:
     """Resume a suspended key. Raises StateConflictError when it is not suspended or has expired."""
     if key.state != KeyState.SUSPENDED:
-        raise StateConflictError(f"Only a suspended key is resumed; this one is {key.state}.")
+        raise StateConflictError(f"Only a suspended key can be resumed. This key is {key.state}.")
     if key.expires_at is not None and grant.at >= key.expires_at:
-        raise StateConflictError("The key has expired; resuming would not make it good again.")
+        raise StateConflictError("The key has expired and cannot be resumed.")
     permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
     # A deletion that is due may be under way, so undelete after it too.
     is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
@@ -169,7 +169,9 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
     RateLimitedError after too many repeats, PermissionMissingError for a key other than the presented one.
     """
     if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
-        raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
+        raise PermissionMissingError(
+            "This action is not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}"
+        )
     ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
     is_repeat = key.state in ended
     if is_repeat:
@@ -412,7 +414,7 @@ def _require_room(key: Key) -> None:
     account = rows.get(pk=key.credential_id).account
     # Read after the lock is held; values read together with the lock may be older.
     if Merchant.objects.get(pk=account.merchant_id).status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left; its credentials get no keys any more.")
+        raise StateConflictError("The merchant has left. Its credentials cannot get new keys.")
     verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
     if verifying.count() >= MAX_VERIFYING:
-        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")
+        raise StateConflictError("Two keys of the credential are already active. Revoke one of them first.")

@@ -45,7 +45,7 @@ class StoreWatch:
         Raises LimitStoreLostError without a call while a lost store is not due for another attempt.
         """
         if not self._may_try():
-            raise LimitStoreLostError("left alone")
+            raise LimitStoreLostError("not due for another attempt")
         try:
             yield
         except LimitStoreLostError as error:

@@ -82,7 +82,7 @@ def set_endpoint_limit(
             )
             row.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else set this limit at the same moment. Look at it again.") from error
+        raise StateConflictError("Another request set this limit at the same time. Check it and try again.") from error
     return row
 
 
@@ -112,10 +112,10 @@ def _require_limitable(endpoint_name: str) -> Endpoint:
     if not isinstance(endpoint, Endpoint):
         fault = "there is no such endpoint in the catalog"
     elif not endpoint.spends:
-        fault = "no limit holds back a request for it"
+        fault = "requests for it are not rate limited"
     else:
         return endpoint
-    raise RequestInvalidError("There is no limit to set there.", [Fault("/endpoint", fault)])
+    raise RequestInvalidError("This endpoint cannot have a limit.", [Fault("/endpoint", fault)])
 
 
 def _event(limit: Limit | None) -> str:

@@ -25,7 +25,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60, 86_400
 def set_client_configuration(grant: Grant, account: Account, configuration: Mapping[str, Any]) -> None:
     """Set the public JSON object. Raises RequestInvalidError when it is invalid, too large or contains a secret."""
     if (fault := _configuration_fault(configuration)) is not None:
-        raise RequestInvalidError("The configuration does not fit.", [Fault("/configuration", fault)])
+        raise RequestInvalidError("The configuration is invalid.", [Fault("/configuration", fault)])
     digest = sha256(canonical_bytes(configuration)).hexdigest()
     with recorded(
         grant, Permission.MERCHANTS_WRITE, "account.client_configuration_set", account=account, sha256=digest
@@ -47,7 +47,7 @@ def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) 
     if len(wanted) > MOST_ORIGINS:
         faults = [Fault("/origins", f"at most {MOST_ORIGINS}")]
     if faults:
-        raise RequestInvalidError("The origins do not fit.", faults)
+        raise RequestInvalidError("The origins are invalid.", faults)
     with recorded(grant, Permission.MERCHANTS_WRITE, "account.origins_set", account=account, origins=wanted):
         account.compare_and_swap(allowed_origins=wanted)
 
@@ -56,7 +56,7 @@ def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> No
     """Set the maximum lifetime of new customer access tokens, in seconds; issued tokens keep theirs."""
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
         fault = Fault("/seconds", f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}")
-        raise RequestInvalidError("The bound does not fit.", [fault])
+        raise RequestInvalidError("The bound is invalid.", [fault])
     with recorded(
         grant, Permission.MERCHANTS_WRITE, "account.customer_token_bound_set", account=account, seconds=seconds
     ):
@@ -95,13 +95,13 @@ def _configuration_fault(configuration: object) -> str | None:
         text = canonical_bytes(configuration)
         looks_secret = _looks_secret(configuration)
     except (TypeError, ValueError, RecursionError):
-        return "JSON of texts, whole numbers, true, false and null; any other number as a text"
+        return "JSON of strings, integers, true, false and null; any other number as a string"
     if len(text) > LARGEST_BYTES:
         return f"at most {LARGEST_BYTES} bytes"
     if b"\\u0000" in text:
         return "no NUL character"
     if looks_secret:
-        return "nothing that looks like a secret: everybody who has a public key can read this"
+        return "no secret: anyone who has a public key can read this"
     return None
 
 

@@ -23,9 +23,9 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
     if (fault := find_text_fault(name, 200)) is not None:
         faults.append(Fault("/name", fault))
     if faults:
-        raise RequestInvalidError("The merchant cannot be made like that.", faults)
+        raise RequestInvalidError("The merchant cannot be created.", faults)
     if Merchant.objects.filter(merchant_id=merchant_id).exists():
-        raise StateConflictError(f"There is a merchant {merchant_id} already.")
+        raise StateConflictError(f"Merchant {merchant_id} already exists. Choose another id.")
     with recorded(grant, Permission.MERCHANTS_WRITE, "merchant.created", merchant_id=merchant_id, name=name):
         merchant = Merchant(merchant_id=merchant_id, name=name, created_at=grant.at)
         merchant.save()
@@ -75,13 +75,13 @@ def require_staying(account: Account) -> None:
 
 def _refuse_offboarded(merchant: Merchant) -> None:
     if merchant.status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left, and does not come back: make a new one.")
+        raise StateConflictError("The merchant has left permanently. Create a new one.")
 
 
 def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatus, event: str) -> None:
     _refuse_offboarded(merchant)
     if merchant.status == status:
-        raise StateConflictError(f"The merchant is {status} already.")
+        raise StateConflictError(f"The merchant is already {status}.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, merchant_id=merchant.merchant_id):
         merchant.compare_and_swap(status=status)
 
@@ -89,6 +89,6 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
 def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, event: str) -> None:
     _refuse_offboarded(account.merchant)
     if account.status == status:
-        raise StateConflictError(f"The account is {status} already.")
+        raise StateConflictError(f"The account is already {status}.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, account=account):
         account.compare_and_swap(status=status)

@@ -28,7 +28,7 @@ def create_operator(
     Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak.
     """
     if Operator.objects.filter(username=username).exists():
-        raise StateConflictError(f"There is an operator {username} already.")
+        raise StateConflictError(f"Operator {username} already exists. Choose another name.")
     names = sorted(role.value for role in roles)
     operator = Operator(username=username, is_staff=True)
     if person is not None:
@@ -118,7 +118,7 @@ _ADMINISTRATOR = Role.KEY_ADMINISTRATOR
 def _require_active(operator: Operator) -> None:
     if not operator.is_active:
         raise StateConflictError(
-            f"Operator {operator.username} is disabled. Make a new one: "
+            f"Operator {operator.username} is disabled. Create a new one: "
             f"manage.py create_operator NAME --role ROLE --same-person-as {operator.username}"
         )
 
@@ -132,7 +132,7 @@ def _require_another_administrator(operator: Operator) -> None:
     if not any(other.pk != operator.pk for other in active.order_by("pk")):
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
-            f"First make another: manage.py create_operator NAME --role {_ADMINISTRATOR}"
+            f"Create another first: manage.py create_operator NAME --role {_ADMINISTRATOR}"
         )
 
 

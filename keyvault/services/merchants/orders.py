@@ -29,7 +29,7 @@ def create_order(
     if customer_id is not None and (fault := find_customer_id_fault(customer_id)) is not None:
         faults.append(Fault("/customer_id", fault))
     if faults:
-        raise RequestInvalidError("The order cannot be made like that.", faults)
+        raise RequestInvalidError("The order is invalid.", faults)
     order = Order(
         order_token=mint_id("ord", secrets.token_bytes),
         account=account,

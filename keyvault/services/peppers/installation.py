@@ -50,9 +50,9 @@ def require_ours(labels: Mapping[str, str], what: str) -> None:
     """
     ours, theirs = installation_id(), labels.get(LABEL)
     if theirs != ours:
-        whose = f"to installation {theirs}" if theirs else "to nobody that we know"
+        whose = f"to installation {theirs}" if theirs else "to an unknown installation"
         raise IntegrityError(
-            "What the secret backend has belongs to another installation.",
+            "The data in the secret backend belongs to another installation.",
             internal=f"{what} belongs {whose}, this database to {ours}: set a KEYVAULT_VAULT_PREFIX (or"
             " KEYVAULT_DATA_DIR) of this installation's own, or restore the database that belongs to it",
         )

@@ -100,8 +100,8 @@ class PepperRing:
         if loaded is None:
             self.schedule_refresh()
             raise VerifierStaleError(
-                "The key cannot be judged right now. Try again.",
-                internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend away?",
+                "The key cannot be verified right now. Try again.",
+                internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend unavailable?",
             )
         return loaded.now()
 
@@ -213,8 +213,8 @@ def take_pepper(peppers: Peppers, version: int) -> Peppers:
     if newest.lacks(version):
         load_peppers.schedule_refresh()
         raise VerifierStaleError(
-            "The key cannot be judged right now. Try again.",
-            internal=f"{peppers.pepper_set} pepper {version} is not loaded yet: is the secret backend away?",
+            "The key cannot be verified right now. Try again.",
+            internal=f"{peppers.pepper_set} pepper {version} is not loaded yet: is the secret backend unavailable?",
         )
     return newest
 
@@ -267,8 +267,9 @@ def read_pepper(pepper_set: PepperSet, number: int) -> bytes:
         pepper = b""
     if len(pepper) != PEPPER_BYTES:
         raise IntegrityError(
-            "What the secret backend has is not a pepper.",
-            internal=f"{pepper_set} pepper {number} was not written by us: find out who wrote it, and restore it",
+            "The value in the secret backend is not a pepper.",
+            internal=f"{pepper_set} pepper {number} was not written by Keyvault: find out who wrote it, and"
+            " restore the pepper",
         )
     return pepper
 
@@ -295,7 +296,7 @@ def read_checked(row: PepperVersion) -> bytes:
     pepper = read_pepper(pepper_set, row.number)
     if Peppers(pepper_set, {row.number: pepper}).check_value(row.number) != bytes(row.check_value):
         raise IntegrityError(
-            "A pepper is not the one that the keys were hashed with.",
+            "A pepper differs from the one that the keys were hashed with.",
             internal=f"{pepper_set} pepper {row.number} fails its check: {_diagnose(pepper)}",
         )
     return pepper

@@ -98,7 +98,7 @@ def _verify_stored(name: str) -> tuple[int, Break | None]:
     )
     newest = entries.order_by("-sequence").values_list("sequence", flat=True).first() or 0
     if broken is None and newest > AuditChain.objects.get(name=name).sequence:
-        broken = Break(name, newest, "an entry stands behind the head of the chain")
+        broken = Break(name, newest, "an entry has a higher sequence than the head of the chain")
     return head.sequence, broken
 
 

@@ -108,7 +108,9 @@ def notify_host(subjects: Collection[Subject]) -> None:
     try:
         generation().announce(subjects)
     except Exception:  # noqa: BLE001  the change is committed, so no failure here may reach the caller
-        _log.critical("this host's processes could not be told of a change; they find it in the feed", exc_info=True)
+        _log.critical(
+            "could not notify this host's processes of a change; they read it from the change feed", exc_info=True
+        )
 
 
 class Row(NamedTuple):
@@ -145,7 +147,7 @@ def poll_feed(above: int) -> ChangeBatch:
     script = ";".join([_SNAPSHOTS, _LAST_DRAWN, _HOLDERS, _ROWS_AS_JSON.format(rows=rows)])
     _, last_drawn, holders, visible = execute(script.encode())
     if last_drawn.get_value(0, 1) != b"f":
-        raise OperationalError("the change feed is followed on the primary only, and this is a standby")
+        raise OperationalError("this server is a standby; the change feed can only be followed on the primary")
     return ChangeBatch(
         int(last_drawn.get_value(0, 0) or 0),
         frozenset((holders.get_value(row, 0) or b"").decode() for row in range(holders.ntuples)),

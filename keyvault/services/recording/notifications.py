@@ -45,7 +45,7 @@ def message_of(notice: Notice) -> bytes:
     """Return the request body of a notice: the same bytes on each delivery, because a notice never changes."""
     account = notice.account
     if account is None:
-        raise TypeError(f"{notice.kind} is for operators alone")
+        raise TypeError(f"{notice.kind} is for operators only")
     account_ids = {"merchant_id": account.merchant_id, "environment": account.environment}
     data = {**notice.payload, "account": account_ids, "subject": notice.subject}
     timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -66,7 +66,7 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
     try:
         append_lines(describe_ended(ended, sequence, now, unit=unit))
     except OSError as error:
-        _log.exception("the revocation journal cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
         _try_alarm(error, now)
     else:
         transaction.on_commit(partial(_note_committed, unit), robust=True)
@@ -166,7 +166,7 @@ def boot_id() -> str:
 
 def announce_failure(grant: Grant, account: Account, error: OSError) -> None:
     """Raise the alarm inside the caller's transaction. Any account will do, because a host has none."""
-    why = os.strerror(error.errno) if error.errno else "it was not written"
+    why = os.strerror(error.errno) if error.errno else "the write failed"
     announce(grant, NoticeKind.JOURNAL_FAILED, account, host_name(), why=why)
 
 
@@ -192,7 +192,7 @@ def _try_alarm(error: OSError, now: datetime) -> None:
             if (account := find_account_to_alarm()) is not None:
                 announce_failure(authorize(WORKER, Permission.JOURNAL_KEEP, account, now=now), account, error)
     except DatabaseError:
-        _log.exception("nor can the alarm be raised")
+        _log.exception("the alarm about the revocation log cannot be raised")
 
 
 def _note_committed(unit: str) -> None:
@@ -200,7 +200,7 @@ def _note_committed(unit: str) -> None:
     try:
         append_lines([Committed(unit)], is_synced=False)
     except OSError:
-        _log.exception("the revocation journal cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
 
 
 # --- the file ---------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _remove_torn_line(descriptor: int) -> None:
     if _parsed(torn) is not None:
         os.write(descriptor, b"\n")
         return
-    _log.warning("a torn line of the revocation journal is taken away", extra={"bytes": len(torn)})
+    _log.warning("a torn line of the revocation log was removed", extra={"bytes": len(torn)})
     os.ftruncate(descriptor, size - len(torn))
 
 

@@ -159,6 +159,6 @@ def _require(grant: Grant, permissions: frozenset[Permission], account: Account 
     )
     if not fits:
         raise PermissionMissingError(
-            "This was not allowed.",
-            internal=f"{grant!r} opens none of {sorted(permissions)} on {account or 'the platform'}",
+            "This action is not allowed.",
+            internal=f"{grant!r} permits none of {sorted(permissions)} on {account or 'the platform'}",
         )

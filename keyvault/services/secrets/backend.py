@@ -33,7 +33,7 @@ def vault_backend() -> VaultBackend:
 def vault_server() -> VaultServer:
     """Return the configured Vault server. Raises ImproperlyConfigured without an address."""
     if not settings.VAULT_ADDRESS:
-        raise ImproperlyConfigured("VAULT_ADDR: wants the address of the Vault that KEYVAULT_BACKEND=vault asks for")
+        raise ImproperlyConfigured("VAULT_ADDR: KEYVAULT_BACKEND=vault requires the address of Vault")
     return VaultServer(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
 
 

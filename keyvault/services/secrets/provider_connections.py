@@ -82,7 +82,7 @@ def replace_connection(grant: Grant, connection: ProviderConnection, credentials
 def remove_connection(grant: Grant, connection: ProviderConnection) -> None:
     """Remove a connection; the worker erases its credentials. A new one for the same provider may be set."""
     if connection.removed_at is not None:
-        raise StateConflictError("The connection is removed already.")
+        raise StateConflictError("The connection is already removed.")
     with recorded(grant, _REMOVE, "connection.removed", account=connection.account, **_about(connection)):
         connection.compare_and_swap(removed_at=grant.at)
 
@@ -114,7 +114,7 @@ def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
     Keyvault's versions and keeps the path.
     """
     if connection.removed_at is None:
-        raise StateConflictError("Only a removed connection is forgotten.")
+        raise StateConflictError("Only a removed connection can be erased.")
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
     foreign: ForeignWriterError | None = None
     ours = []
@@ -161,7 +161,7 @@ def get_connection(account: Account, provider: str) -> ProviderConnection:
     """Return the account's connection to a provider. Raises NotFoundError."""
     found = find_connection(account, provider)
     if found is None:
-        raise NotFoundError(f"{account} has no connection of that name.")
+        raise NotFoundError(f"{account} has no connection to that provider.")
     return found
 
 
@@ -211,7 +211,9 @@ def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
             require_staying(account)
             connection.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else adds this connection at the same moment.") from error
+        raise StateConflictError(
+            "Another request added this connection at the same time. Check it and try again."
+        ) from error
     return connection
 
 
@@ -250,7 +252,7 @@ def _store(connection: ProviderConnection, text: Plaintext) -> int:
             return stored.version
         if isinstance(error, BackendConflictError):
             raise StateConflictError(
-                "Somebody else stored credentials for this connection at the same moment. Look at it again.",
+                "Another request stored credentials for this connection at the same time. Check it and try again.",
                 internal=error.internal,
             ) from error
         raise
@@ -263,9 +265,9 @@ def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> 
     with recorded(grant, _WRITE, "connection.stored", account=connection.account, **details):
         connection.refresh_from_db(from_queryset=_rows().select_for_update(of=("self",)))
         if connection.removed_at is not None:
-            raise StateConflictError("The connection was removed meanwhile.")
+            raise StateConflictError("The connection has been removed in the meantime.")
         if connection.backend_version != known and version < (connection.backend_version or 0):
-            raise StateConflictError("Somebody else replaced these credentials already.")
+            raise StateConflictError("Another request has already replaced these credentials.")
         connection.compare_and_swap(
             backend_version=version,
             stored_at=grant.at,

@@ -42,8 +42,8 @@ class ForeignWriterError(StateConflictError):
 
     def __init__(self, path: str, version: int) -> None:
         super().__init__(
-            "The secret backend holds something at this credential's place that Keyvault did not write.",
-            internal=f"version {version} at {path} was written by somebody else",
+            "The secret backend holds a value at this credential's path that Keyvault did not write.",
+            internal=f"version {version} at {path} was not written by Keyvault",
         )
 
 
@@ -112,7 +112,7 @@ def find_stored(credential: Credential) -> StoredSecret | None:
 def read_string(key: Key) -> Plaintext:
     """Return the key's string. Raises BackendMissingError when it is gone or unreadable, ForeignWriterError."""
     if key.material == Material.DELETED:
-        raise BackendMissingError("The key is in quarantine; its secret cannot be read while it is.")
+        raise BackendMissingError("The key is in quarantine. Its secret cannot be read until it is resumed.")
     if key.material not in {Material.HELD, Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         raise BackendMissingError("The secret is no longer stored.")
     credential = key.credential
@@ -146,15 +146,15 @@ def read_public_string(key: Key) -> Plaintext:
     """
     require_served(key.credential.environment)
     if key.credential.kind != KeyKind.PUBLIC:
-        raise StateConflictError("Only a public key is shown again.", internal=f"{key.key_id} is private")
+        raise StateConflictError("Only a public key can be shown again.", internal=f"{key.key_id} is private")
     if key.material in {Material.DELETE_DUE, Material.DELETED}:
-        raise StateConflictError("The key is in quarantine. It is shown again once it is good again.")
+        raise StateConflictError("The key is in quarantine. It can be shown after it is resumed.")
     try:
         return read_string(key)
     except BackendMissingError as error:
         if key.material != Material.RESTORE_DUE:
             raise
-        raise StateConflictError("The key has just left its quarantine. Look again in a moment.") from error
+        raise StateConflictError("The key has just left quarantine. Try again in a moment.") from error
 
 
 def destroy_string(grant: Grant, key: Key) -> None:

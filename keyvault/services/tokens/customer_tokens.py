@@ -38,7 +38,7 @@ def issue_customer_token(
     if not 1 <= seconds <= longest:
         faults.append(Fault("/ttl_seconds", f"1 to {longest}, the account's bound"))
     if faults:
-        raise RequestInvalidError("The token cannot be issued like that.", faults)
+        raise RequestInvalidError("The token cannot be issued.", faults)
     environment = Environment(account.environment)
     minted = mint_keystring(
         settings.KEY_PREFIX, StringKind.CUSTOMER_TOKEN, STRING_SCOPE[environment], secrets.token_bytes

@@ -53,7 +53,7 @@ def create_service_token(
         known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
         faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
     if faults:
-        raise RequestInvalidError("The token cannot be made like that.", faults)
+        raise RequestInvalidError("The token cannot be created.", faults)
     token, text = _mint(
         grant,
         name=name,
@@ -86,13 +86,13 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
     """
     if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
         fault = Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")
-        raise RequestInvalidError("The token cannot be rotated like that.", [fault])
+        raise RequestInvalidError("The token cannot be rotated.", [fault])
     if token.revoked_at is not None or grant.at >= token.expires_at:
-        raise StateConflictError("The token is not good any more: make a new one.")
+        raise StateConflictError("The token is revoked or expired. Create a new one.")
     line = list(ServiceToken.objects.filter(lineage=token.lineage).order_by("created_at"))
     for later in line:
         if later.created_at > token.created_at and later.revoked_at is None and grant.at < later.expires_at:
-            raise StateConflictError(f"It was rotated already: rotate its successor {later.token_id}.")
+            raise StateConflictError(f"The token is already rotated. Rotate its successor {later.token_id}.")
     successor, text = _mint(
         grant,
         name=token.name,
@@ -122,7 +122,7 @@ def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
     """Revoke a token permanently. Raises StateConflictError when it is already revoked."""
     if token.revoked_at is not None:
         notify_host([token.alters()])  # the first response may have been lost after the commit
-        raise StateConflictError("The token was revoked already.")
+        raise StateConflictError("The token is already revoked.")
     with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)
 

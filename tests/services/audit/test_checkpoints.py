@@ -174,7 +174,7 @@ def test_sign_due_signer_away_delays_and_blocks_nothing(
     away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
     with mock.patch.object(LocalSigner, "sign", side_effect=away), caplog.at_level(logging.WARNING):
         assert sign_due(next(written)) == 0
-    assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is put off"}
+    assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is delayed"}
     assert AuditCheckpoint.objects.count() == rows
     write()
     assert sign_due(next(written)) == 1
@@ -392,7 +392,7 @@ def test_verify_checkpoints_finds_entries_that_nobody_has_signed_for_too_long(wr
         AuditCheckpoint.objects.all().delete()
     reports = verify_checkpoints(keys, {}, unchecked, late)
     assert {report.broken for report in reports} == {None}
-    assert all("checkpoints were taken away" in str(report.overdue) for report in reports if report.unsigned)
+    assert all("checkpoints were deleted" in str(report.overdue) for report in reports if report.unsigned)
 
 
 def test_sign_due_tells_the_log_of_each_checkpoint(
@@ -533,7 +533,7 @@ def test_sealed_vault_delays_the_checkpoint_and_the_log_goes_on(
         with caplog.at_level(logging.WARNING, logger="keyvault.services.audit.checkpoints"):
             assert sign_due(now() + STEP) == 0
         warned = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
-        assert warned == {"a checkpoint of the audit log is put off"}
+        assert warned == {"a checkpoint of the audit log is delayed"}
         assert set(gather_public_keys({})[1]) == set(SCOPES)
         assert verify_audit().first_broken is None
         vault_on_disk.unseal()
