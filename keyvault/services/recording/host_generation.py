@@ -1,16 +1,15 @@
 """A generation counter that all processes of a host share: it grows with every change and is read before each verdict.
 
 Reading `words[0]` costs some tens of nanoseconds, without a system call or a lock. When it differs from the value last
-seen, `since` returns the changed subjects from a ring buffer, or says that the reader must drop its whole cache. A
+seen, `since` returns the changed subjects from a ring buffer. If it cannot, the reader must drop its whole cache. A
 writer announces after the commit and before it responds: from then on no process of the host can miss the change.
 
 The file is only a notification. If an announcement is lost (its writer was killed, the file was deleted), the change
 feed delivers it a moment later. So no process waits for the file without a limit, and any doubt drops the whole cache.
 
-A process that had mapped a file which was deleted or replaced notices it at its next announcement, its next `since`,
-or the next `remap` of its follower. One limit follows. If the file is deleted and a process that never mapped it
-announces first, it does so in a new file, and the others keep reading theirs. They learn of that change only from the
-next poll of the feed.
+When the mapped file is deleted or replaced, a process notices it at its next announcement, its next `since`, or the
+next `remap` of its follower. One limit follows. If a process that never mapped the deleted file announces first, it
+writes to a new file. The others still read the old one, and learn of that change only from the next poll of the feed.
 """
 
 import fcntl
