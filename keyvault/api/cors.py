@@ -11,7 +11,7 @@ from keyvault.access.catalog import BUILT_IN, Endpoint, NoMatchingEndpoint
 from keyvault.access.principals import KeyHolder
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.services.merchants.client_configuration import is_listed_by, is_listed_by_anybody
+from keyvault.services.merchants.client_configuration import is_listed_by, is_listed_by_any_account
 from keyvault.wire.headers import API_KEY
 
 _EXPOSED = "X-Request-Id, Retry-After, RateLimit, RateLimit-Policy"
@@ -24,7 +24,7 @@ def answer_preflight(request: Request, environment: Environment, path: str) -> R
     if request.method != "OPTIONS" or origin is None or method is None or not _is_public_path(path):
         return None
     headers = {"Vary": "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"}
-    if _is_public(BUILT_IN.match(method, path)) and is_listed_by_anybody(origin, environment):
+    if _is_public(BUILT_IN.match(method, path)) and is_listed_by_any_account(origin, environment):
         headers |= {
             "Access-Control-Allow-Origin": origin,
             "Access-Control-Allow-Methods": method,

@@ -25,7 +25,7 @@ from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel
 from keyvault.services.keys import lifecycle
-from keyvault.services.recording.changes import FeedWentBackError
+from keyvault.services.recording.changes import FeedRewoundError
 from keyvault.services.tokens import customer_tokens, service_tokens
 from tests.entry_points.golden import forged
 from tests.factories import grant, issue, make_token, now
@@ -276,7 +276,7 @@ def test_engine_whose_follower_finds_that_the_feed_went_back_answers_nothing(sce
     follower.poll_once()
     lift_triggers()
     lost.delete()
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         follower.poll_once()
     answer = primed.ask(service.reveal(), asked)
     assert (answer.status, json.loads(answer.body)["code"]) == (503, "verifier_stale")

@@ -61,7 +61,7 @@ def test_disable_operator_ends_sessions_and_sign_in_at_once() -> None:
     assert [each.get("/admin/").status_code for each in browsers] == [302, 302]
     assert not signs_in("tam", PASSWORD)
     assert details_of("operator.disabled") == {"username": "tam"}
-    with pytest.raises(CommandError, match=r"is disabled\. Make a new one"):
+    with pytest.raises(CommandError, match=r"is disabled\. Create a new one"):
         run("disable_operator", "tam")
 
 
@@ -78,7 +78,9 @@ def test_disabled_operator_enabled_by_a_stray_write_has_no_session_back() -> Non
 @pytest.mark.parametrize("words", [["disable_operator", "admin"], ["set_operator_roles", "admin", "--role", "auditor"]])
 def test_last_administrator_is_not_ended(words: list[str]) -> None:
     """The installation is never left with nobody to administer it."""
-    with pytest.raises(CommandError, match=r"the last active one with the role key_administrator\. First make another"):
+    with pytest.raises(
+        CommandError, match=r"the last active one with the role key_administrator\. Create another first"
+    ):
         run(*words)
     row = Operator.objects.get(username="admin")
     assert row.is_active

@@ -32,8 +32,8 @@ from keyvault.services.catalog.catalog import current_catalog, endpoint_of
 from keyvault.services.catalog.endpoints import (
     add_endpoint,
     change_endpoint,
+    draft_of,
     restore_endpoint,
-    wish_of,
     withdraw_endpoint,
 )
 
@@ -96,7 +96,7 @@ class AddForm(RuleForm):
 class ChangeForm(SeenForm, RuleForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
-        wish = wish_of(row)
+        wish = draft_of(row)
         shown = {name: getattr(wish, name) for name in RuleForm.base_fields}
         return {**shown, "credentials": sorted(wish.credentials), "version": row.version}
 

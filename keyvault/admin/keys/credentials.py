@@ -34,7 +34,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.networks import MOST_NETWORKS
 from keyvault.models import Account, Credential
 from keyvault.models.keys import OriginHeader
-from keyvault.services.keys.credentials import find_reading_place, restrict_credential
+from keyvault.services.keys.credentials import find_delivery_location, restrict_credential
 
 ORIGIN_HEADER = {
     OriginHeader.REFUSE: "refused: it may come from a browser",
@@ -164,7 +164,7 @@ def _facts(credential: Credential) -> FactTable:
             ("Kind", f"{credential.kind} API key"),
             ("Label", credential.label),
             ("Delivery", credential.get_delivery_display()),
-            *place_rows(find_reading_place(credential)),
+            *place_rows(find_delivery_location(credential)),
             *_restrictions(credential),
             ("Created", moment(credential.created_at)),
         ],

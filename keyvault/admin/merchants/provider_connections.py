@@ -33,7 +33,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.merchants.merchants import find_account
-from keyvault.services.secrets.backend import find_place
+from keyvault.services.secrets.backend import find_backend_location
 from keyvault.services.secrets.provider_connections import (
     connection_id,
     list_connections,
@@ -207,7 +207,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: ProviderConnection) -> Detail:
-        place = find_place(Environment(row.account.environment), row.backend_path)
+        place = find_backend_location(Environment(row.account.environment), row.backend_path)
         stored: list[tuple[str, Any]] = [
             ("Connection id", mono(connection_id(row))),
             ("Stored", moment(row.stored_at, missing="not yet")),

@@ -35,7 +35,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditChain, AuditEntry, LimitOverride, PepperVersion
-from keyvault.services.audit.checkpoints import CheckpointStatus, list_standings
+from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 
 PAGES = {
     "key_id": "keyvault_key",
@@ -198,7 +198,7 @@ def _checkpoints() -> Table:
             standing.unsigned,
             _holds(standing),
         )
-        for standing in list_standings()
+        for standing in list_checkpoint_status()
     ]
     return Table("Signed checkpoints", columns, rows)
 

@@ -25,7 +25,7 @@ from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.keys.records import find_customers, find_keys, find_tokens, key_rows, keys_of_raw
 from keyvault.services.limits.limiter import failed_proofs
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
-from keyvault.services.postgres.raw_queries import checked
+from keyvault.services.postgres.raw_queries import check_results
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class Reader:
             tell(told)
             return
         try:
-            rows = self._rows(checked(told))
+            rows = self._rows(check_results(told))
         except Exception as error:  # noqa: BLE001  for whoever asked, as it is
             self.close()
             tell(error)
@@ -319,7 +319,7 @@ class Reader:
 
         try:
             self._begin(send, take)
-            return checked(await answer)
+            return check_results(await answer)
         except BaseException:
             self.close()
             raise

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 
 from keyvault.domain.errors import NotFoundError
 from keyvault.management.json_command import JsonCommand
-from keyvault.services.keys.credentials import find_reading_place
+from keyvault.services.keys.credentials import find_delivery_location
 from keyvault.services.keys.lifecycle import describe_key, get_key
 
 
@@ -21,4 +21,4 @@ class Command(JsonCommand):
         key = get_key(options["key_id"])
         if key is None:
             raise NotFoundError(f"There is no key {options['key_id']}.")
-        return {**describe_key(key), **find_reading_place(key.credential)}
+        return {**describe_key(key), **find_delivery_location(key.credential)}

@@ -1,4 +1,4 @@
-"""Acts that went round a rule on purpose: noted in the same transaction, in sight until reviewed."""
+"""Break-glass actions: recorded in the transaction of the action, and listed until reviewed."""
 
 import secrets
 
@@ -14,10 +14,13 @@ from keyvault.services.recording.transaction import recorded
 
 
 def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person: str, why: str) -> None:
-    """Inside the `recorded` block of the act itself. `requester_person`: who asked for the subject."""
+    """Record a break-glass action, inside its own `recorded` block.
+
+    `requester_person`: the person who requested the subject.
+    """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("only an operator breaks the glass")
+        raise TypeError("only an operator can use break-glass")
     BreakGlass(
         act_id=mint_id("brk", secrets.token_bytes),
         event=event,
@@ -32,16 +35,19 @@ def note_break_glass(grant: Grant, *, event: str, subject: str, requester_person
 
 
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
-    """A second person has looked at it. Raises StateConflictError when somebody already has, and to who took part."""
+    """Record the review of a second person.
+
+    Raises StateConflictError when it is already reviewed, or the reviewer performed or requested the action.
+    """
     if act.reviewed_at is not None:
-        raise StateConflictError("This act was reviewed already.")
+        raise StateConflictError("This action is already reviewed.")
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("only an operator reviews")
+        raise TypeError("only an operator can review")
     if operator.person == act.person:
-        raise StateConflictError("This takes a second person: whoever did it cannot review it.")
+        raise StateConflictError("This requires a second person: the operator who acted cannot review it.")
     if operator.person == act.requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot review it.")
+        raise StateConflictError("This requires a second person: the requester cannot review it.")
     with recorded(grant, Permission.BREAK_GLASS_REVIEW, "break_glass.reviewed", act_id=act.act_id, act=act.event):
         act.compare_and_swap(
             reviewed_at=grant.at,

@@ -1,4 +1,4 @@
-"""One person's yes, wherever a second person is asked for. The triggers of both databases say the same."""
+"""Four-eyes approval: the approver must be a second person. Triggers in both databases enforce the same rule."""
 
 from typing import Protocol
 
@@ -10,8 +10,8 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
 from keyvault.services.approvals.break_glass import note_break_glass
 
-_NOBODY = "system:"
-"""What the creator of a token is called in the place of a person who has none, see `System.actor`."""
+_SYSTEM_PREFIX = "system:"
+"""Prefix of a token's creator when it is not a person; see `System.actor`."""
 
 
 class _Approvals(Protocol):
@@ -23,47 +23,47 @@ class _Approvals(Protocol):
 def approving_operator(
     grant: Grant, approvals: _Approvals, *, shown_digest: str, stored_digest: str, requester_person: str
 ) -> Operator:
-    """Who approves.
+    """Return the approving operator.
 
-    Raises StateConflictError when they asked for it themselves, were shown something else, or have approved
-    already.
+    Raises StateConflictError when the operator made the request, was shown another version of it, or has already
+    approved it.
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people approve")
+        raise TypeError("only an operator can approve")
     if operator.person == requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
+        raise StateConflictError("This requires a second person: the requester cannot approve it.")
     if shown_digest != stored_digest:
-        raise StateConflictError("This is not what you were shown. Look at it again.")
+        raise StateConflictError("This is not what you were shown. Review it again.")
     if approvals.filter(person=operator.person).exists():
-        raise StateConflictError("You have approved this already; it takes another person.")
+        raise StateConflictError("You have already approved this. It takes another person.")
     return operator
 
 
 def note_command_line_approval(
     grant: Grant, environment: str, *, event: str, subject: str, requester_person: str
 ) -> None:
-    """A command line proves no identity: in production an approval that rests on one stays in sight until reviewed.
+    """Record a break-glass action for a production approval that depends on an unproven command-line identity.
 
-    It was given there, or what it approves was asked with a token that was made there in nobody's name: then
-    the approver may be the very person who made the token, and no comparison of persons tells. Inside the
-    `recorded` block of the approval.
+    Either the approval was given there, or a token created there without an operator made the request. The creator of
+    such a token may be the approver, and no comparison of persons can detect it. Call this inside the `recorded` block
+    of the approval.
     """
     operator = grant.principal
     if not isinstance(operator, Operator) or environment != Environment.PRODUCTION:
         return
     why = None
     if operator.channel is Channel.COMMAND_LINE:
-        why = "approved on a command line, which proves no identity"
-    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_NOBODY):
-        why = "asked with a token that was made on the host in nobody's name"
+        why = "approved on a command line, which does not prove an identity"
+    elif isinstance(grant.target, Target) and (grant.target.requester_person or "").startswith(_SYSTEM_PREFIX):
+        why = "requested with a token that was created on the host without an operator"
     if why is not None:
         note_break_glass(grant, event=event, subject=subject, requester_person=requester_person, why=why)
 
 
-def locked(row: RecordedModel) -> None:
-    """Takes the row for this transaction, if nobody has written it since it was read.
+def lock_row(row: RecordedModel) -> None:
+    """Lock the row for this transaction, unless it was written since it was read.
 
-    Of two deciders at once the second waits here, and is then told to look again.
+    The second of two concurrent approvers waits here, and then gets a StateConflictError.
     """
     row.compare_and_swap()

@@ -1,4 +1,4 @@
-"""The operators' inbox: alarms stay in it, unseen, until somebody has marked them."""
+"""The operators' inbox: an alarm stays unseen until an operator marks it."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -19,14 +19,14 @@ UNSEEN = Q(is_alarm=True, seen_at__isnull=True)
 
 
 def list_notices() -> QuerySet[Notice]:
-    """All of them: alarms that nobody has seen first, then the newest."""
+    """Return all notices: unseen alarms first, then the newest."""
     is_unseen = Case(When(UNSEEN, then=Value(True)), default=Value(False), output_field=BooleanField())
     rows: QuerySet[Notice] = Notice.objects.all()
     return rows.annotate(is_unseen=is_unseen).order_by("-is_unseen", "-created_at", "-pk")
 
 
 def list_unseen() -> QuerySet[Notice]:
-    """The alarms that nobody has marked, the oldest first."""
+    """Return the unseen alarms, oldest first."""
     rows: QuerySet[Notice] = Notice.objects.filter(UNSEEN)
     return rows.order_by("created_at", "pk")
 
@@ -36,20 +36,23 @@ def count_unseen() -> int:
 
 
 def mark_seen(grant: Grant, notice: Notice) -> None:
-    """One alarm is off the list of what waits. Raises StateConflictError when it was not on it."""
+    """Mark one alarm as seen. Raises StateConflictError when it is not an unseen alarm."""
     if not notice.is_alarm or notice.seen_at is not None:
-        raise StateConflictError("It does not wait to be seen.")
+        raise StateConflictError("This notice is not an unseen alarm.")
     details = {"notice_id": notice.notice_id, "kind": notice.kind, "subject": notice.subject}
     with recorded(grant, Permission.NOTICES_MARK, "notice.seen", account=notice.account, **details):
         _mark(grant, [notice])
 
 
 def mark_all_seen(grant: Grant, until: datetime) -> int:
-    """Every alarm up to a time, which is when the operator looked, the oldest first; how many, MOST_AT_ONCE at most."""
+    """Mark the oldest alarms up to a time, at most MOST_AT_ONCE of them; return how many.
+
+    `until`: when the operator loaded the list. Raises StateConflictError when there is none.
+    """
     with recorded(grant, Permission.NOTICES_MARK, "notice.all_seen", until=until.isoformat()) as record:
         notices = list(list_unseen().filter(created_at__lte=until).select_for_update()[:MOST_AT_ONCE])
         if not notices:
-            raise StateConflictError("No alarm waits to be seen.")
+            raise StateConflictError("There are no unseen alarms.")
         record.details["count"] = len(notices)
         _mark(grant, notices)
     return len(notices)
@@ -57,7 +60,7 @@ def mark_all_seen(grant: Grant, until: datetime) -> int:
 
 def _mark(grant: Grant, notices: Iterable[Notice]) -> None:
     if not isinstance(grant.principal, Operator):
-        raise PermissionMissingError("An alarm is seen by a person.")
+        raise PermissionMissingError("Only an operator can mark an alarm as seen.")
     seen_by = operator_row(grant.principal)
     for notice in notices:
         notice.compare_and_swap(seen_at=grant.at, seen_by=seen_by)

@@ -1,7 +1,7 @@
-"""Signing where the audit chains stand, and checking the log against what was signed.
+"""Signed checkpoints of the audit chains' heads, and verification of the log against them.
 
-A checkpoint is no act of anybody's and has no audit entry: an entry for each would be a change to sign again. Its row
-is append-only, and the signature is its own evidence. A signer that is away delays the next one and blocks nothing.
+A checkpoint has no audit entry: each entry would be a change that needs another checkpoint. Its row is append-only,
+and its signature is the evidence. An unavailable signer delays the next checkpoint and blocks nothing.
 """
 
 import logging
@@ -39,19 +39,19 @@ from keyvault.services.recording.audit_chain import stored_bytes
 from keyvault.services.recording.authorization import authorize
 
 CHECKPOINT_EVERY = timedelta(minutes=5)
-"""The least time between two checkpoints of a scope; a busy log is unsigned for that long and a tick of beat more."""
+"""Minimum interval between two checkpoints of a scope. Entries wait for it, plus one scheduler tick."""
 
 UNSIGNED_FOR = timedelta(hours=1)
-"""Entries that nobody has signed for this long are a fault: the signer is away, or checkpoints were taken away."""
+"""Maximum age of an unsigned entry. Beyond it the signer is unavailable, or checkpoints were deleted."""
 
 _log = logging.getLogger(__name__)
 
 
 def sign_due(now: datetime) -> int:
-    """Signs the next checkpoint of each served scope whose chains have moved; how many it stored.
+    """Sign the next checkpoint of each served scope whose chains have changed; return how many were stored.
 
-    It may be killed anywhere and run by several workers at once: one of them stores the checkpoint of a number, and
-    what the others signed is forgotten.
+    Safe to kill at any point and to run in several workers: one of them stores the checkpoint of a number, and the
+    others discard theirs.
     """
     authorize(WORKER, Permission.AUDIT_SIGN, now=now)
     stored = sum(_sign_scope(scope, now) for scope in list_served_sets())
@@ -68,13 +68,13 @@ def find_newest(scope: str) -> SignedCheckpoint | None:
 
 
 def list_checkpoints(scope: str, *, first: int = 0) -> Iterator[SignedCheckpoint]:
-    """From that number on, oldest first, in bounded memory."""
+    """Iterate over the scope's checkpoints from number `first` on, oldest first, in bounded memory."""
     rows = AuditCheckpoint.objects.filter(scope=scope, number__gte=first).order_by("number")
     return (_signed(row) for row in rows.iterator(chunk_size=50))
 
 
 def read_heads(scope: str) -> dict[str, Head]:
-    """Where every chain of the scope stands that has an entry: one query, so one moment."""
+    """Return the head of every non-empty chain of the scope, in one query, so that they are consistent."""
     rows = AuditChain.objects.filter(sequence__gt=0).order_by("name").values_list("name", "sequence", "head_hash")
     return {name: Head(sequence, stored_bytes(digest)) for name, sequence, digest in rows if scope_of(name) == scope}
 
@@ -85,26 +85,30 @@ def find_entry_hash(chain: str, sequence: int) -> bytes | None:
 
 
 def gather_public_keys(given: PublicKeys) -> tuple[dict[KeyName, bytes], dict[str, str]]:
-    """Those of the signers and those `given`, which win; and of each scope that has none of either, why."""
-    known, silent = read_public_keys()
+    """Return the signers' public keys, overridden by `given`, and the reason for each scope that has neither."""
+    known, unavailable = read_public_keys()
     files = {scope for scope, _, _ in given}
-    return {**known, **given}, {scope: why for scope, why in silent.items() if scope not in files}
+    return {**known, **given}, {scope: why for scope, why in unavailable.items() if scope not in files}
 
 
 def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
-    """The public keys of this service's signers, and of each scope whose signer does not answer, why. Never raises
-    for the latter."""
+    """Return the public keys of this service's signers, and the reason for each scope whose signer is unavailable.
+
+    Does not raise for an unavailable signer.
+    """
     keys: dict[KeyName, bytes] = {}
-    silent = {scope.value: "this process does not serve it" for scope in PepperSet if scope not in list_served_sets()}
+    unavailable = {
+        scope.value: "this process does not serve it" for scope in PepperSet if scope not in list_served_sets()
+    }
     signer = audit_signer()
     for scope in list_served_sets():
         try:
             found = signer.read_public_keys(scope)
         except KeyvaultError as error:
-            silent[scope.value] = error.internal or error.detail
+            unavailable[scope.value] = error.internal or error.detail
         else:
             keys |= {(scope.value, signer.name(scope), version): key for version, key in found.items()}
-    return keys, silent
+    return keys, unavailable
 
 
 # --- signing ----------------------------------------------------------------------------------------------------
@@ -114,44 +118,46 @@ def _sign_scope(scope: PepperSet, now: datetime) -> bool:
     try:
         return _sign_next(scope, now)
     except IntegrityError as error:
-        _log.error("the audit log is damaged: no checkpoint is signed", extra=_told(scope, error))
+        _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
     except KeyvaultError as error:
-        _log.warning("a checkpoint of the audit log is put off", extra=_told(scope, error))
+        _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
     return False
 
 
 def _sign_next(scope: PepperSet, now: datetime) -> bool:
-    # The newest first: whatever others write meanwhile, the heads are at least as far as it says.
+    # Read the newest checkpoint before the heads, so that concurrent writes cannot put it ahead of them.
     signed = find_newest(scope)
     if signed is not None and signed.at is not None and timedelta(0) <= now - signed.at < CHECKPOINT_EVERY:
         return False
     heads = read_heads(scope)
-    before = None if signed is None else _require_held(signed, heads)
+    before = None if signed is None else _require_intact(signed, heads)
     if heads == ({} if before is None else before.heads):
         return False
     number, previous = (1, FIRST) if signed is None else (signed.number + 1, signed.digest)
     body = checkpoint_bytes(Checkpoint(scope, number, now, previous, heads))
     signer = audit_signer()
-    made = signer.sign(scope, body)
-    return _store(SignedCheckpoint(scope, number, body, made.signature, signer.name(scope), made.key_version), now)
+    result = signer.sign(scope, body)
+    return _store(SignedCheckpoint(scope, number, body, result.signature, signer.name(scope), result.key_version), now)
 
 
-def _require_held(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
-    """What the newest checkpoint says. Raises IntegrityError when the log is no longer what it signs: nothing is
-    signed on top of that."""
+def _require_intact(signed: SignedCheckpoint, heads: dict[str, Head]) -> Checkpoint:
+    """Return the newest checkpoint, parsed. Raises IntegrityError when the log differs from it.
+
+    A damaged log gets no further checkpoints.
+    """
     try:
         checkpoint = parse_checkpoint(signed.body)
     except ValueError:
         why: str | None = "its bytes are no checkpoint"
     else:
-        why = _find_departure(checkpoint, heads)
+        why = _find_mismatch(checkpoint, heads)
         if why is None:
             return checkpoint
     raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
 
 
-def _find_departure(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
-    """What of a checkpoint the log no longer bears out, or None."""
+def _find_mismatch(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | None:
+    """Return how the log differs from a checkpoint, or None."""
     for chain, head in checkpoint.heads.items():
         now = heads.get(chain)
         if now is None or now.sequence < head.sequence:
@@ -162,7 +168,7 @@ def _find_departure(checkpoint: Checkpoint, heads: dict[str, Head]) -> str | Non
 
 
 def _store(signed: SignedCheckpoint, at: datetime) -> bool:
-    """False: another worker was first."""
+    """Store a checkpoint; return False when another worker was first."""
     try:
         with transaction.atomic():
             AuditCheckpoint.objects.create(
@@ -178,7 +184,7 @@ def _store(signed: SignedCheckpoint, at: datetime) -> bool:
         if not AuditCheckpoint.objects.filter(scope=signed.scope, number=signed.number).exists():
             raise
         return False
-    # Wherever logs are shipped to, it is known from now on that this one was there.
+    # Log collectors keep this line as independent evidence that the checkpoint existed.
     _log.info(
         "a checkpoint of the audit log was signed",
         extra={"scope": signed.scope, "number": signed.number, "digest": signed.digest.hex(), "signer": signed.signer},
@@ -187,11 +193,11 @@ def _store(signed: SignedCheckpoint, at: datetime) -> bool:
 
 
 def _find_newest_at(scope: str) -> datetime | None:
-    """Without the checkpoint itself, which grows with the number of chains."""
+    """Return the newest checkpoint's time without loading its body, which grows with the number of chains."""
     return AuditCheckpoint.objects.filter(scope=scope).order_by("-number").values_list("at", flat=True).first()
 
 
-def _told(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
+def _log_fields(scope: PepperSet, error: KeyvaultError) -> dict[str, str]:
     newest = _find_newest_at(scope)
     since = "none yet" if newest is None else newest.isoformat()
     return {"scope": scope.value, "why": error.internal or error.detail, "newest_checkpoint": since}
@@ -207,10 +213,10 @@ def _signed(row: AuditCheckpoint) -> SignedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ScopeReport:
-    """What checking one scope came to. `unsigned`: entries after the newest checkpoint, chained and no more.
+    """Result of verifying one scope.
 
-    `unchecked`: why nobody could say whose the signatures are; None when each was checked. `overdue`: that entries wait
-    longer for their signature than they should; None: they do not.
+    `unsigned`: number of entries after the newest checkpoint, which are chained only. `unchecked`: why the signatures
+    could not be verified; None: all were. `overdue`: which entries exceed UNSIGNED_FOR; None: none do.
     """
 
     scope: str
@@ -223,9 +229,9 @@ class ScopeReport:
 
 
 def verify_checkpoints(keys: PublicKeys, kept: Kept, unchecked: Mapping[str, str], now: datetime) -> list[ScopeReport]:
-    """Every checkpoint against its signature, the one before it, the entries and what an auditor kept.
+    """Verify every checkpoint: its signature, its predecessor, the entries, and the checkpoints an auditor kept.
 
-    `unchecked`: the scopes whose signatures cannot be checked, and why; all else of them is.
+    `unchecked`: why the signatures of a scope cannot be verified. Everything else in that scope is still verified.
     """
     return [_verify_scope(scope.value, keys, kept, unchecked.get(scope.value), now) for scope in PepperSet]
 
@@ -240,10 +246,10 @@ def _verify_scope(scope: str, keys: PublicKeys, kept: Kept, unchecked: str | Non
             break
     else:
         broken = walk.find_end_fault()
-    # After the walk, so that what was written meanwhile is counted and nothing seems to be missing.
+    # Read the heads after the walk, so that concurrent writes are counted and none seems to be missing.
     heads = read_heads(scope)
     if broken is None and walk.newest is not None:
-        why = _find_departure(walk.newest, heads)
+        why = _find_mismatch(walk.newest, heads)
         broken = None if why is None else (walk.newest.number, why)
     return ScopeReport(
         scope=scope,
@@ -257,7 +263,7 @@ def _verify_scope(scope: str, keys: PublicKeys, kept: Kept, unchecked: str | Non
 
 
 def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: datetime) -> str | None:
-    """That entries wait longer for their signature than they should, or None."""
+    """Return which entries exceed UNSIGNED_FOR, or None."""
     signed = {} if newest is None else newest.heads
     for chain, head in heads.items():
         first = signed[chain].sequence + 1 if chain in signed else 1
@@ -267,13 +273,13 @@ def _find_overdue(newest: Checkpoint | None, heads: dict[str, Head], now: dateti
         if at is not None and now - at > UNSIGNED_FOR:
             return (
                 f"entry {first} of chain {chain} has been unsigned since {at:%Y-%m-%d %H:%M} UTC: the worker or its "
-                "signer was away since, or checkpoints were taken away"
+                "signer has been unavailable since, or checkpoints were deleted"
             )
     return None
 
 
 def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
-    """How many entries came after the newest checkpoint."""
+    """Return the number of entries after the newest checkpoint."""
     signed = {} if newest is None else newest.heads
     return sum(
         max(0, head.sequence - (signed[chain].sequence if chain in signed else 0)) for chain, head in heads.items()
@@ -282,7 +288,7 @@ def count_unsigned(newest: Checkpoint | None, heads: dict[str, Head]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
-    """The newest checkpoint of a scope and whether it holds, as the console shows it. `fault` None: it does."""
+    """The newest checkpoint of a scope and its fault, for the console. `fault` None: it is valid."""
 
     scope: str
     newest: SignedCheckpoint | None
@@ -291,19 +297,19 @@ class CheckpointStatus:
     fault: str | None
 
 
-def list_standings() -> list[CheckpointStatus]:
-    """Of each served scope: the newest checkpoint only; `verify_checkpoints` looks at them all."""
-    keys, silent = read_public_keys()
-    return [_standing(scope.value, keys, silent.get(scope.value)) for scope in list_served_sets()]
+def list_checkpoint_status() -> list[CheckpointStatus]:
+    """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them."""
+    keys, unavailable = read_public_keys()
+    return [_checkpoint_status(scope.value, keys, unavailable.get(scope.value)) for scope in list_served_sets()]
 
 
-def _standing(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
+def _checkpoint_status(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
     signed = find_newest(scope)
     heads = read_heads(scope)
     if signed is None:
         return CheckpointStatus(scope, None, count_unsigned(None, heads), unchecked, None)
     try:
-        checkpoint = _require_held(signed, heads)
+        checkpoint = _require_intact(signed, heads)
     except IntegrityError as error:
         return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
     fault = None if unchecked else find_signature_fault(signed, keys)

@@ -1,4 +1,4 @@
-"""The audit log as records for an auditor's machine, in an order that can be checked in one pass."""
+"""Export of the audit log for an auditor's machine, in an order that can be verified in one pass."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -11,10 +11,10 @@ from keyvault.services.recording.audit_chain import read_entries
 
 
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[Record]:
-    """Every entry and checkpoint of the scopes, as they are stored and whether they hold or not, in bounded memory.
+    """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
-    With `since`, each scope begins with its newest checkpoint that is not younger; without one, with its first entry.
-    Others may write meanwhile: what they add is in it or not.
+    With `since`, each scope begins with its newest checkpoint at or before that time; without one, with its first
+    entry. Concurrent writes may or may not be included.
     """
     yield ExportStart(now, tuple(scopes), since)
     entries = checkpoints = 0
@@ -27,7 +27,7 @@ def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> 
 
 
 def export_newest(scopes: Sequence[str]) -> Iterator[Record]:
-    """The newest checkpoint of each scope: what an auditor keeps to see later that the log was not set back."""
+    """Return the newest checkpoint of each scope; an auditor keeps them to detect a later rollback of the log."""
     return (signed for scope in scopes if (signed := find_newest(scope)) is not None)
 
 
@@ -46,7 +46,7 @@ def _export_scope(scope: str, since: datetime | None) -> Iterator[Record]:
 
 
 def _export_entries(heads: dict[str, Head], written: dict[str, int]) -> Iterator[Record]:
-    """Those up to the heads that are not `written` yet."""
+    """Iterate over the entries up to the heads that are not `written` yet, and update `written`."""
     for chain, head in heads.items():
         after = written.get(chain, 0)
         if head.sequence <= after:
@@ -63,7 +63,7 @@ def _find_base(scope: str, since: datetime) -> SignedCheckpoint | None:
 
 
 def _heads(signed: SignedCheckpoint) -> dict[str, Head]:
-    """None of a checkpoint that somebody altered: it is exported as it is, for the checker to name."""
+    """Return a checkpoint's heads; none if it was altered, because the export includes it as is for the verifier."""
     try:
         return dict(parse_checkpoint(signed.body).heads)
     except ValueError:

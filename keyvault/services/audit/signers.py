@@ -1,8 +1,8 @@
-"""Who signs the checkpoints of the audit log: a key inside the Vault, or one in this machine's own keystore.
+"""Signers of audit checkpoints: a key inside Vault, or one in this machine's local keystore.
 
-The Vault's key never leaves it, and its login may sign and nothing else: whoever owns the database, even this host's
-files, makes no signature in the past's name. The local key finds what was done by somebody without the keystore, such
-as an administrator of the database or whoever swapped a backup; it proves nothing against the owner of this host.
+Vault's key never leaves Vault, and its login may only sign. An attacker with the database, or even this host's files,
+cannot forge past checkpoints. The local key detects changes by an attacker without the keystore, such as a database
+administrator or a person who swaps a backup. It proves nothing against the owner of this host.
 """
 
 import base64
@@ -29,21 +29,24 @@ _KEY_BYTES = 32
 
 
 class AuditSigner(Protocol):
-    """Every method but `name` may raise BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
+    """Signs checkpoints.
+
+    Every method but `name` may raise BackendUnavailableError, BackendDeniedError, BackendInvalidError.
+    """
 
     def name(self, scope: str) -> str:
-        """Under which it stands in a checkpoint, for good."""
+        """Return the signer's permanent name in checkpoints."""
 
     def sign(self, scope: str, message: bytes) -> Signature:
-        """Ed25519. No key of one scope signs for another."""
+        """Return an Ed25519 signature by the scope's own key."""
 
     def read_public_keys(self, scope: str) -> dict[int, bytes]:
-        """Every version's raw public key."""
+        """Return the raw public key of every version, by version."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransitSigner:
-    """The key `audit` of the scope's own signing mount."""
+    """Signs with the key `audit` of the scope's own transit mount."""
 
     backend: VaultBackend
 
@@ -59,7 +62,7 @@ class TransitSigner:
 
 @dataclass(frozen=True, slots=True)
 class LocalSigner:
-    """One key for each scope, made when it first signs and never again: version 1."""
+    """Signs with one key per scope, created at its first signature and never replaced: version 1."""
 
     keystore: SecretBackend
 
@@ -84,19 +87,19 @@ class LocalSigner:
         return Ed25519PrivateKey.from_private_bytes(base64.b64decode(stored.secret.reveal()))
 
     def _make(self, scope: str) -> Ed25519PrivateKey:
-        """Raises IntegrityError: another key would sign what the lost one had begun."""
+        """Create the scope's key. Raises IntegrityError when a lost key has already signed checkpoints."""
         if AuditCheckpoint.objects.filter(scope=scope, signer=LOCAL).exists():
             raise IntegrityError(
                 "The key that signs the audit log is gone.",
                 internal=f"the keystore has no audit-{scope}: restore the one that belongs to this database",
             )
         made = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
-        # A conflict: another worker was first, and its key is the one.
+        # On a conflict another worker was first; use its key.
         with suppress(BackendConflictError):
             self.keystore.put(Mount.AUDIT, f"audit-{scope}", made, {"scope": scope}, expected_version=0)
         return self._read(scope)
 
 
 def audit_signer() -> AuditSigner:
-    """That of this process's settings. Raises ImproperlyConfigured when the keystore must not be opened."""
+    """Return the configured signer. Raises ImproperlyConfigured when the keystore must not be opened."""
     return TransitSigner(vault_backend()) if settings.IS_VAULT else LocalSigner(secret_backend())

@@ -1,4 +1,4 @@
-"""The catalog of the moment: the built-in endpoints, and those that operators have added."""
+"""The current catalog: the built-in endpoints and those that operators have added."""
 
 from django.db.models import Count, Max, Q, Sum
 
@@ -20,10 +20,10 @@ _known: tuple[tuple[object, ...], Catalog] = ((0, None, None), BUILT_IN)
 
 
 def current_catalog() -> Catalog:
-    """Every endpoint as the rows have it now: a change needs no restart.
+    """Return the catalog of the current rows, so that a change needs no restart.
 
-    Rows are never deleted and count their versions up, so that their number and the sum of their versions change
-    with every change; the catalog is built anew only then. (The newest one's time tells one database from another.)
+    Rows are never deleted and their versions only grow. So every change alters the row count or the sum of versions,
+    and only then is the catalog rebuilt. (The newest row's time distinguishes one database from another.)
     """
     global _known
     counted = CatalogEndpoint.objects.aggregate(rows=Count("pk"), versions=Sum("version"), newest=Max("created_at"))
@@ -47,7 +47,7 @@ def match_endpoint(method: str, path: str, base_path: str = "") -> Endpoint | No
 
 
 def endpoint_of(row: CatalogEndpoint) -> Endpoint:
-    """The catalog's entry of a row."""
+    """Return the catalog entry of a row."""
     return Endpoint(
         name=row.name,
         method=row.method,
@@ -67,9 +67,9 @@ def endpoint_of(row: CatalogEndpoint) -> Endpoint:
 def endpoint_limit(
     account_id: int, environment: Environment, endpoint: Endpoint
 ) -> tuple[Limit | None, LimitOverride | None]:
-    """The endpoint's limit for this account: the pair's own, else the environment's, else the catalog's.
+    """Return the endpoint's limit for this account, and the row that sets it (None for the catalog's).
 
-    And the row that sets it: None for the catalog's.
+    The limit of the account and endpoint comes first, then the environment's, then the catalog's.
     """
     rows = LimitOverride.objects.filter(
         Q(account_id=account_id) | Q(account__isnull=True, environment=environment), endpoint=endpoint.name

@@ -1,4 +1,4 @@
-"""Upstream endpoints: added, changed, withdrawn and restored by operators. The next request is judged by it."""
+"""Upstream endpoints that operators add, change, withdraw and restore. Changes apply to the next request."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,56 +19,62 @@ from keyvault.services.catalog.catalog import endpoint_of
 from keyvault.services.recording.transaction import recorded
 
 
-def add_endpoint(grant: Grant, wish: EndpointDraft) -> CatalogEndpoint:
-    """A new one. A withdrawn one's name stays taken: that one is restored. Raises RequestInvalidError with faults."""
-    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=wish.name) as record:
-        _take_turns()
-        taken = CatalogEndpoint.objects.filter(name=wish.name, withdrawn_at__isnull=False).exists()
-        if taken:
-            fault = Fault("/name", "there was an endpoint of this name: restore it and change it")
-            raise RequestInvalidError("The endpoint cannot be added like that.", [fault])
-        endpoint = _require_readable(wish, _live_endpoints())
-        row = CatalogEndpoint(name=wish.name, created_at=grant.at, **_rule_columns(wish))
+def add_endpoint(grant: Grant, draft: EndpointDraft) -> CatalogEndpoint:
+    """Add an endpoint. A withdrawn endpoint keeps its name: restore it. Raises RequestInvalidError with faults."""
+    with recorded(grant, Permission.CATALOG_WRITE, "endpoint.added", endpoint=draft.name) as record:
+        _serialize_writers()
+        is_taken = CatalogEndpoint.objects.filter(name=draft.name, withdrawn_at__isnull=False).exists()
+        if is_taken:
+            fault = Fault("/name", "a withdrawn endpoint has this name: restore it and change it")
+            raise RequestInvalidError("The endpoint cannot be added.", [fault])
+        endpoint = _require_valid(draft, _live_endpoints())
+        row = CatalogEndpoint(name=draft.name, created_at=grant.at, **_rule_columns(draft))
         row.save()
-        record.details["rule"] = _told(endpoint)
+        record.details["rule"] = _describe_rule(endpoint)
     return row
 
 
-def change_endpoint(grant: Grant, row: CatalogEndpoint, wish: EndpointDraft) -> None:
-    """All of it but its name, at once. Raises RequestInvalidError with faults, StateConflictError when withdrawn."""
+def change_endpoint(grant: Grant, row: CatalogEndpoint, draft: EndpointDraft) -> None:
+    """Replace all of an endpoint but its name.
+
+    Raises RequestInvalidError with faults, StateConflictError when the endpoint is withdrawn.
+    """
     _require_live(row)
-    if wish.name != row.name:
-        raise RequestInvalidError("An endpoint keeps its name.", [Fault("/name", f"this is {row.name}")])
+    if draft.name != row.name:
+        raise RequestInvalidError("An endpoint's name cannot be changed.", [Fault("/name", f"must be {row.name}")])
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.changed", endpoint=row.name) as record:
-        _take_turns()
-        endpoint = _require_readable(wish, _live_endpoints(but=row.name))
-        record.details |= {"before": _told(endpoint_of(row)), "rule": _told(endpoint)}
-        row.compare_and_swap(**_rule_columns(wish))
+        _serialize_writers()
+        endpoint = _require_valid(draft, _live_endpoints(but=row.name))
+        record.details |= {"before": _describe_rule(endpoint_of(row)), "rule": _describe_rule(endpoint)}
+        row.compare_and_swap(**_rule_columns(draft))
 
 
 def withdraw_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
-    """It is unknown from now on, on every door, until it is restored."""
+    """Make an endpoint unknown to every frontend until it is restored."""
     _require_live(row)
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.withdrawn", endpoint=row.name):
         row.compare_and_swap(withdrawn_at=grant.at)
 
 
 def restore_endpoint(grant: Grant, row: CatalogEndpoint) -> None:
-    """As it was. Raises StateConflictError when it is there, or another one has taken its requests meanwhile."""
+    """Restore a withdrawn endpoint unchanged.
+
+    Raises StateConflictError when it is not withdrawn, or another endpoint now matches its requests.
+    """
     if row.withdrawn_at is None:
         raise StateConflictError("The endpoint is not withdrawn.")
     with recorded(grant, Permission.CATALOG_WRITE, "endpoint.restored", endpoint=row.name) as record:
-        _take_turns()
+        _serialize_writers()
         try:
-            endpoint = _require_readable(wish_of(row), _live_endpoints())
+            endpoint = _require_valid(draft_of(row), _live_endpoints())
         except RequestInvalidError as error:
             raise StateConflictError(" ".join(fault.detail for fault in error.faults)) from error
-        record.details["rule"] = _told(endpoint)
+        record.details["rule"] = _describe_rule(endpoint)
         row.compare_and_swap(withdrawn_at=None)
 
 
-def wish_of(row: CatalogEndpoint) -> EndpointDraft:
-    """What would make just this endpoint."""
+def draft_of(row: CatalogEndpoint) -> EndpointDraft:
+    """Return the draft that creates exactly this endpoint."""
     endpoint = endpoint_of(row)
     return EndpointDraft(
         name=endpoint.name,
@@ -86,10 +92,10 @@ def wish_of(row: CatalogEndpoint) -> EndpointDraft:
     )
 
 
-def _take_turns() -> None:
-    """Writers of the catalog go one after the other: two that overlap would each look whole to the other.
+def _serialize_writers() -> None:
+    """Serialize writers of the catalog: neither of two concurrent writers would see the other's conflicting endpoint.
 
-    The lock is the one that their entry in the audit log takes anyway.
+    Takes the lock that their audit entry takes anyway.
     """
     list(AuditChain.objects.select_for_update().filter(name=PLATFORM_CHAIN))
 
@@ -101,14 +107,14 @@ def _live_endpoints(but: str = "") -> list[Endpoint]:
 
 def _require_live(row: CatalogEndpoint) -> None:
     if row.withdrawn_at is not None:
-        raise StateConflictError("The endpoint is withdrawn: restore it first.")
+        raise StateConflictError("The endpoint is withdrawn. Restore it first.")
 
 
-def _require_readable(wish: EndpointDraft, others: Iterable[Endpoint]) -> Endpoint:
-    read = read_endpoint(wish, others, _base_segments())
+def _require_valid(draft: EndpointDraft, others: Iterable[Endpoint]) -> Endpoint:
+    read = read_endpoint(draft, others, _base_segments())
     if isinstance(read, Endpoint):
         return read
-    raise RequestInvalidError("The endpoint cannot be like that.", read)
+    raise RequestInvalidError("The endpoint is invalid.", read)
 
 
 def _base_segments() -> frozenset[str]:
@@ -116,12 +122,12 @@ def _base_segments() -> frozenset[str]:
     return frozenset(path.split("/")[0].lower() for path in paths if path)
 
 
-def _rule_columns(wish: EndpointDraft) -> dict[str, Any]:
-    columns = asdict(wish) | {"credentials": sorted(wish.credentials)}
+def _rule_columns(draft: EndpointDraft) -> dict[str, Any]:
+    columns = asdict(draft) | {"credentials": sorted(draft.credentials)}
     del columns["name"]
     return columns
 
 
-def _told(endpoint: Endpoint) -> JsonValue:
-    """The rule as the audit log keeps it: the words that the panel shows."""
+def _describe_rule(endpoint: Endpoint) -> JsonValue:
+    """Return the rule for the audit log, in the same terms as the authorization panel."""
     return dict(authorization_panel(endpoint)) | {"Summary": endpoint.summary}

@@ -1,4 +1,4 @@
-"""The catalog and the limits of its endpoints, read together for a verifier."""
+"""Loading of the policy snapshot: the catalog and the limits of its endpoints, for a verifier."""
 
 from django.db.models import Count, Max, Sum
 
@@ -10,10 +10,10 @@ from keyvault.services.catalog.catalog import endpoint_of, limit_of
 
 
 def read_rules(known: PolicySnapshot | None) -> PolicySnapshot:
-    """The rules as the rows have them now: `known` itself when nothing was changed since it was read.
+    """Return the snapshot of the current rows: `known` itself when nothing has changed since it was read.
 
-    Rows are never deleted and count their versions up, so that their number and the sum of their versions change with
-    every change; the newest one's time tells one database from another.
+    Rows are never deleted and their versions only grow, so every change alters the row count or the sum of versions.
+    The newest row's time distinguishes one database from another.
     """
     state = tuple(
         tuple(model.objects.aggregate(Count("pk"), Sum("version"), Max("created_at")).values())

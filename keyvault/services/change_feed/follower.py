@@ -26,8 +26,8 @@ from psycopg import sql
 from keyvault.models import Confirmation, Verifier
 from keyvault.models.recording import Subject
 from keyvault.services.postgres.connection_timeouts import ANSWER_SECONDS, abort_connection, use_short_timeouts
-from keyvault.services.postgres.raw_queries import ask, wait_for_notice
-from keyvault.services.recording.changes import CHANNEL, FeedWentBackError, Position, generation, look_at_feed
+from keyvault.services.postgres.raw_queries import execute, wait_for_notice
+from keyvault.services.recording.changes import CHANNEL, FeedRewoundError, Position, generation, poll_feed
 from keyvault.services.usage.recorder import usage_log
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Follower:
         return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
 
     def poll_once(self) -> None:
-        """One look: applies what is new, reports, confirms. Raises what the database raises, and FeedWentBackError
+        """One look: applies what is new, reports, confirms. Raises what the database raises, and FeedRewoundError
         once and for all: no later look is a reason to trust the memory again, nor the database.
         """
         with self._polling:
@@ -125,11 +125,11 @@ class Follower:
         """Whether the look could be vouched for; if not, another one can, begun now."""
         monotonic, wall = time.monotonic(), time.time()
         if self._is_lost:
-            raise FeedWentBackError("the feed went back; restart this process")
-        look = look_at_feed(self._position.floor)
+            raise FeedRewoundError("the feed went back; restart this process")
+        look = poll_feed(self._position.floor)
         try:
             new = self._position.find_new(look)
-        except FeedWentBackError:
+        except FeedRewoundError:
             self._is_lost = True
             self.lose()
             self._distrust()
@@ -153,7 +153,7 @@ class Follower:
         """
         before = self._reported_at
         # First: whoever cannot tell which word this host shares reports nothing, and so vouches for nothing.
-        generation().heal()
+        generation().remap()
         try:
             self._write_report()
         except OperationalError:
@@ -198,7 +198,7 @@ class Follower:
             "confirmed": sql.Literal(confirmed),
             "staleness": sql.Literal(round(1000 * _expires_after_seconds())),
         }
-        ask(sql.SQL(";".join(statements)).format(**values).as_bytes())
+        execute(sql.SQL(";".join(statements)).format(**values).as_bytes())
 
     def _follow(self) -> None:
         wake_up = _WakeUp(self._stop)
@@ -247,7 +247,7 @@ class Follower:
     def _try_poll(self) -> None:
         try:
             self.poll_once()
-        except FeedWentBackError as error:
+        except FeedRewoundError as error:
             _log.critical(
                 "the database lacks changes that were there: this process says no yes any more; "
                 "replay the revocations, then restart it",

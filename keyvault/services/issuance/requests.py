@@ -32,12 +32,12 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import find_recipient_fault
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.approvals.break_glass import note_break_glass
-from keyvault.services.approvals.four_eyes import approving_operator, locked, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
 from keyvault.services.issuance.collection import record_collection, require_collectable
 from keyvault.services.keys.lifecycle import activate_key, discard_key, note_stored, stage_key
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.merchants.operators import operator_row
-from keyvault.services.peppers.ring import freshen_peppers
+from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -142,7 +142,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
         **_about(request),
         plan_digest=plan_digest,
     ):
-        locked(request)
+        lock_row(request)
         IssuanceApproval(
             request=request,
             approver=operator_row(operator),
@@ -201,7 +201,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
-    freshen_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
+    refresh_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:

@@ -1,5 +1,4 @@
-"""What a credential may be used from: networks, and what an Origin header beside its private keys leads to; and where
-its merchant reads it."""
+"""Restrictions of a credential (networks, Origin header policy), and where its merchant reads its key."""
 
 from collections.abc import Sequence
 
@@ -13,17 +12,18 @@ from keyvault.domain.networks import MOST_NETWORKS, parse_network
 from keyvault.models import Credential
 from keyvault.models.keys import OriginHeader
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import find_place
+from keyvault.services.secrets.backend import find_backend_location
 
-_LONGEST = 64
+_MAX_TEXT = 64
 
 
 def restrict_credential(
     grant: Grant, credential: Credential, networks: Sequence[str], origin_header: OriginHeader
 ) -> None:
-    """Its keys are good from these networks only, from the next request on; none: from everywhere.
+    """Restrict a credential's keys to these networks from the next request on; no networks: no restriction.
 
-    Raises RequestInvalidError, with a fault for each network that is none.
+    `origin_header`: the policy for a private key that arrives with an Origin header. Raises RequestInvalidError with a
+    fault for each invalid network.
     """
     faults = []
     kept: list[JsonValue] = []
@@ -36,9 +36,9 @@ def restrict_credential(
         elif canonical not in kept:
             kept.append(canonical)
     if origin_header is OriginHeader.REPORT and credential.kind != KeyKind.PRIVATE:
-        faults.append(Fault("/origin_header", "public keys come from browsers: there is nothing to report"))
+        faults.append(Fault("/origin_header", "only for private keys: browsers always send Origin with public keys"))
     if faults:
-        raise RequestInvalidError("The credential cannot be restricted like that.", faults)
+        raise RequestInvalidError("The restriction is invalid.", faults)
     with recorded(
         grant,
         Permission.CREDENTIALS_RESTRICT,
@@ -52,17 +52,17 @@ def restrict_credential(
 
 
 def _canonical(text: str) -> str | None:
-    """As it is kept; None for what is no network, or an IPv4 one in IPv6's clothes, which no address would be in."""
+    """Return a network's canonical text; None when it is invalid or IPv4-mapped, which no client address matches."""
     try:
-        network = parse_network(text.strip()[:_LONGEST])
+        network = parse_network(text.strip()[:_MAX_TEXT])
     except ValueError:
         return None
     mapped = getattr(network.network_address, "ipv4_mapped", None)
     return str(network) if mapped is None and "%" not in str(network) else None
 
 
-def find_reading_place(credential: Credential) -> dict[str, str]:
-    """The mount and the path where the merchant's backend reads the credential's key; nothing where it does not."""
+def find_delivery_location(credential: Credential) -> dict[str, str]:
+    """Return the mount and path at which the merchant's own backend reads the key; empty for other deliveries."""
     if credential.delivery != Delivery.SECRET_BACKEND:
         return {}
-    return find_place(credential.environment, credential.backend_path)
+    return find_backend_location(credential.environment, credential.backend_path)

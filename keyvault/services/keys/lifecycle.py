@@ -1,4 +1,4 @@
-"""The life of a key: staged, activated, suspended, resumed, retired. The only writer of key rows."""
+"""The key lifecycle: stage, activate, suspend, resume, revoke, expire. The only writer of key states."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -30,19 +30,19 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import Record, recorded
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
-_NEWS = timedelta(minutes=1)
-"""So long, at most, a verifier vouches for what it knew before (`KEYVAULT_MAX_STALENESS`)."""
+_MAX_STALENESS = timedelta(minutes=1)
+"""Maximum age of a verdict that a verifier may still serve; an upper bound of `KEYVAULT_MAX_STALENESS`."""
 
 _REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
 
 MAX_VERIFYING = 2
-"""Keys of one credential that verify at once (a trigger holds it too)."""
+"""Maximum number of active keys of one credential. A database trigger enforces it too."""
 
 
 def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | None) -> tuple[Key, Plaintext]:
-    """A new key, its digest stored and its string in nobody's hands but the caller's.
+    """Create a key that does not verify yet, and return it with its string, which only the caller has.
 
-    The hash comes first: whatever dies from here on costs a key that nobody ever held.
+    The digest is stored before the string is delivered, so that a crash costs only an undelivered key.
     """
     kind, environment = KeyKind(credential.kind), credential.environment
     minted = mint_keystring(settings.KEY_PREFIX, STRING_KIND[kind], STRING_SCOPE[environment], secrets.token_bytes)
@@ -62,12 +62,12 @@ def stage_key(grant: Grant, credential: Credential, *, expires_in_days: int | No
 
 
 def activate_key(grant: Grant, key: Key) -> None:
-    """From here on it verifies."""
-    _move(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
+    """Activate a staged key: it verifies from now on."""
+    _transition(grant, _ENGINE, key, KeyState.ACTIVE, "key.activated", activated_at=grant.at)
 
 
 def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
-    """The secret backend holds the key's string as that version; a dead key's is to be destroyed."""
+    """Record the backend version of the key's string. A dead key's copy becomes due for destruction."""
     material = Material.DESTROY_DUE if KeyState(key.state) in DEAD_STATES else Material.HELD
     with recorded(
         grant,
@@ -81,12 +81,13 @@ def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
 
 
 def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
-    """Refused from now on, reversibly. `hides_copy`: in quarantine, where the backend's copy is soft-deleted too.
+    """Suspend a key: deny it from now on, reversibly.
 
-    Not where it is what merchants read as the newest one: they would find nothing there, and not know why.
+    `hides_copy`: the key enters quarantine, and its copy in the backend is soft-deleted too. This excludes the newest
+    version, because merchants read that one and would find nothing.
     """
-    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_overtaken(key)
-    return _move(
+    is_hidden = hides_copy and key.material in {Material.HELD, Material.RESTORE_DUE} and _is_superseded(key)
+    return _transition(
         grant,
         frozenset({P.KEYS_SUSPEND, P.ROTATIONS_ADVANCE}),
         key,
@@ -98,16 +99,16 @@ def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
 
 
 def resume_key(grant: Grant, key: Key) -> Record:
-    """Good again. Raises StateConflictError on a key that is not suspended, or has expired meanwhile."""
+    """Resume a suspended key. Raises StateConflictError when it is not suspended or has expired."""
     if key.state != KeyState.SUSPENDED:
-        raise StateConflictError(f"Only a suspended key is resumed; this one is {key.state}.")
+        raise StateConflictError(f"Only a suspended key can be resumed. This key is {key.state}.")
     if key.expires_at is not None and grant.at >= key.expires_at:
-        raise StateConflictError("The key has expired; resuming would not make it good again.")
+        raise StateConflictError("The key has expired and cannot be resumed.")
     permissions = frozenset({P.KEYS_RESUME, P.ROTATIONS_WRITE, P.ROTATIONS_ADVANCE})
-    # A deletion that is merely due may be under way: that one is brought back like one that was done.
+    # A deletion that is due may be under way, so undelete after it too.
     is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
     material = Material.RESTORE_DUE if is_hidden else Material(key.material)
-    return _move(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
+    return _transition(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
 
 
 def revoke_key(
@@ -117,13 +118,12 @@ def revoke_key(
     *,
     evidence: Sequence[str] = (),
 ) -> Record:
-    """Refused from now on, for ever; needs neither the secret backend nor the broker. `evidence` is cited.
+    """Revoke a key permanently and record the `evidence`. Needs neither the secret backend nor the broker.
 
-    A key that is dead already stays as it is, and the answer is the same (repeatable); only a report of
-    compromise still marks one that was merely deactivated. Merchant and operators are told, and alarmed when the
-    credential has no usable key left.
+    Idempotent: a dead key does not change, except that a report of compromise still marks a deactivated one. Notifies
+    the merchant and the operators, and raises an alarm when the credential has no usable key left.
     """
-    with _as_it_is(grant, key):
+    with _locked_and_current(grant, key):
         return _revoke(grant, key, reason, evidence)
 
 
@@ -133,12 +133,12 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
     if key.state in {KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED}:
         with recorded(grant, _REVOKE, "key.revoke_repeated", account=key.credential.account, **_about(key)) as record:
             pass
-        # Whoever asks again may have lost the answer to a commit, and this host with it the news.
+        # The first response may have been lost after the commit, and this host's notification with it.
         notify_host([key.alters()])
         return record
     if key.state == KeyState.PRE_ACTIVATION:
         return discard_key(grant, key)
-    return _move(
+    return _transition(
         grant,
         _REVOKE,
         key,
@@ -149,46 +149,49 @@ def _revoke(grant: Grant, key: Key, reason: RevocationReason, evidence: Sequence
         deactivated_at=grant.at,
         retirement=RetirementReason.REVOKED,
         reason=reason,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
     )
 
 
 def report_compromise(grant: Grant, key: Key, *, why: str = "") -> Record:
-    """Known or suspected to be in wrong hands: refused at once and for ever, by one person alone; an alarm.
+    """Revoke a key that is known or suspected to be compromised, without a second person, and raise an alarm.
 
-    `why` is kept in the audit log.
+    `why` is recorded in the audit log.
     """
-    with _as_it_is(grant, key):
+    with _locked_and_current(grant, key):
         return _report_compromise(grant, key, why)
 
 
 def revoke_own_key(grant: Grant, key: Key) -> int:
-    """Whoever presented the key ends it, as compromised: the sequence of its end, the same however often asked.
+    """Revoke the presented key as compromised; return the sequence of the revocation, the same on each repeat.
 
-    A repeat writes nothing, so that nobody fills the audit log with it, and is counted before anything is read for it.
-    Raises RateLimitedError when it comes too often, PermissionMissingError on any other key than the presented one.
+    A repeat writes nothing, so that it cannot fill the audit log, and counts against a limit before any read. Raises
+    RateLimitedError after too many repeats, PermissionMissingError for a key other than the presented one.
     """
     if not isinstance(grant.principal, KeyHolder) or grant.principal.key_id != key.key_id:
-        raise PermissionMissingError("This was not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}")
+        raise PermissionMissingError(
+            "This action is not allowed.", internal=f"{grant.principal.actor} ends {key.key_id}"
+        )
     ended = {KeyState.COMPROMISED, KeyState.DESTROYED}
     is_repeat = key.state in ended
     if is_repeat:
         spend_repeat(key.key_id)
     else:
-        with _as_it_is(grant, key):
+        with _locked_and_current(grant, key):
             is_repeat = key.state in ended
             if not is_repeat:
                 _report_compromise(grant, key)
-    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _NEWS):
-        notify_host([key.alters()])  # as in `_revoke`; later nobody vouches for what was before
+    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _MAX_STALENESS):
+        notify_host([key.alters()])  # as in `_revoke`; not needed once all older verdicts are too old to be served
     return last_sequence(key)
 
 
 @contextmanager
-def _as_it_is(grant: Grant, key: Key) -> Iterator[None]:
-    """Whoever ends a key by hand ends it as it is now, whatever was written since they looked.
+def _locked_and_current(grant: Grant, key: Key) -> Iterator[None]:
+    """Open a transaction, and lock and reload the key unless the engine acts.
 
-    Our own engine ends what it saw, or nothing.
+    A person revokes the key in its current state, whatever changed since the page was loaded. The engine revokes the
+    version it read, or fails.
     """
     with transaction.atomic():
         if not isinstance(grant.principal, System):
@@ -205,7 +208,7 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
             pass
         notify_host([key.alters()])  # as in `_revoke`
         return record
-    return _move(
+    return _transition(
         grant,
         permissions,
         key,
@@ -219,19 +222,19 @@ def _report_compromise(grant: Grant, key: Key, why: str = "") -> Record:
         },
         compromised_at=grant.at,
         reason=RevocationReason.KEY_COMPROMISE,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
     )
 
 
 def discard_key(grant: Grant, key: Key) -> Record:
-    """Ends a key that nobody was given: it never verified, or must never verify again."""
+    """Discard a key that was never delivered, whether it has verified or not."""
     permissions = _REVOKE | {P.ROTATIONS_WRITE}
-    material = _to_destroy(key)
+    material = _material_after_end(key)
     if key.state == KeyState.PRE_ACTIVATION:
-        return _move(
+        return _transition(
             grant, permissions, key, KeyState.DESTROYED, "key.burned", destroyed_at=grant.at, material=material
         )
-    return _move(
+    return _transition(
         grant,
         permissions,
         key,
@@ -245,26 +248,26 @@ def discard_key(grant: Grant, key: Key) -> Record:
 
 
 def reapply_revocation(grant: Grant, key: Key, reason: RevocationReason, **details: JsonValue) -> Record:
-    """Ends a key that had ended, and that a restored database has brought back; everybody was told at the time."""
+    """Revoke again a key that a restored database has revived. Sends no notices: the first revocation did."""
     state = state_after(reason)
     if key.state == KeyState.PRE_ACTIVATION and state is KeyState.DEACTIVATED:
         state = KeyState.DESTROYED
-    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _to_destroy(key)}
+    stamps: dict[str, Any] = {f"{state}_at": grant.at, "material": _material_after_end(key)}
     if state is not KeyState.DESTROYED:
         stamps["reason"] = reason
     if state is KeyState.DEACTIVATED:
         stamps["retirement"] = RetirementReason.REVOKED
-    told: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
-    return _move(
-        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=told, **stamps
+    audit_details: dict[str, JsonValue] = {"reason": reason.value, "was": key.state, **details}
+    return _transition(
+        grant, frozenset({P.REVOCATIONS_REPLAY}), key, state, "key.revocation_replayed", details=audit_details, **stamps
     )
 
 
 def expire_key(grant: Grant, key: Key) -> None:
-    """Records what the clock has decided already: every verdict judges expiry by itself."""
+    """Record an expiry. Verdicts check expiry themselves and do not wait for this."""
     if key.expires_at is None or grant.at < key.expires_at:
         raise StateConflictError("The key has not expired.")
-    _move(
+    _transition(
         grant,
         _ENGINE,
         key,
@@ -272,13 +275,13 @@ def expire_key(grant: Grant, key: Key) -> None:
         "key.expired",
         deactivated_at=grant.at,
         retirement=RetirementReason.EXPIRED,
-        material=_to_destroy(key),
+        material=_material_after_end(key),
         notice=NoticeKind.KEY_REVOKED,
     )
 
 
 def list_expired(now: datetime) -> list[Key]:
-    """Of the environments that this process serves, the longest expired first."""
+    """Return up to 100 keys to expire in the served environments, the longest expired first."""
     living = _keys().filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED], expires_at__lte=now)
     served = living.filter(credential__account__environment__in=settings.ENVIRONMENTS)
     return list(served.order_by("expires_at")[:100])
@@ -289,9 +292,9 @@ def get_key(key_id: str) -> Key | None:
 
 
 def last_sequence(key: Key) -> int:
-    """The sequence with which the key ended: what a repeated revocation, which changes nothing, answers with.
+    """Return the sequence of a key's revocation, so that a repeated revocation returns the same value.
 
-    Of a key that lives, that of its latest change. What is written later (its material was destroyed) ends nothing.
+    Later changes (the destruction of its material) do not count. For a living key: the sequence of its latest change.
     """
     changes = Change.objects.filter(subject_kind="key", subject_id=key.key_id)
     ended_at = key.compromised_at or key.deactivated_at or key.destroyed_at
@@ -302,7 +305,7 @@ def last_sequence(key: Key) -> int:
 
 
 def describe_key(key: Key) -> dict[str, Any]:
-    """What every door tells about a key: never material, nor anything made of it."""
+    """Return the public fields of a key, without its material or anything derived from it."""
     use = KeyUse.objects.filter(key=key).first()
     credential = key.credential
     return {
@@ -323,7 +326,7 @@ def describe_key(key: Key) -> dict[str, Any]:
 
 
 def usable_keys(credential_id: str, now: datetime) -> QuerySet[Key]:
-    """Those of the credential that verify now, as long as its merchant and account are active."""
+    """Return the credential's keys that verify now, provided that its merchant and account are active."""
     unexpired = Q(expires_at__isnull=True) | Q(expires_at__gt=now)
     keys: QuerySet[Key] = Key.objects.filter(unexpired, credential_id=credential_id, state=KeyState.ACTIVE)
     return keys
@@ -337,18 +340,18 @@ def _about(key: Key) -> dict[str, JsonValue]:
     return {"key_id": key.key_id, "credential_id": key.credential_id}
 
 
-def _to_destroy(key: Key) -> Material:
+def _material_after_end(key: Key) -> Material:
     is_gone = key.material in {Material.NONE, Material.DESTROYED}
     return Material(key.material) if is_gone else Material.DESTROY_DUE
 
 
-def _is_overtaken(key: Key) -> bool:
-    """Whether the credential's newest version is another key's, as far as our rows know."""
+def _is_superseded(key: Key) -> bool:
+    """Whether the credential's newest version is another key's, by our rows."""
     others = Key.objects.filter(credential_id=key.credential_id).exclude(pk=key.pk)
     return others.filter(backend_version__gt=key.backend_version).exists()
 
 
-def _move(
+def _transition(
     grant: Grant,
     permissions: frozenset[P],
     key: Key,
@@ -359,7 +362,7 @@ def _move(
     details: dict[str, JsonValue] | None = None,
     **stamps: object,
 ) -> Record:
-    """One way of the transition table, in one transaction with its audit entry, change row and notices."""
+    """Make one state transition in one transaction with its audit entry, change row and notices."""
     if not can_transition(KeyState(key.state), state):
         raise StateConflictError(
             f"A key that is {key.state} cannot become {state}.", internal=f"{key.key_id}: {key.state} to {state}"
@@ -373,20 +376,20 @@ def _move(
         key.compare_and_swap(state=state, **stamps)
         if notice is not None:
             _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
-        if was_active and event in _TAKES_AWAY:
+        if was_active and event in _ENDING_EVENTS:
             _alarm_if_last(grant, key)
     return record
 
 
-_TAKES_AWAY = frozenset({"key.revoked", "key.compromised", "key.expired"})
-"""What may leave a credential without a usable key. A burned one was in nobody's hands, a suspended one comes back."""
+_ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired"})
+"""Events that may leave a credential without a usable key. Discarded keys were not delivered; suspended ones return."""
 
 
 def _alarm_if_last(grant: Grant, key: Key) -> None:
-    """Inside the transaction that took the key away. Not of a merchant that leaves: there it is what was asked for.
+    """Raise an alarm if the credential has no usable key left, inside the transaction that ended one.
 
-    A key that another transaction holds this moment may be going too: it is not counted on, so that of two
-    revocations at once at least one raises the alarm, and neither waits for the other.
+    Not for an offboarded merchant, where this is intended. A key that another transaction has locked may be ending
+    too and does not count. So at least one of two concurrent revocations raises the alarm, and neither waits.
     """
     if key.credential.account.merchant.status == MerchantStatus.OFFBOARDED:
         return
@@ -402,13 +405,16 @@ def _announce(grant: Grant, notice: NoticeKind, key: Key, subject: str, reason: 
 
 
 def _require_room(key: Key) -> None:
-    """Inside the transaction. The credential's row is locked, so that two activations are counted one by one; the
-    account's too, so that its merchant leaves either before (and this stops) or after, and finds the key."""
+    """Require room for another active key, inside the transaction of the activation.
+
+    Locks the credential's row to serialize activations. Locks the account's row too: an offboarding runs before (and
+    this raises) or after (and finds the key).
+    """
     rows = Credential.objects.select_related("account").select_for_update(no_key=True, of=("self", "account"))
     account = rows.get(pk=key.credential_id).account
-    # Read once the lock is held: what was read with it may be older.
+    # Read after the lock is held; values read together with the lock may be older.
     if Merchant.objects.get(pk=account.merchant_id).status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left; its credentials get no keys any more.")
+        raise StateConflictError("The merchant has left. Its credentials cannot get new keys.")
     verifying = Key.objects.filter(credential_id=key.credential_id, state=KeyState.ACTIVE).exclude(pk=key.pk)
     if verifying.count() >= MAX_VERIFYING:
-        raise StateConflictError("Two keys of the credential verify already; revoke one of them first.")
+        raise StateConflictError("Two keys of the credential are already active. Revoke one of them first.")

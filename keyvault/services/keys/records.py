@@ -1,4 +1,4 @@
-"""Reads for the doors: one query each, frozen values out."""
+"""Reads for the frontends: each runs one query and returns frozen values."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
@@ -45,7 +45,7 @@ KEY_ID = _KEY_COLUMNS.index("key_id")
 
 
 def key_rows(key_ids: Collection[str]) -> QuerySet[Key, tuple[Any, ...]]:
-    """What `key_record` makes records of, in one query."""
+    """Return the rows from which `key_record` builds records, in one query."""
     return Key.objects.filter(key_id__in=key_ids).values_list(*_KEY_COLUMNS)
 
 
@@ -59,10 +59,9 @@ def _networks(found: Sequence[str]) -> tuple[IPNetwork, ...]:
 
 
 def key_record(row: Sequence[Any], read_networks: Callable[[Any], tuple[IPNetwork, ...]] = _networks) -> KeyRecord:
-    """Of a row of `key_rows`; `read_networks` where the list of networks is not a list yet.
+    """Build the record of a row of `key_rows`. `read_networks`: parses the networks if they are not a list yet.
 
-    Nearly each miss of a verifier's memory makes one: enums are looked up in tables, and fields are named by their
-    order.
+    Nearly every cache miss of a verifier calls this. So enums come from lookup tables and fields are positional.
     """
     return KeyRecord(
         row[17],
@@ -136,9 +135,9 @@ def token_record(row: ServiceToken) -> TokenRecord:
 
 
 def prove_service_token(text: str | None, now: datetime) -> Service | None:
-    """The service that holds this token, or None for every reason there may be: the caller learns no more.
+    """Return the service that holds this token; None for any failure, so that the caller learns no reason.
 
-    Raises VerifierStaleError while this process has not loaded the pepper that the token is hashed with.
+    Raises VerifierStaleError while this process has not loaded the pepper of the token's digest.
     """
     keystring = read_service_token(text, settings.KEY_PREFIX)
     if keystring is None:
@@ -155,19 +154,19 @@ def prove_service_token(text: str | None, now: datetime) -> Service | None:
 
 
 def find_keys(key_ids: Collection[str]) -> dict[str, KeyRecord]:
-    """Those that there are, by id."""
+    """Return the existing keys' records by key id."""
     return {row[KEY_ID]: key_record(row) for row in key_rows(key_ids)}
 
 
 def keys_of_raw(rows: Iterable[Any]) -> dict[str, KeyRecord]:
-    """The same of rows that were read already, whose JSON is as PostgreSQL sends it."""
+    """Return the records of rows already read, by key id; their JSON is in PostgreSQL's binary format."""
     return {row[KEY_ID]: key_record(row, _raw_networks) for row in rows}
 
 
 @lru_cache(maxsize=1024)
 def _raw_networks(raw: bytes) -> tuple[IPNetwork, ...]:
-    """Most lists are empty, and many of the others are the same."""
-    return tuple(map(parse_network, decode(raw[1:]) or ()))  # behind the version of the format
+    """Parse a raw list of networks. Most lists are empty, and many of the others are equal."""
+    return tuple(map(parse_network, decode(raw[1:]) or ()))  # the first byte is the version of the jsonb format
 
 
 def find_customers(token_ids: Collection[str]) -> dict[str, CustomerRecord]:

@@ -1,8 +1,8 @@
-"""Progressive re-hash: a key that was just proved by an older pepper gets its digest by the newest one.
+"""Progressive rehashing: a key proved with an older pepper gets a new digest with the newest pepper.
 
-Only whoever is shown the string can make the new digest, so it is made in memory when the key is proved, and written
-a moment later by the thread that reports usage. What is lost on the way costs nothing: the next proof makes it again.
-Customer access tokens are left alone: none lives longer than a day.
+Only a process that sees the key string can compute the new digest. It does so in memory when the key is proved, and
+the thread that reports usage writes the digest a moment later. A lost digest costs nothing, because the next proof
+computes it again. Customer access tokens are not rehashed: none lives longer than a day.
 """
 
 import os
@@ -24,14 +24,14 @@ from keyvault.models import Account, Key, ServiceToken
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 
-_MOST_PENDING: Final = 5_000
-_AT_ONCE: Final = 100
+_MAX_PENDING: Final = 5_000
+_BATCH_SIZE: Final = 100
 """Keys of one account written in one transaction, with one audit entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehash:
-    """What a stored digest may be replaced with, as long as it is still the one that was proved."""
+    """A replacement for a stored digest, valid while the stored one is the digest that was proved."""
 
     digest: bytes = field(repr=False)
     pepper_version: int
@@ -48,7 +48,7 @@ class Rehash:
 
 
 class PendingRehashes:
-    """Of this process. Bounded: what finds no room is made again by the next proof."""
+    """Rehashes of this process that are not written yet. Bounded: a dropped one is computed again at the next proof."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,17 +62,19 @@ class PendingRehashes:
         proved: tuple[bytes, int],
         peppers: Peppers,
     ) -> None:
-        """`proved`: the stored digest and its pepper version, which `text` was found to match. Some microseconds, so
-        that the verifier's engine asks only where there is something to note."""
+        """Compute a new digest if the proved one has an older pepper. This takes some microseconds.
+
+        `proved`: the stored digest that `text` matched, and its pepper version.
+        """
         digest, version = proved
         if version >= peppers.current_version:
             return
         with self._lock:
-            if len(self._pending) < _MOST_PENDING:
+            if len(self._pending) < _MAX_PENDING:
                 self._pending[kind, identity] = Rehash(digest, version, *peppers.digest(text))
 
     def write(self, now: datetime) -> None:
-        """Writes what is pending. What cannot be written now is dropped, and raises."""
+        """Write the pending rehashes. A failure raises and drops the rest."""
         with self._lock:
             pending, self._pending = self._pending, {}
         _rehash_keys({identity: rehash for (kind, identity), rehash in pending.items() if kind is Key}, now)
@@ -81,34 +83,34 @@ class PendingRehashes:
                 rehash_service_token(identity, rehash, now)
 
     def forget(self) -> None:
-        """In a forked child: what is pending is the parent's to write."""
+        """Drop the pending rehashes in a forked child: its parent writes them."""
         self.__init__()  # type: ignore[misc]  # its own, which takes nothing
 
 
 pending_rehashes = PendingRehashes()
-"""This process's own."""
+"""The pending rehashes of this process."""
 
 os.register_at_fork(after_in_child=pending_rehashes.forget)
 
 
 def _rehash_keys(rehashes: Mapping[str, Rehash], now: datetime) -> None:
-    """In the transactions of their accounts."""
+    """Write rehashes of keys, grouped into transactions by account."""
     accounts: dict[int, list[str]] = defaultdict(list)
-    for chosen in _batches(sorted(rehashes), _AT_ONCE):
+    for chosen in _batches(sorted(rehashes), _BATCH_SIZE):
         for key_id, account in Key.objects.filter(key_id__in=chosen).values_list("key_id", "credential__account_id"):
             accounts[account].append(key_id)
     for pk, key_ids in accounts.items():
         account = Account.objects.select_related("merchant").get(pk=pk)
-        for chosen in _batches(key_ids, _AT_ONCE):
+        for chosen in _batches(key_ids, _BATCH_SIZE):
             rehash_keys(account, {key_id: rehashes[key_id] for key_id in chosen}, now)
 
 
 def rehash_keys(account: Account, rehashes: Mapping[str, Rehash], now: datetime) -> None:
-    """Replaces digests of keys of one account, in one transaction with one audit entry, which names them.
+    """Replace digests of one account's keys, in one transaction with one audit entry that names them.
 
-    Compare-and-swap on the digest and its version, never on the row's: whoever revokes or suspends the key at the same
-    moment wins. A key that somebody else has locked is left for the next proof, so that nobody waits for this; a dead
-    one keeps its digest.
+    Compares and swaps the digest and its pepper version, not the row version, so that a concurrent revocation or
+    suspension wins. Skips locked keys, which the next proof rehashes, so that this delays no other transaction. Dead
+    keys keep their digest.
     """
     grant = authorize(WORKER, Permission.KEYS_REHASH, account, now=now)
     rows = Key.objects.filter(key_id__in=rehashes, credential__account=account).exclude(state__in=DEAD_STATES)
@@ -127,7 +129,7 @@ def rehash_keys(account: Account, rehashes: Mapping[str, Rehash], now: datetime)
 
 
 def rehash_service_token(token_id: str, rehash: Rehash, now: datetime) -> None:
-    """The same for a service token that was not revoked."""
+    """Replace the digest of a service token that is not revoked."""
     grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
     rows = ServiceToken.objects.filter(token_id=token_id, revoked_at__isnull=True)
     event, number = "service_token.rehashed", rehash.new_pepper_version
@@ -141,7 +143,7 @@ def rehash_service_token(token_id: str, rehash: Rehash, now: datetime) -> None:
 
 
 class _NothingToDoError(Exception):
-    """Somebody was faster: no row was written, and so there is nothing to record."""
+    """No row was written, because another transaction was faster. Rolls back the audit entry."""
 
 
 def _batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -1,16 +1,16 @@
-"""What the verifier spends from, by its configuration: buckets of this process, or of Redis, leased or strictly.
+"""Rate limit budgets of the verifier, as configured: local buckets, or Redis buckets with leases or strict counting.
 
-    payer(buckets)(cost)               no I/O: (remaining, reset_seconds) of each bucket in turn when all pay, else None
-    spend, await spend_soon            the whole answer, after a None; DependencyUnavailableError as `Limiter.spend`
+    payer(buckets)(cost)               no I/O: (remaining, reset_seconds) of each bucket in turn if all pay, else None
+    spend, await spend_async           the full result, after a None; DependencyUnavailableError as `Limiter.spend`
 
-How far each may be off, with W the limit's count + w * count / seconds, the most that w seconds may bring:
+Bounds on what is admitted in any w seconds. W = count + w * count / seconds is the bound of a strict bucket:
 
-- In this process, and strict: never more than W, and a token that is left is never refused.
-- Leased, whatever the number of processes p: never more than W + p * max(1, count // 20), nor than W and what the
-  tenth of a second of a lease's life brings (count / seconds / 10, but for what was paid by requests under way).
-  Tokens lost with leases that end unspent are fewer than those spent, and none are while fewer than 40 are left:
-  at least half of what a strict bucket would admit passes, and of a limit below 40 exactly as much.
-- While Redis is lost: what processes count for themselves, p * W * KEYVAULT_LIMIT_FALLBACK_PERCENT / 100.
+- Local and strict: never more than W, and never a refusal while a token is left.
+- Leased, with p processes: never more than W + p * max(1, count // 20). Also never more than W plus the refill of a
+  lease's lifetime of 0.1 s (count / seconds / 10), not counting requests under way.
+  Leases lose fewer tokens than they spend, and none while fewer than 40 are left. So at least half of what a strict
+  bucket would admit passes, and exactly as much for a limit below 40.
+- While Redis is lost, each process counts for itself: p * W * KEYVAULT_LIMIT_FALLBACK_PERCENT / 100.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from keyvault.services.limits.token_leases import LeaseRequest, Leases
 
 
 class LimitBudgets(Protocol):
-    """`is_local`: `spend` does no I/O either."""
+    """Buckets that requests spend from. `is_local`: `spend` does no I/O either."""
 
     is_local: bool
 
@@ -38,11 +38,11 @@ class LimitBudgets(Protocol):
     async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend: ...
 
     async def close_async(self) -> None:
-        """Before the running loop ends: a connection is of one loop."""
+        """Close the connection of the running loop, before that loop ends."""
 
 
 class LocalBudgets:
-    """In this process: the very buckets that its limiter spends from."""
+    """Budgets of this process, from the same buckets as its limiter."""
 
     is_local = True
 
@@ -54,7 +54,7 @@ class LocalBudgets:
 
 
 class StrictBudgets:
-    """Each request is counted in the shared store."""
+    """Budgets that count each request in the shared store."""
 
     is_local = False
 
@@ -64,12 +64,12 @@ class StrictBudgets:
         self.close_async = limiter.close_async
 
     def payer(self, buckets: Sequence[Bucket]) -> Payer:
-        """Nothing is known here."""
+        """Return a payer that always defers to the store."""
         return lambda cost: None
 
 
 class LeasedBudgets:
-    """From leases of the shared store's buckets; while that is lost, what the limiter puts in its place."""
+    """Budgets from leases on the shared store's buckets, with the limiter's fallback while the store is lost."""
 
     is_local = False
 
@@ -85,8 +85,8 @@ class LeasedBudgets:
         while isinstance(step, LeaseRequest):
             answer: StoreReply | None = None
             try:
-                with suppress(LimitStoreLostError), self._limiter.watch.asking():
-                    answer = self._store.ask(step.buckets, step.costs)
+                with suppress(LimitStoreLostError), self._limiter.watch.guard():
+                    answer = self._store.spend_each(step.buckets, step.costs)
             finally:
                 if answer is None:
                     self._leases.abandon(step)
@@ -100,8 +100,8 @@ class LeasedBudgets:
         while isinstance(step, LeaseRequest):
             answer: StoreReply | None = None
             try:
-                with suppress(LimitStoreLostError), self._limiter.watch.asking():
-                    answer = await self._store.ask_async(step.buckets, step.costs)
+                with suppress(LimitStoreLostError), self._limiter.watch.guard():
+                    answer = await self._store.spend_each_async(step.buckets, step.costs)
             finally:
                 if answer is None:
                     self._leases.abandon(step)
@@ -112,7 +112,7 @@ class LeasedBudgets:
 
 
 def budgets() -> LimitBudgets:
-    """As configured. Spends from what `limiter()` spends from, and is made anew when that is."""
+    """Return the configured budgets on the buckets of `limiter()`; a new limiter gets new budgets."""
     return _budgets_of(limiter(), is_strict=settings.IS_STRICT_LIMITS)
 
 

@@ -1,4 +1,4 @@
-"""The limit of an account that has none of its own, as configured."""
+"""The default limit of accounts, as configured."""
 
 from django.conf import settings
 

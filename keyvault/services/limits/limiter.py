@@ -1,7 +1,7 @@
-"""The limits of this process: of accounts and endpoints, and of failed proofs by the end client's address.
+"""The rate limiters of this process: for accounts and endpoints, and for failed proofs by client address.
 
-Numbers are `access.limits`, stores `services.limit_stores`. Here is what becomes of a request when the store is
-lost: it spends from buckets of this process, a share of each limit, or is refused where its endpoint wants that.
+`access.limits` has the arithmetic, `limits.stores` the storage. This module decides what happens when the store is
+lost: a request spends a share of each limit from local buckets, or is refused if its endpoint is configured so.
 """
 
 import logging
@@ -22,27 +22,30 @@ from keyvault.services.limits.stores import LimitStore, LimitStoreLostError, Loc
 _log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
-"""A lost store is left alone that long: not every request shall wait for it in vain."""
+"""Pause between attempts to reach a lost store, in seconds, so that not every request waits for its timeout."""
 
 _MOST_ADDRESSES = 50_000
 
-_LOOK_UPS = 2
-"""So many look-ups at once for all addresses together that are over their limit."""
+_MAX_SLOW_LOOKUPS = 2
+"""Maximum concurrent key lookups of all addresses together that are over their limit."""
 
 
 class StoreWatch:
-    """What this process knows of its shared store: whether it is lost, and when to try it again."""
+    """Circuit breaker of the shared store: whether it is lost, and when to try it again."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._retry_at: float | None = None  # None: the store is there
+        self._retry_at: float | None = None  # None: the store is available
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """To ask the store in. Raises LimitStoreLostError at once while it is left alone; tells news to the log."""
+    def guard(self) -> Iterator[None]:
+        """Context for a call to the store; logs when the store is lost or back.
+
+        Raises LimitStoreLostError without a call while a lost store is not due for another attempt.
+        """
         if not self._may_try():
-            raise LimitStoreLostError("left alone")
+            raise LimitStoreLostError("not due for another attempt")
         try:
             yield
         except LimitStoreLostError as error:
@@ -51,7 +54,7 @@ class StoreWatch:
         self._note_back()
 
     def _may_try(self) -> bool:
-        """Whether the store is there, or it is this request's turn to see whether it is back."""
+        """Whether the store is available, or this request is the one that tries it again."""
         if self._retry_at is None:
             return True
         with self._lock:
@@ -65,25 +68,25 @@ class StoreWatch:
 
     def _note_lost(self, error: LimitStoreLostError) -> None:
         with self._lock:
-            is_news = self._retry_at is None
+            has_changed = self._retry_at is None
             self._retry_at = self._monotonic() + RETRY_SECONDS
-        if is_news:
+        if has_changed:
             _log.warning("limit store lost", extra={"why": str(error)})
 
     def _note_back(self) -> None:
         if self._retry_at is None:
             return
         with self._lock:
-            is_news = self._retry_at is not None
+            has_changed = self._retry_at is not None
             self._retry_at = None
-        if is_news:
+        if has_changed:
             _log.warning("limit store back")
 
 
 class Limiter:
-    """Spends from the store; while that is lost, `fallback_percent` of each limit from the other one.
+    """Spends from the store; while it is lost, from `fallback_store` with `fallback_percent` of each limit.
 
-    Limiters of one store share its watch, so that a lost one holds up one request a second in all.
+    Limiters of one store share its watch, so that a lost store delays one request a second in total.
     """
 
     def __init__(
@@ -100,28 +103,28 @@ class Limiter:
         self._fallback_percent = fallback_percent
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
-        """All buckets or none. Raises DependencyUnavailableError when the store is lost and nothing may stand in."""
-        with suppress(LimitStoreLostError), self.watch.asking():
+        """Spend from all buckets or none. Raises DependencyUnavailableError when the store is lost without fallback."""
+        with suppress(LimitStoreLostError), self.watch.guard():
             return self.store.spend(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
     async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
-        """The same in asyncio, where nothing waits for the store but the caller."""
+        """Spend without blocking the event loop, where the store supports it. Raises as `spend`."""
         if not isinstance(self.store, PipelinedStore):
             return self.spend(buckets, cost, refuse_on_loss=refuse_on_loss)
-        with suppress(LimitStoreLostError), self.watch.asking():
+        with suppress(LimitStoreLostError), self.watch.guard():
             return await self.store.spend_async(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
 
     async def close_async(self) -> None:
-        """Lets go of what the store keeps open for the running loop, which is about to end."""
+        """Close the store's connection of the running loop, before that loop ends."""
         if isinstance(self.store, PipelinedStore):
             await self.store.close_async()
 
     def spend_share(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool) -> Spend:
-        """What becomes of a request while the store is lost.
+        """Spend from the fallback store while the store is lost. Raises DependencyUnavailableError without fallback.
 
-        A cost beyond the smaller burst takes all of it: with less, such a request could never pass.
+        A cost above the reduced burst is capped to it; otherwise such a request could never pass.
         """
         if refuse_on_loss or self._fallback_store is None:
             raise DependencyUnavailableError(
@@ -136,7 +139,7 @@ class Limiter:
 
 
 class FailedProofs:
-    """Failed proofs by the end client's address. No address, no limit; a valid key passes, whatever came before it."""
+    """Limits failed proofs by client address. Without an address there is no limit; a valid key always passes."""
 
     def __init__(
         self, limiter: Limiter, monotonic: Callable[[], float] = time.monotonic, own: Limiter | None = None
@@ -146,16 +149,16 @@ class FailedProofs:
         self._monotonic = monotonic
         self._over_until: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._slow_lane = threading.BoundedSemaphore(_LOOK_UPS)
+        self._slow_lookups = threading.BoundedSemaphore(_MAX_SLOW_LOOKUPS)
 
     def note(self, address: str | None) -> int | None:
-        """Counts one; the seconds after which to come back when this address has had too many."""
+        """Count a failure; return the retry delay in seconds if the address is over its limit, else None."""
         return self._count(self._limiter, address)
 
     def note_here(self, address: str | None) -> int | None:
-        """The same without I/O, for an event loop: in this process alone.
+        """Count a failure in this process only, without I/O, for an event loop.
 
-        So an address has the whole limit once with each such process, and once with all the others together.
+        So an address has one full limit per such process, and one with all other processes together.
         """
         return self._count(self._own, address)
 
@@ -172,15 +175,15 @@ class FailedProofs:
 
     @contextmanager
     def look_up(self, address: str | None) -> Iterator[None]:
-        """To look a key up in. Those of addresses over their limit wait for each other, all others for nobody."""
+        """Context for a key lookup. Lookups of addresses over their limit share a few slots; others never wait."""
         if self.is_over(address):
-            with self._slow_lane:
+            with self._slow_lookups:
                 yield
         else:
             yield
 
     def is_over(self, address: str | None) -> bool:
-        """Whether this address has failed too often lately."""
+        """Whether this address is over its limit of failed proofs."""
         source = source_of(address) if self._over_until else None
         return source is not None and self._over_until.get(source, 0) > self._monotonic()
 
@@ -202,11 +205,11 @@ def account_buckets(
     account_setting: str = "",
     endpoint_setting: str = "",
 ) -> tuple[Bucket, ...]:
-    """What a request spends from: the account's bucket, and the endpoint's where it has a limit.
+    """Return the buckets of a request: the account's, and the endpoint's if it has a limit.
 
-    Both keys of a rotation draw from one bucket, which is the account's. Public and private keys draw apart: shoppers
-    cannot use up what the merchant's backend needs. The limit is part of the name, and so is which setting it comes
-    from (`…_setting`: a row and its version), so that a changed one starts full, also when it is changed back.
+    Both keys of a rotation share the account's bucket. Public and private keys have separate buckets, so that shoppers
+    cannot exhaust the merchant's backend. The bucket's key includes the limit and its origin (`…_setting`: a row and
+    its version), so that a changed limit starts full, even when it is changed back.
     """
     prefix = f"kv:limit:{{{account_id}}}:{kind}"
     account = Bucket("account", f"{prefix}:account:{account_setting}:{account_limit}", account_limit)
@@ -217,7 +220,7 @@ def account_buckets(
 
 
 def spend_repeat(key_id: str) -> None:
-    """Count one repeated revocation by the holder of that key, who has proved it. Raises RateLimitedError."""
+    """Count one repeated revocation by the proved holder of the key. Raises RateLimitedError."""
     bucket = Bucket("repeat", f"kv:limit:{{repeat:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
     spend = limiter().spend([bucket], 1)
     if not spend.allowed:
@@ -226,7 +229,7 @@ def spend_repeat(key_id: str) -> None:
 
 @cache
 def limiter() -> Limiter:
-    """Of accounts and endpoints. Raises ValueError for a Redis URL that is none."""
+    """Return the limiter of accounts and endpoints. Raises ValueError for an invalid Redis URL."""
     percent = settings.LIMIT_FALLBACK_PERCENT
     if not settings.REDIS_URL:
         return Limiter(LocalStore(), None, percent)
@@ -235,7 +238,7 @@ def limiter() -> Limiter:
 
 @cache
 def failed_proofs() -> FailedProofs:
-    """Has buckets of its own, so that a flood of addresses cannot push those of accounts out."""
+    """Return the limiter of failed proofs. Its local buckets are separate, so many addresses evict no account's."""
     local = LocalStore(capacity=_MOST_ADDRESSES)
     own = Limiter(local, None, fallback_percent=100)
     if not settings.REDIS_URL:
@@ -245,7 +248,7 @@ def failed_proofs() -> FailedProofs:
 
 
 def source_of(address: str | None) -> str | None:
-    """Return whom an address stands for: an IPv6 site has a /64 to choose from; an IPv4-mapped address is IPv4."""
+    """Return the limited source of an address: the /64 network for IPv6, the address for IPv4 and IPv4-mapped IPv6."""
     try:
         parsed = ip_address(address or "")
     except ValueError:

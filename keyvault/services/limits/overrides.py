@@ -1,5 +1,7 @@
-"""The limits that operators set: of an account, of an endpoint in an environment, of the pair. The next request
-spends by them; a changed limit starts full."""
+"""Limit overrides by operators: for an account, for an endpoint in an environment, or for both together.
+
+An override applies to the next request; a changed limit starts full.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,11 +21,11 @@ from keyvault.services.limits.defaults import default_limit
 from keyvault.services.recording.transaction import recorded
 
 NO_ACCOUNT = 0
-"""No account's row has this id."""
+"""An id that no account's row has."""
 
 
 class LimitSource(StrEnum):
-    """Who says so: the account's own limit, the endpoint's in the environment, the pair's, or nobody in particular."""
+    """Origin of a limit: the account, the endpoint in the environment, the account and endpoint, or the default."""
 
     ACCOUNT = "account"
     ENDPOINT = "endpoint"
@@ -33,28 +35,33 @@ class LimitSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitInForce:
-    """None: no limit of its own, as endpoints have none unless they are given one."""
+    """The limit that applies and its source. `limit` None: unlimited, as endpoints are by default."""
 
     limit: Limit | None
     source: LimitSource
 
 
 def set_account_limit(grant: Grant, account: Account, limit: Limit | None) -> None:
-    """None clears it: the environment's default holds again."""
+    """Set an account's limit. None clears it, and the environment's default applies again."""
     before = limit_of(account.limit_count, account.limit_seconds)
     if limit is None and before is None:
         return
-    with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, old=_told(before), new=_told(limit)):
+    with recorded(
+        grant, Permission.LIMITS_WRITE, _event(limit), account=account, old=_as_json(before), new=_as_json(limit)
+    ):
         account.compare_and_swap(**_columns(limit))
 
 
 def set_endpoint_limit(
     grant: Grant, environment: Environment, endpoint_name: str, limit: Limit | None, account: Account | None = None
 ) -> LimitOverride | None:
-    """The endpoint's limit for this account, or (None) for every account of the environment. A limit of None clears it.
+    """Set an endpoint's limit for this account, or for every account of the environment; return its row.
 
-    The grant is for the account, or for the platform. Answers the row, None when there was nothing to clear. Raises
-    RequestInvalidError for an endpoint that is not in the catalog, or that no limit holds back.
+    Args:
+        limit: None clears the limit. Returns None when there was no row to clear.
+        account: None: every account of the environment. The grant is for the account, or else for the platform.
+
+    Raises RequestInvalidError for an endpoint that is not in the catalog or is not rate limited.
     """
     row: LimitOverride | None = LimitOverride.objects.filter(
         account=account, environment=environment, endpoint=endpoint_name
@@ -65,7 +72,7 @@ def set_endpoint_limit(
     if limit is None and before is None:
         return row
     details: dict[str, JsonValue] = {"environment": environment, "endpoint": endpoint_name}
-    details |= {"old": _told(before), "new": _told(limit)}
+    details |= {"old": _as_json(before), "new": _as_json(limit)}
     try:
         with recorded(grant, Permission.LIMITS_WRITE, _event(limit), account=account, **details):
             if row is not None:
@@ -75,7 +82,7 @@ def set_endpoint_limit(
             )
             row.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else set this limit at the same moment. Look at it again.") from error
+        raise StateConflictError("Another request set this limit at the same time. Check it and try again.") from error
     return row
 
 
@@ -89,7 +96,10 @@ def account_limit_in_force(account: Account) -> LimitInForce:
 def endpoint_limit_in_force(
     environment: Environment, endpoint_name: str, account: Account | None = None
 ) -> LimitInForce:
-    """The endpoint's limit for that account; None: for those without one of their own. Raises RequestInvalidError."""
+    """Return the endpoint's limit for an account, or (None) for accounts without their own.
+
+    Raises RequestInvalidError for an endpoint that is not in the catalog or is not rate limited.
+    """
     endpoint = _require_limitable(endpoint_name)
     limit, row = endpoint_limit(NO_ACCOUNT if account is None else account.pk, environment, endpoint)
     if row is None:
@@ -102,10 +112,10 @@ def _require_limitable(endpoint_name: str) -> Endpoint:
     if not isinstance(endpoint, Endpoint):
         fault = "there is no such endpoint in the catalog"
     elif not endpoint.spends:
-        fault = "no limit holds back a request for it"
+        fault = "requests for it are not rate limited"
     else:
         return endpoint
-    raise RequestInvalidError("There is no limit to set there.", [Fault("/endpoint", fault)])
+    raise RequestInvalidError("This endpoint cannot have a limit.", [Fault("/endpoint", fault)])
 
 
 def _event(limit: Limit | None) -> str:
@@ -118,5 +128,5 @@ def _columns(limit: Limit | None) -> dict[str, int | None]:
     return {"limit_count": limit.count, "limit_seconds": limit.seconds}
 
 
-def _told(limit: Limit | None) -> JsonValue:
+def _as_json(limit: Limit | None) -> JsonValue:
     return None if limit is None else {"count": limit.count, "seconds": limit.seconds}

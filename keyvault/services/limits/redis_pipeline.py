@@ -1,7 +1,7 @@
-"""Calls of one script of Redis by callers in asyncio: all of one turn of the loop go there together.
+"""Pipelined calls of one Redis script from asyncio: calls of the same loop iteration go in one batch.
 
-One batch is under way at a time. What is asked for meanwhile goes with the next one, so that load makes batches
-larger and never opens a second connection, nor a thousand of them to a server that hangs.
+One batch is in flight at a time, and later calls join the next one. So load makes batches larger and never opens a
+second connection, nor a thousand of them to a server that hangs.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
-_LARGEST_BATCH = 500
-"""So that a crowd does not look like a server that is too slow: these take some 50 ms of 250."""
+_MAX_BATCH = 500
+"""Maximum calls per batch. They take about 50 ms of the 250 ms timeout, so that load alone cannot exceed it."""
 
 
 class _Call(NamedTuple):
@@ -27,7 +27,7 @@ class _Call(NamedTuple):
 
 
 class LimitPipeline:
-    """One connection, of the loop that runs."""
+    """Batches calls over one connection of the running event loop."""
 
     def __init__(self, url: str, script: str, timeout_seconds: float) -> None:
         self._url = url
@@ -36,20 +36,20 @@ class LimitPipeline:
         self._timeout_seconds = timeout_seconds
         self._loop: AbstractEventLoop | None = None
         self._client: Redis | None = None
-        self._waiting: list[_Call] = []
-        self._flight: Task[None] | None = None
+        self._queue: list[_Call] = []
+        self._task: Task[None] | None = None
 
     async def run(self, keys: Sequence[str], args: Sequence[int]) -> Any:
-        """What the script answers. Raises RedisError or OSError; a call is never sent twice."""
+        """Return the script's result. Raises RedisError or OSError; a call is never executed twice."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._client, self._waiting, self._flight = loop, None, [], None
+            self._loop, self._client, self._queue, self._task = loop, None, [], None
         if self._client is None:
             self._client = self._connected()
         call = _Call(keys, args, loop.create_future())
-        self._waiting.append(call)
-        if self._flight is None:
-            self._flight = loop.create_task(self._fly(self._client))
+        self._queue.append(call)
+        if self._task is None:
+            self._task = loop.create_task(self._send_batches(self._client))
         return await call.answer
 
     async def close(self) -> None:
@@ -65,12 +65,12 @@ class LimitPipeline:
             retry=Retry(NoBackoff(), 0),
         )
 
-    async def _fly(self, client: Redis) -> None:
+    async def _send_batches(self, client: Redis) -> None:
         batch: list[_Call] = []
         why = "the loop ends"
         try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
+            while self._queue:
+                batch, self._queue = self._queue[:_MAX_BATCH], self._queue[_MAX_BATCH:]
                 async with asyncio.timeout(self._timeout_seconds):
                     found = await self._send(client, batch)
                 for call, answer in zip(batch, found, strict=True):
@@ -78,15 +78,15 @@ class LimitPipeline:
         except (RedisError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
         finally:
-            # Those that wait for the next batch do not try it again, one after the other.
-            for call in [*batch, *self._waiting]:
+            # Fail the waiting calls too, so that they do not each wait for another timeout.
+            for call in [*batch, *self._queue]:
                 _deliver(call, RedisConnectionError(why))
-            self._waiting, self._flight = [], None
+            self._queue, self._task = [], None
 
     async def _send(self, client: Redis, batch: Sequence[_Call]) -> list[Any]:
         found = await self._evaluated(client, batch)
         unknown = [place for place, answer in enumerate(found) if isinstance(answer, NoScriptError)]
-        if unknown:  # which means: not run
+        if unknown:  # Redis did not run these calls
             await client.script_load(self._script)
             again = await self._evaluated(client, [batch[place] for place in unknown])
             for place, answer in zip(unknown, again, strict=True):

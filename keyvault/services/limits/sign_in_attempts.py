@@ -1,10 +1,10 @@
-"""Failed sign-ins by name, by address and by known device: ten, then a lock of 30 minutes.
+"""Limits on failed sign-ins by name, address and known device: a lock of 30 minutes after ten failures.
 
     attempt = attempts().take(key)     before a password hash is computed
     attempts().give_back(key)          when the password was right
 
-An attempt is counted before it is judged, so that concurrent guesses cannot outrun the count. Counts are kept in Redis
-where it is configured, else in this process; while Redis is lost, each process counts for itself.
+An attempt is counted before the password is checked, so that concurrent guesses cannot exceed the limit. Redis keeps
+the counts if configured, else this process does. While Redis is lost, each process counts for itself.
 """
 
 import math
@@ -23,31 +23,34 @@ from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.services.limits.limiter import StoreWatch, limiter
 from keyvault.services.limits.stores import REDIS_TIMEOUT_SECONDS, LimitStoreLostError, redis_client
 
-_MOST_KEYS = 50_000
+_MAX_KEYS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt as counted: its number since the last quiet 30 minutes, and how long a lock lasts from now."""
+    """A counted attempt: its number in the current series, and the rest of a lock in seconds.
+
+    A series ends 30 minutes after its latest counted attempt.
+    """
 
     number: int
     retry_after_seconds: int
 
     @property
     def is_locked(self) -> bool:
-        """Whether it must not be judged. A locked attempt is not counted: the lock does not grow longer."""
+        """Whether the password must not be checked. A locked attempt is not counted and does not extend the lock."""
         return self.number > SIGN_IN_FAILURES
 
     @property
     def is_last(self) -> bool:
-        """Whether this one locks, if it fails."""
+        """Whether a failure of this attempt starts the lock."""
         return self.number == SIGN_IN_FAILURES
 
 
 class LocalAttempts:
-    """Counts of this process: at most `capacity` keys; the lowest counts are forgotten first."""
+    """Counts of this process, for at most `capacity` keys; the lowest counts are evicted first."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, capacity: int = _MOST_KEYS) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, capacity: int = _MAX_KEYS) -> None:
         self._monotonic = monotonic
         self._capacity = capacity
         self._counts: dict[str, tuple[int, float]] = {}
@@ -66,7 +69,7 @@ class LocalAttempts:
                 return Attempt(count + 1, math.ceil(ends_at - now))
             self._counts[key] = (count + 1, now + SIGN_IN_LOCK_SECONDS)
             if len(self._counts) > self._capacity:
-                self._make_room()
+                self._evict()
         return Attempt(count + 1, SIGN_IN_LOCK_SECONDS)
 
     def give_back(self, key: str) -> None:
@@ -77,14 +80,14 @@ class LocalAttempts:
             else:
                 self._counts.pop(key, None)
 
-    def _make_room(self) -> None:
-        """Forgets an eighth, so that a flood of new keys pays for sorting once in a while only."""
+    def _evict(self) -> None:
+        """Evict an eighth of the keys, so that a flood of new ones rarely causes a sort."""
         kept = self._capacity - self._capacity // 8
         for key in sorted(self._counts, key=lambda key: self._counts[key])[: len(self._counts) - kept]:
             del self._counts[key]
 
 
-# KEYS: one key. ARGV: the count that locks, and the milliseconds until it is forgotten.
+# KEYS: one key. ARGV: the count that locks, and its expiry in milliseconds.
 _TAKE = """
 local count = tonumber(redis.call('GET', KEYS[1]) or '0')
 if count >= tonumber(ARGV[1]) then return {count + 1, redis.call('PTTL', KEYS[1])} end
@@ -100,7 +103,7 @@ if count > 1 then redis.call('DECR', KEYS[1]) else redis.call('DEL', KEYS[1]) en
 
 
 class RedisAttempts:
-    """Counts that all processes share. Raises LimitStoreLostError."""
+    """Counts in Redis, shared by all processes. Its methods raise LimitStoreLostError."""
 
     def __init__(self, url: str, timeout_seconds: float = REDIS_TIMEOUT_SECONDS) -> None:
         client = redis_client(url, timeout_seconds)
@@ -123,7 +126,7 @@ class RedisAttempts:
 
 
 class Attempts:
-    """The shared counts; while they are lost, those of this process."""
+    """The shared counts, or this process's own while Redis is lost or not configured."""
 
     def __init__(self, local: LocalAttempts, shared: RedisAttempts | None, watch: StoreWatch) -> None:
         self.local = local
@@ -132,13 +135,13 @@ class Attempts:
 
     def take(self, key: str) -> Attempt:
         if self._shared is not None:
-            with suppress(LimitStoreLostError), self._watch.asking():
+            with suppress(LimitStoreLostError), self._watch.guard():
                 return self._shared.take(key)
         return self.local.take(key)
 
     def give_back(self, key: str) -> None:
         if self._shared is not None:
-            with suppress(LimitStoreLostError), self._watch.asking():
+            with suppress(LimitStoreLostError), self._watch.guard():
                 self._shared.give_back(key)
                 return
         self.local.give_back(key)
@@ -146,6 +149,6 @@ class Attempts:
 
 @cache
 def attempts() -> Attempts:
-    """Of this process. Raises ValueError for a Redis URL that is none."""
+    """Return this process's attempt counter. Raises ValueError for an invalid Redis URL."""
     shared = RedisAttempts(settings.REDIS_URL) if settings.REDIS_URL else None
     return Attempts(LocalAttempts(), shared, limiter().watch)

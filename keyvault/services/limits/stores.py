@@ -1,4 +1,4 @@
-"""Where the buckets of limits are kept: in this process, or in a Redis that several processes share."""
+"""Storage of rate limit buckets: this process, or a Redis that several processes share."""
 
 import threading
 import time
@@ -16,32 +16,29 @@ from keyvault.services.limits.redis_pipeline import LimitPipeline
 
 
 class LimitStoreLostError(Exception):
-    """The store did not answer, or not with sense; whether anything was spent there is not known."""
+    """The store did not reply or its reply was invalid; whether it spent anything is unknown."""
 
 
 Payer = Callable[[int], tuple[int, ...] | None]
-"""Spends that many tokens at once, or none: see `LocalStore.payer`."""
+"""Spends a number of tokens from all buckets or none, without I/O; see `LocalStore.payer`."""
 
 
 class LimitStore(Protocol):
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        """`access.limits.spend` on the stored states, in one step that nobody else comes between.
-
-        Raises LimitStoreLostError.
-        """
+        """Apply `access.limits.spend` to the stored states atomically. Raises LimitStoreLostError."""
 
 
 @runtime_checkable
 class PipelinedStore(Protocol):
     async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        """The same for callers in asyncio: all of one turn of the loop travel together."""
+        """Spend from asyncio; calls of the same loop iteration share a round trip. Raises LimitStoreLostError."""
 
     async def close_async(self) -> None:
-        """Lets go of the connection of the running loop."""
+        """Close the connection of the running loop."""
 
 
 class StoreReply(NamedTuple):
-    """What a shared store said: the outcome, the states that it keeps, and the time there in microseconds."""
+    """Reply of a shared store: the result, the stored states, and the store's clock in microseconds."""
 
     spend: Spend
     states: tuple[BucketState, ...]
@@ -49,7 +46,7 @@ class StoreReply(NamedTuple):
 
 
 def monotonic_us() -> int:
-    """Of the clock that `LocalStore` goes by."""
+    """Return the time of `LocalStore`'s clock, in microseconds."""
     return time.monotonic_ns() // 1000
 
 
@@ -63,15 +60,15 @@ class _Cell:
         self.count = count
 
     @property
-    def arrival(self) -> BucketState:
+    def state(self) -> BucketState:
         return BucketState(*divmod(self.full_at, self.count))
 
 
 class LocalStore:
-    """Buckets of this process: at most `capacity` of them, the rest is forgotten, the fullest first."""
+    """Buckets of this process, at most `capacity` of them; the fullest are evicted first."""
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, capacity: int = 100_000) -> None:
-        """`now_ns`: nobody else reads these states, so a clock that is never set serves better than the time of day."""
+        """`now_ns`: a monotonic clock in nanoseconds. No other process reads these states, so it need not be UTC."""
         self._now_ns = now_ns
         self._capacity = capacity
         self._cells: dict[str, _Cell] = {}
@@ -81,15 +78,16 @@ class LocalStore:
         return len(self._cells)
 
     def payer(self, buckets: Sequence[Bucket]) -> Payer:
-        """`spend` from these in a tenth of its time, when all pay: what is left and the seconds to full, of each in
-        turn. None: nothing was spent, and only `spend` can say whether that is a refusal. A bucket is new, or empty.
+        """Return a fast path of `spend`, ten times as fast: (remaining, reset_seconds) of each bucket in turn.
+
+        The payer returns None when a bucket is new or empty. Then nothing was spent, and only `spend` can decide.
         """
         if len(buckets) == 1:
             return self._payer_of_one(buckets[0])
         return partial(self._try_spend, buckets)
 
     def _payer_of_one(self, bucket: Bucket) -> Payer:
-        """As nearly always: in one function, that has at hand whatever stays the same."""
+        """Return the payer of the most common case. Its closure holds everything constant, for speed."""
         cells, key, now_ns = self._cells, bucket.key, self._now_ns
         acquire, release = self._lock.acquire, self._lock.release
         count, window_us, burst, second = bucket.limit.numbers
@@ -118,7 +116,7 @@ class LocalStore:
         if cost < 1:
             return None
         paid: list[tuple[_Cell, int]] = []
-        told: tuple[int, ...] = ()
+        statuses: tuple[int, ...] = ()
         with self._lock:
             now_us = self._now_ns() // 1000
             for bucket in buckets:
@@ -132,38 +130,38 @@ class LocalStore:
                 if unspent < 0:
                     return None
                 paid.append((cell, full_at))
-                told += (unspent // window_us, -((now - full_at) // second))
+                statuses += (unspent // window_us, -((now - full_at) // second))
             for cell, full_at in paid:
                 cell.full_at = full_at
-        return told
+        return statuses
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
         with self._lock:
             cells = [self._cells.get(bucket.key) for bucket in buckets]
-            states = [None if cell is None else cell.arrival for cell in cells]
+            states = [None if cell is None else cell.state for cell in cells]
             outcome, kept = spend(states, buckets, cost, self._now_ns() // 1000)
             for bucket, state in zip(buckets, kept, strict=True):
                 count = bucket.limit.count
                 self._cells[bucket.key] = _Cell(state.micros * count + state.fraction, count)
             if len(self._cells) > self._capacity:
-                self._make_room()
+                self._evict()
         return outcome
 
-    def _make_room(self) -> None:
-        """Forgets an eighth, so that a flood of new buckets pays for sorting once in a while only.
+    def _evict(self) -> None:
+        """Evict an eighth of the buckets, so that a flood of new ones rarely causes a sort.
 
-        The arrival time sorts those that are full again to the front, of which nothing is lost, and those that
-        somebody has used up to the end: a flood of others does not win them back.
+        The theoretical arrival time sorts full buckets first, whose eviction loses nothing, and exhausted ones last.
+        So a flood of new buckets cannot refill an exhausted one.
         """
         kept = self._capacity - self._capacity // 8
-        for key in sorted(self._cells, key=lambda key: self._cells[key].arrival)[: len(self._cells) - kept]:
+        for key in sorted(self._cells, key=lambda key: self._cells[key].state)[: len(self._cells) - kept]:
             del self._cells[key]
 
 
 # KEYS: the buckets. ARGV, four for each: count, window in µs, and the advance of `Limit.advance`.
-# Answers the time in µs and the states found; from these the caller's own arithmetic tells the outcome.
-# Lua's numbers are doubles: every one here is a whole number below 2**53, until the year 2255. Written out with
-# '%.0f', because tostring() keeps 14 digits. A state expires only after it is full again.
+# Returns the time in µs and the previous states; the caller computes the result from these with its own arithmetic.
+# Lua's numbers are doubles: every one here is an integer below 2**53, until the year 2255. They are formatted with
+# '%.0f', because tostring() keeps 14 digits. A state expires only after its bucket is full again.
 _SPEND = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -197,7 +195,7 @@ return found
 
 
 def redis_client(url: str, timeout_seconds: float) -> Redis:
-    """Return a client that tries once: the first attempt may have spent already, and the request is waiting."""
+    """Return a client without retries: a failed attempt may already have spent, and the request is waiting."""
     return Redis.from_url(
         url,
         socket_timeout=timeout_seconds,
@@ -210,34 +208,34 @@ REDIS_TIMEOUT_SECONDS = 0.25
 
 
 class RedisStore:
-    """Buckets in Redis, by the clock of Redis. In a cluster, keys that are spent from together share a `{tag}`."""
+    """Buckets in Redis, by the clock of Redis. Keys of one call share a hash tag `{tag}` for Redis Cluster."""
 
     def __init__(self, url: str, timeout_seconds: float = REDIS_TIMEOUT_SECONDS) -> None:
         self._script = redis_client(url, timeout_seconds).register_script(_SPEND)
         self._pipeline = LimitPipeline(url, _SPEND, timeout_seconds)
 
     def spend(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        return self.ask(buckets, [cost] * len(buckets)).spend
+        return self.spend_each(buckets, [cost] * len(buckets)).spend
 
     async def spend_async(self, buckets: Sequence[Bucket], cost: int) -> Spend:
-        return (await self.ask_async(buckets, [cost] * len(buckets))).spend
+        return (await self.spend_each_async(buckets, [cost] * len(buckets))).spend
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
-        """`access.limits.spend_each`. Raises LimitStoreLostError."""
+    def spend_each(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+        """Apply `access.limits.spend_each` to the stored states atomically. Raises LimitStoreLostError."""
         numbers = _numbers(buckets, costs)
         try:
-            found = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
+            reply = self._script(keys=[bucket.key for bucket in buckets], args=numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _answer(found, buckets, costs)
+        return _reply(reply, buckets, costs)
 
-    async def ask_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    async def spend_each_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         numbers = _numbers(buckets, costs)
         try:
-            found = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
+            reply = await self._pipeline.run([bucket.key for bucket in buckets], numbers)
         except (RedisError, OSError) as error:
             raise LimitStoreLostError(f"{type(error).__name__}: {error}") from error
-        return _answer(found, buckets, costs)
+        return _reply(reply, buckets, costs)
 
     async def close_async(self) -> None:
         await self._pipeline.close()
@@ -251,13 +249,13 @@ def _numbers(buckets: Sequence[Bucket], costs: Sequence[int]) -> list[int]:
     ]
 
 
-def _answer(found: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
-    now, *states = found
+def _reply(reply: Any, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    now, *states = reply
     now_us = int(now)
-    return StoreReply(*spend_each([_parsed(state) for state in states], buckets, costs, now_us), now_us)
+    return StoreReply(*spend_each([_parse_state(state) for state in states], buckets, costs, now_us), now_us)
 
 
-def _parsed(state: Any) -> BucketState | None:
+def _parse_state(state: Any) -> BucketState | None:
     if state is None:
         return None
     micros, _, fraction = state.partition(b":")

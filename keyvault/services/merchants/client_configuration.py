@@ -1,4 +1,4 @@
-"""What an account gives to browsers and apps: its client configuration, its origins, its customers' tokens' bound."""
+"""Settings of an account for browsers and apps: client configuration, allowed origins, customer token lifetime."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -23,9 +23,9 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60, 86_400
 
 
 def set_client_configuration(grant: Grant, account: Account, configuration: Mapping[str, Any]) -> None:
-    """A JSON object that everybody may read. Raises RequestInvalidError on what is none, too large, or secret."""
+    """Set the public JSON object. Raises RequestInvalidError when it is invalid, too large or contains a secret."""
     if (fault := _configuration_fault(configuration)) is not None:
-        raise RequestInvalidError("The configuration does not fit.", [Fault("/configuration", fault)])
+        raise RequestInvalidError("The configuration is invalid.", [Fault("/configuration", fault)])
     digest = sha256(canonical_bytes(configuration)).hexdigest()
     with recorded(
         grant, Permission.MERCHANTS_WRITE, "account.client_configuration_set", account=account, sha256=digest
@@ -34,9 +34,9 @@ def set_client_configuration(grant: Grant, account: Account, configuration: Mapp
 
 
 def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) -> None:
-    """Where the account's public keys may be used from in a browser, in place of what was listed before.
+    """Replace the origins from which browsers may use the account's public keys.
 
-    Raises RequestInvalidError, naming each that is no origin.
+    Raises RequestInvalidError with a fault for each invalid origin.
     """
     wanted = list(dict.fromkeys(origin.strip().lower() for origin in origins))
     faults = [
@@ -47,27 +47,27 @@ def set_allowed_origins(grant: Grant, account: Account, origins: Sequence[str]) 
     if len(wanted) > MOST_ORIGINS:
         faults = [Fault("/origins", f"at most {MOST_ORIGINS}")]
     if faults:
-        raise RequestInvalidError("The origins do not fit.", faults)
+        raise RequestInvalidError("The origins are invalid.", faults)
     with recorded(grant, Permission.MERCHANTS_WRITE, "account.origins_set", account=account, origins=wanted):
         account.compare_and_swap(allowed_origins=wanted)
 
 
 def set_customer_token_bound(grant: Grant, account: Account, seconds: int) -> None:
-    """The longest life of a customer access token from now on; those that were issued keep theirs."""
+    """Set the maximum lifetime of new customer access tokens, in seconds; issued tokens keep theirs."""
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
         fault = Fault("/seconds", f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}")
-        raise RequestInvalidError("The bound does not fit.", [fault])
+        raise RequestInvalidError("The bound is invalid.", [fault])
     with recorded(
         grant, Permission.MERCHANTS_WRITE, "account.customer_token_bound_set", account=account, seconds=seconds
     ):
         account.compare_and_swap(customer_token_seconds=seconds)
 
 
-def is_listed_by_anybody(origin: str, environment: Environment) -> bool:
-    """Whether an active account of the environment lists the origin: all that a preflight, without a key, can ask."""
+def is_listed_by_any_account(origin: str, environment: Environment) -> bool:
+    """Whether any active account of the environment lists the origin. A CORS preflight carries no key to narrow it."""
     if not is_origin(origin):
         return False
-    # Canonical origins hold nothing that JSON escapes, so that the quoted one stands in the list's text or nowhere.
+    # JSON escapes nothing in a canonical origin, so a text search for the quoted origin is exact.
     return (
         Account.objects.annotate(listed=Cast("allowed_origins", TextField()))
         .filter(
@@ -95,20 +95,20 @@ def _configuration_fault(configuration: object) -> str | None:
         text = canonical_bytes(configuration)
         looks_secret = _looks_secret(configuration)
     except (TypeError, ValueError, RecursionError):
-        return "JSON of texts, whole numbers, true, false and null; any other number as a text"
+        return "JSON of strings, integers, true, false and null; any other number as a string"
     if len(text) > LARGEST_BYTES:
         return f"at most {LARGEST_BYTES} bytes"
     if b"\\u0000" in text:
         return "no NUL character"
     if looks_secret:
-        return "nothing that looks like a secret: everybody who has a public key can read this"
+        return "no secret: anyone who has a public key can read this"
     return None
 
 
 def _looks_secret(value: object) -> bool:
-    """Whether a text in it is, or holds, a secret, or is called a credential header.
+    """Whether any string in the value contains a secret, or any name is a credential header.
 
-    Other names are not judged: a payment page's own `apiKey` and `clientToken` are made for browsers.
+    Other names are allowed: a payment page's own `apiKey` and `clientToken` are made for browsers.
     """
     if isinstance(value, Mapping):
         names = {str(name).lower().replace("_", "-") for name in value}

@@ -13,9 +13,9 @@ from keyvault.services.recording.transaction import recorded
 
 
 def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
-    """A merchant with an account, and an audit chain, in each environment.
+    """Create a merchant with an account and an audit chain in each environment.
 
-    Raises RequestInvalidError, listing what does not fit, StateConflictError on a merchant id that is taken.
+    Raises RequestInvalidError with faults, StateConflictError when the merchant id is taken.
     """
     faults = []
     if not is_merchant_id(merchant_id):
@@ -23,9 +23,9 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
     if (fault := find_text_fault(name, 200)) is not None:
         faults.append(Fault("/name", fault))
     if faults:
-        raise RequestInvalidError("The merchant cannot be made like that.", faults)
+        raise RequestInvalidError("The merchant cannot be created.", faults)
     if Merchant.objects.filter(merchant_id=merchant_id).exists():
-        raise StateConflictError(f"There is a merchant {merchant_id} already.")
+        raise StateConflictError(f"Merchant {merchant_id} already exists. Choose another id.")
     with recorded(grant, Permission.MERCHANTS_WRITE, "merchant.created", merchant_id=merchant_id, name=name):
         merchant = Merchant(merchant_id=merchant_id, name=name, created_at=grant.at)
         merchant.save()
@@ -36,7 +36,7 @@ def create_merchant(grant: Grant, *, merchant_id: str, name: str) -> Merchant:
 
 
 def suspend_merchant(grant: Grant, merchant: Merchant) -> None:
-    """No key of the merchant is good anywhere until it is resumed."""
+    """Deny all keys of the merchant in every environment until it is resumed."""
     _set_merchant_status(grant, merchant, MerchantStatus.SUSPENDED, "merchant.suspended")
 
 
@@ -45,7 +45,7 @@ def resume_merchant(grant: Grant, merchant: Merchant) -> None:
 
 
 def suspend_account(grant: Grant, account: Account) -> None:
-    """No key of the merchant is good in this environment until it is resumed."""
+    """Deny all keys of the merchant in this environment until it is resumed."""
     _set_account_status(grant, account, MerchantStatus.SUSPENDED, "account.suspended")
 
 
@@ -64,8 +64,10 @@ def find_account(merchant_id: str, environment: str) -> Account:
 
 
 def require_staying(account: Account) -> None:
-    """Inside the transaction that gives the merchant something: its account's row is locked, so that it leaves either
-    before, and this raises StateConflictError, or afterwards, and what was given is found. Other accounts do not wait.
+    """Require a merchant that is not offboarded, inside the transaction that adds something to its account.
+
+    Locks the account's row, so that an offboarding runs before (StateConflictError is raised) or after (and finds the
+    addition). Other accounts do not wait.
     """
     Account.objects.select_for_update(no_key=True).get(pk=account.pk)
     _refuse_offboarded(Merchant.objects.get(pk=account.merchant_id))
@@ -73,13 +75,13 @@ def require_staying(account: Account) -> None:
 
 def _refuse_offboarded(merchant: Merchant) -> None:
     if merchant.status == MerchantStatus.OFFBOARDED:
-        raise StateConflictError("The merchant has left, and does not come back: make a new one.")
+        raise StateConflictError("The merchant has left permanently. Create a new one.")
 
 
 def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatus, event: str) -> None:
     _refuse_offboarded(merchant)
     if merchant.status == status:
-        raise StateConflictError(f"The merchant is {status} already.")
+        raise StateConflictError(f"The merchant is already {status}.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, merchant_id=merchant.merchant_id):
         merchant.compare_and_swap(status=status)
 
@@ -87,6 +89,6 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
 def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, event: str) -> None:
     _refuse_offboarded(account.merchant)
     if account.status == status:
-        raise StateConflictError(f"The account is {status} already.")
+        raise StateConflictError(f"The account is already {status}.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, account=account):
         account.compare_and_swap(status=status)

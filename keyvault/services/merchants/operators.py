@@ -1,4 +1,4 @@
-"""Operators: made, changed and disabled on the host, never in the console."""
+"""Operators: created, changed and disabled on the host, never in the console."""
 
 from collections.abc import Iterable
 
@@ -23,12 +23,12 @@ from keyvault.services.recording.transaction import recorded
 def create_operator(
     grant: Grant, *, username: str, roles: Iterable[Role], password: Plaintext, person: str | None = None
 ) -> Operator:
-    """A log-in for the console. `person` names an existing human being when this is their second log-in.
+    """Create an operator for the console. `person` is the id of an existing person for their second operator.
 
-    Raises StateConflictError on a name that is taken, RequestInvalidError on a password that is too weak.
+    Raises StateConflictError when the name is taken, RequestInvalidError when the password is too weak.
     """
     if Operator.objects.filter(username=username).exists():
-        raise StateConflictError(f"There is an operator {username} already.")
+        raise StateConflictError(f"Operator {username} already exists. Choose another name.")
     names = sorted(role.value for role in roles)
     operator = Operator(username=username, is_staff=True)
     if person is not None:
@@ -41,9 +41,9 @@ def create_operator(
 
 
 def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> None:
-    """Replace a password, end every session and known device of the operator, and lift a lock of the name.
+    """Replace a password, end all sessions and known devices of the operator, and lift a sign-in lock of the name.
 
-    Raises RequestInvalidError on a password that is too weak, StateConflictError for a disabled operator.
+    Raises RequestInvalidError when the password is too weak, StateConflictError for a disabled operator.
     """
     _require_active(operator)
     _set_password(operator, password)
@@ -52,7 +52,7 @@ def reset_password(grant: Grant, operator: Operator, password: Plaintext) -> Non
 
 
 def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
-    """Replace an operator's roles, and end every session of theirs.
+    """Replace an operator's roles and end all its sessions.
 
     Raises StateConflictError for a disabled operator, and for the last active key administrator.
     """
@@ -72,7 +72,7 @@ def set_roles(grant: Grant, operator: Operator, roles: Iterable[Role]) -> None:
 
 
 def disable_operator(grant: Grant, operator: Operator) -> None:
-    """Disable an operator permanently: no sign-in, no session and no command in that name from now on.
+    """Disable an operator permanently: it can no longer sign in, use a session or run a command.
 
     Raises StateConflictError for a disabled operator, and for the last active key administrator.
     """
@@ -84,15 +84,15 @@ def disable_operator(grant: Grant, operator: Operator) -> None:
 
 
 def list_operators() -> QuerySet[Operator]:
-    """All operators by name, disabled ones too, with their groups."""
+    """Return all operators by name, including disabled ones, with their groups."""
     rows: QuerySet[Operator] = Operator.objects.order_by("username").prefetch_related("groups")
     return rows
 
 
 def find_operator(username: str, host_user: str) -> OperatorPrincipal:
-    """The operator whom a command line names; that line proves nothing, so the host's user is kept beside it.
+    """Return the principal that a command line names. The name is unproven, so `host_user` is recorded too.
 
-    Raises NotFoundError when there is none, or the log-in is disabled.
+    Raises NotFoundError when there is no such operator, or it is disabled.
     """
     row = Operator.objects.filter(username=username, is_active=True).first()
     if row is None:
@@ -101,7 +101,7 @@ def find_operator(username: str, host_user: str) -> OperatorPrincipal:
 
 
 def get_operator(username: str) -> Operator:
-    """The row of an operator, disabled or not. Raises NotFoundError."""
+    """Return an operator's row, including a disabled one's. Raises NotFoundError."""
     row: Operator | None = Operator.objects.filter(username=username).first()
     if row is None:
         raise NotFoundError(f"There is no operator {username}. `manage.py list_operators` lists them.")
@@ -118,18 +118,21 @@ _ADMINISTRATOR = Role.KEY_ADMINISTRATOR
 def _require_active(operator: Operator) -> None:
     if not operator.is_active:
         raise StateConflictError(
-            f"Operator {operator.username} is disabled. Make a new one: "
+            f"Operator {operator.username} is disabled. Create a new one: "
             f"manage.py create_operator NAME --role ROLE --same-person-as {operator.username}"
         )
 
 
 def _require_another_administrator(operator: Operator) -> None:
-    """Inside the `recorded` block, under a lock on all administrators: two that end each other take turns."""
+    """Require another active key administrator, inside the `recorded` block.
+
+    Locks all administrators, so that two that disable each other are serialized.
+    """
     active = Operator.objects.select_for_update(of=("self",)).filter(is_active=True, groups__name=_ADMINISTRATOR)
     if not any(other.pk != operator.pk for other in active.order_by("pk")):
         raise StateConflictError(
             f"Operator {operator.username} is the last active one with the role {_ADMINISTRATOR}. "
-            f"First make another: manage.py create_operator NAME --role {_ADMINISTRATOR}"
+            f"Create another first: manage.py create_operator NAME --role {_ADMINISTRATOR}"
         )
 
 

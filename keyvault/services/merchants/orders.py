@@ -1,4 +1,4 @@
-"""Orders: created and read by the merchant's own private keys, in their own environment."""
+"""Orders: a merchant's private keys create and read them, each in its own environment."""
 
 import re
 import secrets
@@ -12,7 +12,7 @@ from keyvault.models import Account, Order
 from keyvault.services.recording.transaction import recorded
 
 LARGEST_AMOUNT = 999_999_999_999
-"""In the currency's minor unit."""
+"""Maximum order amount, in the currency's minor unit."""
 
 CURRENCY = r"^[A-Z]{3}$"
 
@@ -20,7 +20,7 @@ CURRENCY = r"^[A-Z]{3}$"
 def create_order(
     grant: Grant, account: Account, *, amount_minor: int, currency: str, customer_id: str | None = None
 ) -> Order:
-    """Raises RequestInvalidError, listing what does not fit."""
+    """Create an order. Raises RequestInvalidError with faults."""
     faults = []
     if not 1 <= amount_minor <= LARGEST_AMOUNT:
         faults.append(Fault("/amount_minor", f"1 to {LARGEST_AMOUNT}"))
@@ -29,7 +29,7 @@ def create_order(
     if customer_id is not None and (fault := find_customer_id_fault(customer_id)) is not None:
         faults.append(Fault("/customer_id", fault))
     if faults:
-        raise RequestInvalidError("The order cannot be made like that.", faults)
+        raise RequestInvalidError("The order is invalid.", faults)
     order = Order(
         order_token=mint_id("ord", secrets.token_bytes),
         account=account,
@@ -53,7 +53,7 @@ def create_order(
 
 
 def find_order(account: Account, order_token: str, customer: Customer | None = None) -> Order:
-    """The account's order; for a signed-in customer, not another customer's. Raises NotFoundError."""
+    """Return the account's order, hiding other customers' orders from a customer. Raises NotFoundError."""
     order: Order | None = Order.objects.filter(account=account, order_token=order_token).first()
     is_anothers = (
         order is not None

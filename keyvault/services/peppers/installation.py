@@ -1,4 +1,4 @@
-"""Which installation this database belongs to, and whether what is in the secret backend is its own."""
+"""The id of this installation, and checks that secret backend data belongs to it."""
 
 import secrets
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 
 LABEL = "installation"
-"""Of the labels of a pepper; those written by earlier releases have none."""
+"""Label of a pepper that holds the installation id; peppers of earlier releases have none."""
 
 
 def mint_installation_id() -> str:
@@ -23,20 +23,20 @@ def mint_installation_id() -> str:
 
 
 def ensure_installation(now: datetime) -> None:
-    """Names this database at the first run, for good; safe when two first runs meet."""
+    """Give this database a permanent installation id at the first run. Safe for concurrent first runs."""
     if Installation.objects.exists():
         return
     grant = authorize(HOST, Permission.OPERATORS_WRITE, now=now)
-    made = mint_installation_id()
+    new_id = mint_installation_id()
     with (
-        suppress(DatabaseIntegrityError),  # The one beside us was first.
-        recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=made),
+        suppress(DatabaseIntegrityError),  # A concurrent first run was faster.
+        recorded(grant, Permission.OPERATORS_WRITE, "installation.created", installation_id=new_id),
     ):
-        Installation(installation_id=made, created_at=now).save()
+        Installation(installation_id=new_id, created_at=now).save()
 
 
 def installation_id() -> str:
-    """Raises IntegrityError before the set-up."""
+    """Return the installation id. Raises IntegrityError before the set-up."""
     row: Installation | None = Installation.objects.first()
     if row is None:
         raise IntegrityError("The service was not set up.", internal="no installation id; run manage.py setup")
@@ -44,12 +44,15 @@ def installation_id() -> str:
 
 
 def require_ours(labels: Mapping[str, str], what: str) -> None:
-    """Raises IntegrityError, saying whose it is and what to do, unless the labels name this installation."""
+    """Require labels of this installation. Raises IntegrityError with the owner and what to do.
+
+    `what`: the labeled object, for the error.
+    """
     ours, theirs = installation_id(), labels.get(LABEL)
     if theirs != ours:
-        whose = f"to installation {theirs}" if theirs else "to nobody that we know"
+        whose = f"to installation {theirs}" if theirs else "to an unknown installation"
         raise IntegrityError(
-            "What the secret backend has belongs to another installation.",
+            "The data in the secret backend belongs to another installation.",
             internal=f"{what} belongs {whose}, this database to {ours}: set a KEYVAULT_VAULT_PREFIX (or"
             " KEYVAULT_DATA_DIR) of this installation's own, or restore the database that belongs to it",
         )

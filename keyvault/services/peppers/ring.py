@@ -1,8 +1,8 @@
-"""The peppers: made once, kept in the secret backend, loaded into memory, checked against the database.
+"""The pepper ring: peppers created once, kept in the secret backend, loaded into memory and checked by the database.
 
-Verification never asks the backend: what a process has loaded stays, whatever becomes of the backend. Versions that
-came since are taken in off the request path (`load_peppers.refresh`), by the thread that reports usage, by the worker's
-upkeep, and by whoever is about to make digests.
+Verification never calls the backend: loaded peppers stay usable while the backend is unavailable. New versions are
+loaded off the request path (`load_peppers.refresh`): by the thread that reports usage, by the worker's maintenance, and
+before new digests are computed.
 """
 
 import base64
@@ -38,21 +38,24 @@ from keyvault.services.secrets.backend import secret_backend
 _log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 5.0
-"""So often a process that judges or makes keys looks for new versions."""
+"""Interval in seconds at which a process that verifies or creates keys checks for new versions."""
 
 PAUSE_SECONDS: Final = 1.0
-"""Between two tries that requests have asked for, however many they are."""
+"""Minimum pause in seconds between two refreshes that requests have scheduled."""
 
 
 def list_served_sets() -> list[PepperSet]:
-    """Those of the environments that this process serves (KEYVAULT_ENVIRONMENTS), and that of the service tokens."""
+    """Return the pepper sets of the served environments (KEYVAULT_ENVIRONMENTS) and of the service tokens."""
     others = {peppers for environment, peppers in PEPPER_SET.items() if environment not in settings.ENVIRONMENTS}
     return [pepper_set for pepper_set in PepperSet if pepper_set not in others]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One set's versions, and since when each makes the digests, the newest first; those `staged` only prove yet."""
+    """The loaded versions of one set. `phases`: since when each computes new digests, newest first.
+
+    Versions in `staged` only check digests so far.
+    """
 
     pepper_set: PepperSet
     versions: Mapping[int, bytes]
@@ -60,27 +63,27 @@ class _Loaded:
     phases: tuple[tuple[datetime, Peppers], ...]
 
     def now(self) -> Peppers:
-        if len(self.phases) == 1:  # as nearly always
+        if len(self.phases) == 1:  # the common case
             return self.phases[0][1]
         at = _utc_now()
         return next((peppers for since, peppers in self.phases if since <= at), self.phases[-1][1])
 
 
 class PepperRing:
-    """The peppers that one process has loaded. Threads share it; a forked child starts with its parent's."""
+    """The loaded peppers of one process. Threads share them; a forked child inherits its parent's."""
 
     def __init__(self) -> None:
         self._loaded: dict[PepperSet, _Loaded] = {}
         self._refreshing = threading.Lock()
         self._refreshed_at = 0.0
-        self._rests_until = 0.0
+        self._paused_until = 0.0
         self._thread: threading.Thread | None = None
 
     def __call__(self, pepper_set: PepperSet) -> Peppers:
-        """The set's peppers as of this moment. Asks the database and the backend at the first call, and then never.
+        """Return the set's current peppers. Only the first call reads the database and the backend.
 
-        Raises IntegrityError when a version is missing or is not the one that the digests were made with, and
-        NotFoundError, before anything is read, when this process does not serve the set's environment.
+        Raises IntegrityError when a version is missing or fails its check value. Raises NotFoundError, before any
+        read, when this process does not serve the set's environment.
         """
         loaded = self._loaded.get(pepper_set)
         if loaded is None:
@@ -89,29 +92,31 @@ class PepperRing:
         return loaded.now()
 
     def loaded(self, pepper_set: PepperSet) -> Peppers:
-        """The same for whoever must not wait: asks nobody. Raises VerifierStaleError while they are not loaded, which
-        is then tried by a thread."""
+        """Return the set's current peppers without I/O.
+
+        Raises VerifierStaleError while they are not loaded, and schedules a refresh in a thread.
+        """
         loaded = self._loaded.get(pepper_set)
         if loaded is None:
             self.schedule_refresh()
             raise VerifierStaleError(
-                "The key cannot be judged right now. Try again.",
-                internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend away?",
+                "The key cannot be verified right now. Try again.",
+                internal=f"the {pepper_set} peppers are not loaded yet: is the secret backend unavailable?",
             )
         return loaded.now()
 
     def cache_clear(self) -> None:
-        """As a new process begins."""
+        """Reset the ring to the state of a new process."""
         self._loaded.clear()
-        self._refreshed_at = self._rests_until = 0.0
+        self._refreshed_at = self._paused_until = 0.0
 
     def refresh(self) -> None:
-        """Takes in the versions that came since, and lets go of the retired ones; of what is loaded already.
+        """Load new versions of the loaded sets, and drop retired ones.
 
-        The backend is only asked for what is new. What it does not give is tried again next time, and what is loaded
-        stays. Raises what the database raises.
+        Reads only new versions from the backend. A version that cannot be read is tried again at the next refresh, and
+        loaded ones stay. Raises database errors.
         """
-        # Whoever comes meanwhile goes on with what there is: nobody waits for another's database or backend.
+        # A concurrent caller continues with the loaded peppers instead of waiting for this one's I/O.
         if not self._refreshing.acquire(blocking=False):
             return
         try:
@@ -126,9 +131,11 @@ class PepperRing:
         if self._is_due():
             self.refresh()
 
-    def look(self) -> None:
-        """For a thread that must not wait for the backend: has another one refresh, when there is something new, or a
-        served set that the backend did not give yet."""
+    def poll(self) -> None:
+        """Check for new versions or unloaded sets without waiting for the backend; schedule a refresh if there are any.
+
+        Reads the database. Call this from a thread that must not block on the backend.
+        """
         if time.monotonic() - self._refreshed_at < REFRESH_SECONDS:
             return
         if self._missing() or any(_is_behind(loaded) for loaded in list(self._loaded.values())):
@@ -137,24 +144,27 @@ class PepperRing:
         self._note_versions()
 
     def schedule_refresh(self) -> None:
-        """By a thread of its own, one at a time and with a pause after each: for a request that must not wait."""
+        """Start a refresh in a thread, for a request that must not wait. One at a time, with a pause after each."""
         if self._thread is not None and self._thread.is_alive():
             return
-        if time.monotonic() >= self._rests_until:
+        if time.monotonic() >= self._paused_until:
             self._thread = threading.Thread(target=self._try_refresh, name="peppers", daemon=True)
             self._thread.start()
 
     def newest_versions(self) -> dict[str, int]:
-        """Of each served set the newest version that is loaded, with all before it; 0: none yet. Asks nobody."""
+        """Return the newest loaded version of each served set; 0: none is loaded. No I/O.
+
+        All earlier versions are loaded too, unless retired.
+        """
         loaded = {pepper_set: self._loaded.get(pepper_set) for pepper_set in list_served_sets()}
         return {pepper_set.value: 0 if each is None else max(each.versions) for pepper_set, each in loaded.items()}
 
     def restart(self) -> None:
-        """In a forked child, which has no thread but its own: what is loaded stays."""
+        """Reset locks and threads in a forked child; loaded peppers stay."""
         self._refreshing, self._thread = threading.Lock(), None
 
     def _note_versions(self) -> None:
-        """For the gauge: a version comes into use by the clock alone."""
+        """Update the gauge of current versions: a version takes effect by the clock alone."""
         for pepper_set, loaded in list(self._loaded.items()):
             meters.note_pepper(pepper_set, loaded.now().current_version)
 
@@ -169,33 +179,33 @@ class PepperRing:
             for pepper_set in self._missing():
                 self(pepper_set)
             self.refresh()
-        except Exception:  # noqa: BLE001  whatever it was, the next try may do better
+        except Exception:  # noqa: BLE001  the next refresh tries again
             _log.exception("the peppers could not be refreshed")
         finally:
-            self._rests_until = time.monotonic() + PAUSE_SECONDS
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
             connections.close_all()  # this thread's own
 
 
 load_peppers = PepperRing()
-"""This process's own."""
+"""The pepper ring of this process."""
 
 os.register_at_fork(after_in_child=load_peppers.restart)
 
 
-def freshen_peppers(pepper_set: PepperSet) -> None:
-    """For whoever makes digests, before the transaction: a process that was idle learns which version to use.
+def refresh_peppers(pepper_set: PepperSet) -> None:
+    """Refresh a set before a transaction that computes digests, so that an idle process uses the current version.
 
-    Raises what `load_peppers` raises; a backend that is away is no hindrance to what is loaded already.
+    Raises what `load_peppers` raises. An unavailable backend does not affect loaded peppers.
     """
     load_peppers(pepper_set)
     load_peppers.refresh_if_due()
 
 
 def take_pepper(peppers: Peppers, version: int) -> Peppers:
-    """These peppers, or the process's newest where that version came after they were taken.
+    """Return these peppers, or the process's newest if `version` was loaded after they were taken.
 
-    Raises VerifierStaleError when this process has not loaded it yet, which it then does off the request path: that
-    a key is wrong can only be said by who has its pepper.
+    Raises VerifierStaleError when this process has not loaded that version yet, and schedules a refresh. Without the
+    pepper the key cannot be judged, so it must not be denied as wrong.
     """
     if not peppers.lacks(version):
         return peppers
@@ -203,16 +213,16 @@ def take_pepper(peppers: Peppers, version: int) -> Peppers:
     if newest.lacks(version):
         load_peppers.schedule_refresh()
         raise VerifierStaleError(
-            "The key cannot be judged right now. Try again.",
-            internal=f"{peppers.pepper_set} pepper {version} is not loaded yet: is the secret backend away?",
+            "The key cannot be verified right now. Try again.",
+            internal=f"{peppers.pepper_set} pepper {version} is not loaded yet: is the secret backend unavailable?",
         )
     return newest
 
 
 def ensure_peppers(now: datetime) -> None:
-    """Makes version 1 of each served set at the first run; repeatable, and safe when two first runs meet.
+    """Create version 1 of each served set at the first run. Idempotent and safe for concurrent first runs.
 
-    Raises IntegrityError where another installation's peppers are in the place of ours.
+    Raises IntegrityError when the backend holds another installation's peppers.
     """
     ensure_installation(now)
     for pepper_set in list_served_sets():
@@ -222,28 +232,28 @@ def ensure_peppers(now: datetime) -> None:
 
 
 def _make_first(pepper_set: PepperSet, now: datetime) -> None:
-    # A conflict: made by a run that died before its row was written, or by one that goes on beside us.
+    # On a conflict, a run that died before it wrote its row, or a concurrent run, has written the pepper.
     with suppress(BackendConflictError):
         put_pepper(pepper_set, 1)
     require_own_pepper(pepper_set, 1)
     check_value = Peppers(pepper_set, {1: read_pepper(pepper_set, 1)}).check_value(1)
     grant = authorize(HOST, Permission.OPERATORS_WRITE, now=now)
     with (
-        suppress(DatabaseIntegrityError),  # The one beside us was first: its row says the same.
+        suppress(DatabaseIntegrityError),  # A concurrent first run wrote the same row.
         recorded(grant, Permission.OPERATORS_WRITE, "pepper.created", pepper_set=pepper_set),
     ):
         PepperVersion(pepper_set=pepper_set, number=1, check_value=check_value, created_at=now).save()
 
 
 def put_pepper(pepper_set: PepperSet, number: int) -> None:
-    """A new random one into the backend, as that version. Raises BackendConflictError, having written nothing."""
-    made = Plaintext(base64.b64encode(secrets.token_bytes(PEPPER_BYTES)).decode())
+    """Write a new random pepper to the backend as that version. Raises BackendConflictError if the version exists."""
+    pepper_text = Plaintext(base64.b64encode(secrets.token_bytes(PEPPER_BYTES)).decode())
     labels = {"pepper_set": pepper_set.value, "number": str(number), LABEL: installation_id()}
-    secret_backend().put(Mount.PEPPERS, pepper_set, made, labels, expected_version=number - 1)
+    secret_backend().put(Mount.PEPPERS, pepper_set, pepper_text, labels, expected_version=number - 1)
 
 
 def read_pepper(pepper_set: PepperSet, number: int) -> bytes:
-    """One version as the backend has it, checked against nothing. Raises IntegrityError where it has none."""
+    """Return one version from the backend, without a check value. Raises IntegrityError if missing or malformed."""
     try:
         stored = secret_backend().read(Mount.PEPPERS, pepper_set, number)
         pepper = base64.b64decode(stored.secret.reveal(), validate=True)
@@ -257,16 +267,17 @@ def read_pepper(pepper_set: PepperSet, number: int) -> bytes:
         pepper = b""
     if len(pepper) != PEPPER_BYTES:
         raise IntegrityError(
-            "What the secret backend has is not a pepper.",
-            internal=f"{pepper_set} pepper {number} was not written by us: find out who wrote it, and restore it",
+            "The value in the secret backend is not a pepper.",
+            internal=f"{pepper_set} pepper {number} was not written by Keyvault: find out who wrote it, and"
+            " restore the pepper",
         )
     return pepper
 
 
 def require_own_pepper(pepper_set: PepperSet, number: int) -> None:
-    """Raises IntegrityError unless this installation wrote that version, or the backend has none (any more).
+    """Require that this installation wrote that version, or that the backend has none. Raises IntegrityError.
 
-    One without a label, of before there were labels, is ours where it is what our row says.
+    A pepper of an earlier release has no label; it is accepted if it matches our row's check value.
     """
     try:
         labels = secret_backend().read(Mount.PEPPERS, pepper_set, number).labels
@@ -280,19 +291,19 @@ def require_own_pepper(pepper_set: PepperSet, number: int) -> None:
 
 
 def read_checked(row: PepperVersion) -> bytes:
-    """The pepper of that row. Raises IntegrityError when it is missing, or not the one that keys are hashed with."""
+    """Return the pepper of that row. Raises IntegrityError when it is missing or fails its check value."""
     pepper_set = PepperSet(row.pepper_set)
     pepper = read_pepper(pepper_set, row.number)
     if Peppers(pepper_set, {row.number: pepper}).check_value(row.number) != bytes(row.check_value):
         raise IntegrityError(
-            "A pepper is not the one that the keys were hashed with.",
-            internal=f"{pepper_set} pepper {row.number} fails its check: {_whose(pepper)}",
+            "A pepper differs from the one that the keys were hashed with.",
+            internal=f"{pepper_set} pepper {row.number} fails its check: {_diagnose(pepper)}",
         )
     return pepper
 
 
-def _whose(pepper: bytes) -> str:
-    """What to do about one that is in the wrong place."""
+def _diagnose(pepper: bytes) -> str:
+    """Return what is known of a pepper that failed its check, and what to do."""
     for row in PepperVersion.objects.all():
         if Peppers(PepperSet(row.pepper_set), {row.number: pepper}).check_value(row.number) == bytes(row.check_value):
             return (
@@ -318,7 +329,7 @@ def _load(pepper_set: PepperSet) -> _Loaded:
         try:
             versions[row.number] = read_checked(row)
         except IntegrityError:
-            # Retired, and destroyed, since the rows were read: then nothing is missing.
+            # Not missing if it was retired and destroyed after the rows were read.
             if not PepperVersion.objects.filter(pk=row.pk, retired_at__isnull=False).exists():
                 raise
     return _arrange(pepper_set, versions, rows)
@@ -338,13 +349,13 @@ def _renew(loaded: _Loaded) -> _Loaded:
                 "a new pepper cannot be loaded yet",
                 extra={"pepper_set": row.pepper_set, "number": row.number, "why": error.internal or error.detail},
             )
-            # None after it either: whatever is newer than what is loaded is known to be lacking.
+            # Load no later version either, so that every version above the newest loaded one is known to be missing.
             break
     return _arrange(loaded.pepper_set, versions, rows)
 
 
 def _is_behind(loaded: _Loaded) -> bool:
-    """Whether there is a version to take in, one that makes digests by now, or one to let go of."""
+    """Whether a version has to be loaded, activated or dropped."""
     return any(
         (row.number in loaded.versions) is (row.retired_at is not None)
         or (row.number in loaded.staged and not row.is_staged)
@@ -371,12 +382,12 @@ def _utc_now() -> datetime:
 
 
 def pepper_health() -> Mapping[PepperSet, bool]:
-    """Which of the served sets are loaded; loads those that are not yet. Never raises."""
+    """Return whether each served set is loaded, after trying to load those that are not. Never raises."""
     health = {}
     for pepper_set in list_served_sets():
         try:
             load_peppers(pepper_set)
-        except Exception:  # noqa: BLE001  whatever the fault, the answer is "not ready"
+        except Exception:  # noqa: BLE001  any failure means "not ready"
             health[pepper_set] = False
         else:
             health[pepper_set] = True

@@ -1,8 +1,7 @@
-"""Connections to PostgreSQL that are given up soon: a network that drops everything tells nobody.
+"""PostgreSQL connections with short timeouts, for threads that must not block on a broken network.
 
-A server that acknowledges nothing is found by TCP, within the seconds that the settings name for every connection.
-Something in between that takes everything and passes on nothing (a proxy that hangs) is found by nobody but who waits:
-he hangs up.
+TCP detects a server that stops acknowledging, within the seconds that the settings name for every connection.
+Only a client timeout detects a proxy that accepts data but never forwards it: abort the connection.
 """
 
 import copy
@@ -15,29 +14,29 @@ import psycopg
 from django.db import connections
 
 ANSWER_SECONDS = 2.0
-"""So long one answer is waited for."""
+"""Maximum wait for one reply, in seconds."""
 
 _LOCK_SECONDS = 0.2
-"""On SQLite, where all that can be waited for is its one lock."""
+"""Maximum wait for the lock of a SQLite database, in seconds; nothing else blocks there."""
 
 _CONNECT_SECONDS = 2
 
 
 def use_short_timeouts() -> None:
-    """The calling thread's own connection is one that gives up soon, from here on."""
-    impatient = connections.create_connection("default")
-    impatient.settings_dict = copy.deepcopy(impatient.settings_dict)
-    options = impatient.settings_dict["OPTIONS"]
-    if impatient.vendor == "postgresql":
+    """Replace the calling thread's connection with one that has short timeouts."""
+    replacement = connections.create_connection("default")
+    replacement.settings_dict = copy.deepcopy(replacement.settings_dict)
+    options = replacement.settings_dict["OPTIONS"]
+    if replacement.vendor == "postgresql":
         options["connect_timeout"] = _CONNECT_SECONDS
     else:
         options["timeout"] = _LOCK_SECONDS
-    connections["default"] = impatient
+    connections["default"] = replacement
 
 
-def abort_connection(waited_for: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
-    """From another thread than the one that waits, or from the loop: that one gets an OperationalError."""
-    if waited_for is None:
+def abort_connection(waiting: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None") -> None:
+    """Shut down a connection's socket from another thread or the event loop; the waiter gets an OperationalError."""
+    if waiting is None:
         return
-    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(waited_for.fileno())) as wire:
-        wire.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(waiting.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)

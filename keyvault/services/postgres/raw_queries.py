@@ -1,7 +1,7 @@
-"""PostgreSQL asked by libpq itself, for what a process does every fraction of a second beside its verdicts.
+"""Queries through libpq itself, for polls that run several times a second next to the verdicts.
 
-Verdicts wait for whatever holds the interpreter: cursors cost it several times what they ask for, and wake up for each
-step of an exchange. This one waits once, without it.
+A cursor holds the interpreter lock several times longer than the query needs, and wakes up at each protocol step.
+Verdicts would wait for it. These functions wait once, without the lock.
 """
 
 import select
@@ -13,64 +13,68 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-_GOOD = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
+_SUCCESS = frozenset({ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK})
 
 
-def ask(text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
-    """The results of a statement with these values, or of several without any, as text; on the calling thread's
-    connection and in its transaction, where it is in one. Raises what Django's cursors raise."""
+def execute(text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
+    """Run one statement with values, or several without, and return the results as text.
+
+    Uses the calling thread's connection, and its transaction if one is open. Raises what Django's cursors raise.
+    """
     connection.close_if_health_check_failed()
     connection.ensure_connection()
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors:
-        lent: Any = connection.connection  # untyped, of a backend that types do not know
-        wire: PGconn = lent.pgconn
-        if not lent.autocommit and wire.transaction_status == TransactionStatus.IDLE:
-            _exchange(wire, b"BEGIN")
-        return _exchange(wire, text, values)
+        raw: Any = connection.connection  # the type depends on the backend
+        wire: PGconn = raw.pgconn
+        if not raw.autocommit and wire.transaction_status == TransactionStatus.IDLE:
+            _send_and_receive(wire, b"BEGIN")
+        return _send_and_receive(wire, text, values)
 
 
-def checked(results: list[PGresult]) -> list[PGresult]:
-    """These, where the server did what it was asked. Raises psycopg.Error."""
+def check_results(results: list[PGresult]) -> list[PGresult]:
+    """Return the results if every statement succeeded. Raises psycopg.Error."""
     for result in results:
-        if result.status not in _GOOD:
+        if result.status not in _SUCCESS:
             raise error_from_result(result)
     return results
 
 
 def wait_for_notice(wire: PGconn, seconds: float) -> None:
-    """Until the server has told something, of what LISTEN asked for or otherwise, and at most so long. Raises
-    psycopg.Error when the connection is lost."""
-    if _readable(wire).poll(1000 * seconds):
+    """Wait until the server sends a notification or anything else, at most this many seconds.
+
+    Raises psycopg.Error when the connection is lost.
+    """
+    if _poller(wire).poll(1000 * seconds):
         wire.consume_input()
         while wire.notifies():
             pass
 
 
-def _exchange(wire: PGconn, text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
+def _send_and_receive(wire: PGconn, text: bytes, values: Sequence[bytes | None] = ()) -> list[PGresult]:
     if values:
         wire.send_query_params(text, values)
     else:
         wire.send_query(text)
-    waited_for = _readable(wire)
-    while wire.flush():  # a long question does not go out at once, nor while answers wait to be read
-        waited_for.modify(wire.socket, select.POLLIN | select.POLLOUT)
-        waited_for.poll()
+    poller = _poller(wire)
+    while wire.flush():  # a long query needs several writes, and blocks while replies are unread
+        poller.modify(wire.socket, select.POLLIN | select.POLLOUT)
+        poller.poll()
         wire.consume_input()
-    waited_for.modify(wire.socket, select.POLLIN)
+    poller.modify(wire.socket, select.POLLIN)
     results: list[PGresult] = []
     while True:
         while wire.is_busy():
-            waited_for.poll()
+            poller.poll()
             wire.consume_input()
         result = wire.get_result()
         if result is None:
             break
         results.append(result)
-    return checked(results)
+    return check_results(results)
 
 
-def _readable(wire: PGconn) -> "select.poll":
-    found = select.poll()
-    found.register(wire.socket, select.POLLIN)
-    return found
+def _poller(wire: PGconn) -> "select.poll":
+    poller = select.poll()
+    poller.register(wire.socket, select.POLLIN)
+    return poller

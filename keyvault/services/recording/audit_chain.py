@@ -26,24 +26,24 @@ from keyvault.models import Account, AuditChain, AuditEntry
 
 
 def open_chain(name: str) -> None:
-    """A new chain. Inside the transaction that creates what the chain is about."""
+    """Create a chain, inside the transaction that creates its account."""
     AuditChain.objects.create(name=name, sequence=0, head_hash=GENESIS)
 
 
 def append_entry(
     *, chain: str, at: datetime, event: str, actor: str, channel: str, details: dict[str, JsonValue]
 ) -> None:
-    """Adds one entry. Only `services.recording` calls this, inside the transaction of the change.
+    """Append one entry. Only `services.recording` calls this, inside the transaction of the change.
 
-    The chain's head row is locked until the commit: writers of one chain take turns, others do not wait.
-    (On SQLite the transaction has the whole database by then.)
+    Locks the chain's head row until the commit: writers of one chain are serialized, writers of others do not wait.
+    (On SQLite the transaction holds the lock of the whole database.)
     """
     try:
         head = AuditChain.objects.select_for_update().get(name=chain)
     except AuditChain.DoesNotExist:
         if chain != PLATFORM_CHAIN or AuditEntry.objects.exists():
             raise IntegrityError("The audit log is damaged.", internal=f"chain {chain} is missing") from None
-        # Another first writer may be a moment ahead: then its chain is the one.
+        # A concurrent first writer may have created the chain.
         with suppress(DatabaseIntegrityError), transaction.atomic():
             open_chain(chain)
         head = AuditChain.objects.select_for_update().get(name=chain)
@@ -68,14 +68,14 @@ def append_entry(
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """`first_broken` is None when every chain that should exist is there and whole."""
+    """Result of an audit check. `first_broken` is None when every expected chain exists and is intact."""
 
     entries: int
     first_broken: Break | None
 
 
 def verify_audit() -> AuditReport:
-    """Walks every chain, the platform's first, in bounded memory, while others go on writing."""
+    """Verify every chain, the platform's first, in bounded memory; concurrent writes are allowed."""
     expected = _expected_chains()
     written = set(AuditEntry.objects.order_by().values_list("chain_id", flat=True).distinct())
     written |= set(AuditChain.objects.values_list("name", flat=True))
@@ -88,27 +88,27 @@ def verify_audit() -> AuditReport:
 
 
 def _verify_stored(name: str) -> tuple[int, Break | None]:
-    """A head moves in the transaction of its entry: what it names must be there, and nothing newer than it."""
+    """Verify one chain. Its head moves in the transaction of each entry, so it must name the newest entry."""
     head = AuditChain.objects.filter(name=name).first()
     if head is None:
         return 0, Break(name, 0, "the chain is missing")
     entries = AuditEntry.objects.filter(chain_id=name)
     broken = verify_chain(
-        name, _stored(entries.filter(sequence__lte=head.sequence)), head.sequence, bytes(head.head_hash)
+        name, _read_stored(entries.filter(sequence__lte=head.sequence)), head.sequence, bytes(head.head_hash)
     )
     newest = entries.order_by("-sequence").values_list("sequence", flat=True).first() or 0
     if broken is None and newest > AuditChain.objects.get(name=name).sequence:
-        broken = Break(name, newest, "an entry stands behind the head of the chain")
+        broken = Break(name, newest, "an entry has a higher sequence than the head of the chain")
     return head.sequence, broken
 
 
 def read_entries(chain: str, *, after: int, last: int) -> Iterator[ChainedEntry]:
-    """Those with a number above `after` and not above `last`, in order, in bounded memory."""
-    return _stored(AuditEntry.objects.filter(chain_id=chain, sequence__gt=after, sequence__lte=last))
+    """Iterate over entries with `after` < sequence <= `last`, in order and in bounded memory."""
+    return _read_stored(AuditEntry.objects.filter(chain_id=chain, sequence__gt=after, sequence__lte=last))
 
 
 def _expected_chains() -> list[str]:
-    """What must be there: the platform's chain as soon as there is anything at all, and each account's."""
+    """Return the chains that must exist: each account's, and the platform's unless the database is empty."""
     accounts = [
         account_chain(merchant_id, environment)
         for merchant_id, environment in Account.objects.order_by("merchant_id", "environment").values_list(
@@ -119,7 +119,7 @@ def _expected_chains() -> list[str]:
     return [PLATFORM_CHAIN, *accounts] if written else []
 
 
-def _stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
+def _read_stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
     for entry in entries.order_by("sequence").iterator(chunk_size=500):
         body = stored_bytes(entry.body)
         yield ChainedEntry(
@@ -133,7 +133,7 @@ def _stored(entries: QuerySet[AuditEntry]) -> Iterator[ChainedEntry]:
 
 
 def stored_bytes(stored: bytes | memoryview | str) -> bytes:
-    """SQLite keeps whatever type somebody wrote past us; it must not stop the check."""
+    """Return stored bytes. SQLite keeps the type of a foreign write, which must not stop the check."""
     return stored.encode() if isinstance(stored, str) else bytes(stored)
 
 
@@ -148,4 +148,4 @@ def _columns_agree(entry: AuditEntry, body: bytes) -> bool:
             and datetime.fromisoformat(written["at"]) == entry.at
         )
     except (ValueError, KeyError, TypeError):
-        return False  # Nothing that we wrote; its hash says so too.
+        return False  # Keyvault did not write this body; its hash does not match either.

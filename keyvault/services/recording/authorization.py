@@ -1,4 +1,4 @@
-"""Asking the one decision function from the doors, and who a log-in is to it."""
+"""Calls of the one decision function for the frontends, and the principal of an operator's account."""
 
 from datetime import datetime
 
@@ -26,10 +26,10 @@ def authorize(
     now: datetime,
     requester_person: str | None = None,
 ) -> Grant:
-    """The grant to hand to a service. Raises what the denial means to whoever asked.
+    """Return the grant to pass to a service, or raise the denial as an error.
 
-    PermissionMissingError: may not do that at all. NotFoundError: somebody else's. StateConflictError: it
-    takes a second person.
+    Raises PermissionMissingError (the principal lacks the permission), NotFoundError (the target belongs to another
+    merchant), StateConflictError (a second person is required).
     """
     verdict = decide(operation(permission), principal, target_of(account, requester_person), now)
     if isinstance(verdict, Grant):
@@ -45,13 +45,13 @@ def is_allowed(
     now: datetime,
     requester_person: str | None = None,
 ) -> bool:
-    """Whether `authorize` would return: for showing or hiding, never instead of asking."""
+    """Whether `authorize` would return a grant. For display only; never a substitute for `authorize`."""
     verdict = decide(operation(permission), principal, target_of(account, requester_person), now)
     return isinstance(verdict, Grant)
 
 
 def operator_principal(row: OperatorRow, channel: Channel = Channel.CONSOLE, host_user: str | None = None) -> Operator:
-    """A disabled log-in holds no roles."""
+    """Return the principal of an operator; a disabled operator has no roles."""
     roles = row.roles if row.is_active else frozenset()
     return Operator(row.username, row.person, roles, channel, host_user)
 

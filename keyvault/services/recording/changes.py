@@ -1,21 +1,23 @@
-"""The change feed: one row for each subject that a transaction altered, in that very transaction; who follows it
-learns of every change that anybody can see.
+"""The change feed: one row per subject that a transaction altered, written in that transaction.
 
-**What is guaranteed, and by what.** A sequence is drawn before its transaction commits, so a higher one may be
-seen before a lower one. Therefore rows are applied as soon as they are visible, in any order, and only the
-*confirmed* sequence waits: it is L when every change up to L has been applied and no other can still appear.
+A follower sees every committed change.
 
-On PostgreSQL a writer takes an advisory lock before it draws its sequences. The lock is shared, so no writer waits
-for another, and ends with the transaction: PostgreSQL makes a commit visible first and lets its locks go then
-(CommitTransaction: ProcArrayEndTransaction before ResourceOwnerRelease), waiting for synchronous standbys before
-both. A look reads three things, each in a snapshot of its own (READ COMMITTED), in this order: the last sequence
-drawn, L; who holds the lock; the rows. Whoever drew a sequence up to L held the lock by then: it is among
-those holders, or it has ended and the rows show what it left. So L is confirmed by the first look that finds
-none of those holders any more. Later holders draw above L, and transactions that alter no verdict never hold it:
-neither delays anything. One that has drawn and lingers delays the confirmation, never a change that is visible.
-This needs a sequence without a cache, which is Django's, and the primary: a standby does not know the holders.
+**Guarantee.** A sequence is drawn before its transaction commits, so a higher one may become visible before a lower
+one. Followers therefore apply rows as soon as they are visible, in any order. Only the *confirmed* sequence waits: it
+is L when every change up to L has been applied and no other can still appear.
 
-SQLite has one writer at a time, so the highest row is confirmed.
+**Mechanism.** On PostgreSQL a writer takes an advisory lock before it draws its sequences. The lock is shared, so no
+writer waits for another, and ends with the transaction. PostgreSQL waits for synchronous standbys, makes the commit
+visible, and only then releases the locks (CommitTransaction: ProcArrayEndTransaction before ResourceOwnerRelease).
+
+A poll reads three things in this order, each in a snapshot of its own (READ COMMITTED): the last sequence drawn, L;
+the holders of the lock; the rows. A transaction that drew a sequence up to L held the lock by then. Either it is among
+those holders, or it has ended and the rows show its changes. So the first poll that finds none of those holders any
+more confirms L. Later holders draw above L, and transactions that alter no verdict never hold the lock: neither delays
+anything. A transaction that has drawn and stays open delays the confirmation, never a visible change.
+
+This needs a sequence without a cache, which is Django's default, and the primary: a standby does not know the holders.
+SQLite has one writer at a time, so its highest row is confirmed.
 """
 
 import logging
@@ -31,19 +33,19 @@ from msgspec.json import Decoder
 
 from keyvault.models import Change
 from keyvault.models.recording import Subject
-from keyvault.services.postgres.raw_queries import ask
+from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.recording.host_generation import HostGeneration
 
 _log = logging.getLogger(__name__)
 
 CHANNEL = "keyvault_changes"
-"""NOTIFY wakes the followers; its payload is the last sequence, and nobody relies on it."""
+"""NOTIFY channel that wakes the followers. The payload is the last sequence; it is informative only."""
 
 MOST_ROWS = 10_000
-"""Of one look. A follower that is further behind forgets everything."""
+"""Maximum rows of one poll. A follower that is further behind drops its whole cache."""
 
 _OVERLAP = 64
-"""So many of the latest rows are read again, to see that they are still there."""
+"""Number of the latest sequences that each poll reads again, to check that their rows still exist."""
 
 _LOCK = (0x4B_56, 0x66_65_65_64)
 _HOLD = """
@@ -51,7 +53,7 @@ _HOLD = """
         CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
         THEN set_config('synchronous_commit', 'on', true) END
 """
-"""And whoever is answered was answered durably: a commit that the host made asynchronous is made synchronous here."""
+"""Takes the shared lock. Forces a synchronous commit too, so that an acknowledged change is durable."""
 
 _SNAPSHOTS = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _LAST_DRAWN = """
@@ -61,7 +63,7 @@ _HOLDERS = f"""
     SELECT virtualtransaction FROM pg_locks
     WHERE locktype = 'advisory' AND classid = {_LOCK[0]} AND objid = {_LOCK[1]} AND objsubid = 2
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-"""  # noqa: S608  numbers of ours
+"""  # noqa: S608  our own integer constants
 _ROWS = """
     SELECT sequence, subject_kind, subject_id, at FROM keyvault_change
     WHERE sequence > {above} ORDER BY sequence LIMIT {most}
@@ -71,19 +73,19 @@ _ROWS_AS_JSON = """
         sequence, json_build_array(subject_kind, subject_id), extract(epoch FROM at)::text
     )), '[]') FROM ({rows}) AS found
 """
-"""One value, read at once: a look is made several times a second, and finds mostly what the one before has found."""
+"""The rows as one value, which libpq reads in one step. Polls run several times a second and mostly find no change."""
 
 
 @cache
 def generation() -> HostGeneration:
-    """This process's own. Raises OSError when the file cannot be opened or made."""
+    """Return this process's host generation. Raises OSError when the file cannot be opened or created."""
     return HostGeneration(settings.DATA_DIR / "generation")
 
 
 def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | None:
-    """Writes the change rows of an open transaction; the last sequence, or None when no verdict is altered.
+    """Write the change rows of an open transaction; return the last sequence, or None when no verdict is altered.
 
-    The processes of this host are told after the commit and before whoever asked for the change is answered.
+    Notifies the processes of this host after the commit and before the caller gets its response.
     """
     if not subjects:
         return None
@@ -102,15 +104,17 @@ def announce_changes(subjects: Mapping[Subject, bool], now: datetime) -> int | N
 
 
 def notify_host(subjects: Collection[Subject]) -> None:
-    """Tells the processes of this host. Never raises: what is done is done, and the feed tells them too."""
+    """Notify the processes of this host. Never raises: the change is committed, and the feed reports it too."""
     try:
         generation().announce(subjects)
-    except Exception:  # noqa: BLE001  whatever it was, the act is committed
-        _log.critical("this host's processes could not be told of a change; they find it in the feed", exc_info=True)
+    except Exception:  # noqa: BLE001  the change is committed, so no failure here may reach the caller
+        _log.critical(
+            "could not notify this host's processes of a change; they read it from the change feed", exc_info=True
+        )
 
 
 class Row(NamedTuple):
-    """`at` as the database writes it: a restored database draws its sequences again, and the time tells them apart."""
+    """One change row. `at` is the database's own text: it distinguishes sequences that a restored database reuses."""
 
     sequence: int
     subject: Subject
@@ -119,8 +123,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChangeBatch:
-    """What one look found: `drawn` is the last sequence drawn when it began, `holders` who might then have drawn it
-    or a lower one, `rows` what was visible after that (all of them, or the first MOST_ROWS + 1).
+    """Result of one poll.
+
+    `drawn`: the last sequence drawn when the poll began. `holders`: transactions that may have drawn it or a lower
+    one. `rows`: the rows visible after that, or the first MOST_ROWS + 1 of them.
     """
 
     drawn: int
@@ -128,8 +134,8 @@ class ChangeBatch:
     rows: list[Row]
 
 
-def look_at_feed(above: int) -> ChangeBatch:
-    """Reads the rows above a sequence, in one round trip. Raises OperationalError when it cannot, or on a standby."""
+def poll_feed(above: int) -> ChangeBatch:
+    """Read the rows above a sequence in one round trip. Raises OperationalError, also on a standby."""
     rows = _ROWS.format(above=int(above), most=MOST_ROWS + 1)
     if connection.vendor != "postgresql":
         with connection.cursor() as cursor:
@@ -139,9 +145,9 @@ def look_at_feed(above: int) -> ChangeBatch:
             found = [Row(sequence, (kind, identity), at) for sequence, kind, identity, at in cursor.fetchall()]
             return ChangeBatch(drawn, frozenset(), found)
     script = ";".join([_SNAPSHOTS, _LAST_DRAWN, _HOLDERS, _ROWS_AS_JSON.format(rows=rows)])
-    _, last_drawn, holders, visible = ask(script.encode())
+    _, last_drawn, holders, visible = execute(script.encode())
     if last_drawn.get_value(0, 1) != b"f":
-        raise OperationalError("the change feed is followed on the primary only, and this is a standby")
+        raise OperationalError("this server is a standby; the change feed can only be followed on the primary")
     return ChangeBatch(
         int(last_drawn.get_value(0, 0) or 0),
         frozenset((holders.get_value(row, 0) or b"").decode() for row in range(holders.ntuples)),
@@ -152,54 +158,54 @@ def look_at_feed(above: int) -> ChangeBatch:
 _decode_rows = Decoder(list[Row]).decode
 
 
-class FeedWentBackError(Exception):
-    """Changes that were there are not any more: a backup was restored, or a standby took over that lacked some."""
+class FeedRewoundError(Exception):
+    """Applied changes are missing: a backup was restored, or a standby without them was promoted."""
 
 
 @dataclass(slots=True)
 class Position:
-    """How far the feed has been followed: fed with looks, it says what to apply and what is confirmed. No I/O.
+    """A follower's position in the feed: takes polls, returns what to apply and what is confirmed. No I/O.
 
-    `floor`: everything up to there is applied, but for what the `strangers` may yet commit: transactions whose
-    rows may be below it. Each of them that ends is answered with forgetting everything.
+    `floor`: every change up to there is applied, except those that `_older_holders` may still commit: transactions
+    whose rows may be below it. When one of them ends, the follower drops its whole cache.
     """
 
     confirmed: int = 0
     floor: int = 0
     is_placed: bool = False
-    _strangers: frozenset[str] = frozenset()
+    _older_holders: frozenset[str] = frozenset()
     _applied: set[Row] = field(default_factory=set)
     _candidate: int = 0
-    _undecided: frozenset[str] | None = None
+    _pending_holders: frozenset[str] | None = None
 
-    def find_new(self, look: ChangeBatch) -> list[Subject] | None:
-        """What the look shows that is not applied yet, each once; None: forget everything.
+    def find_new(self, batch: ChangeBatch) -> list[Subject] | None:
+        """Return the subjects in the batch that are not applied yet, each once; None: drop the whole cache.
 
-        Raises FeedWentBackError.
+        Raises FeedRewoundError.
         """
-        is_too_much = len(look.rows) > MOST_ROWS
-        if look.drawn < self.confirmed or not (is_too_much or self._applied <= set(look.rows)):
-            raise FeedWentBackError(f"the feed ends at {look.drawn}, and was followed to {self.confirmed}")
-        if not self.is_placed or is_too_much or self._strangers - look.holders:
+        is_truncated = len(batch.rows) > MOST_ROWS
+        if batch.drawn < self.confirmed or not (is_truncated or self._applied <= set(batch.rows)):
+            raise FeedRewoundError(f"the feed ends at {batch.drawn}, and was followed to {self.confirmed}")
+        if not self.is_placed or is_truncated or self._older_holders - batch.holders:
             return None
-        return list(dict.fromkeys(row.subject for row in look.rows if row not in self._applied))
+        return list(dict.fromkeys(row.subject for row in batch.rows if row not in self._applied))
 
-    def advance(self, look: ChangeBatch) -> bool:
-        """Notes that what the look showed has been applied; whether more is confirmed by that."""
-        self._strangers &= look.holders
-        if not self.is_placed or len(look.rows) > MOST_ROWS:
-            self.is_placed, self._applied, self._strangers = True, set(), look.holders
-            self.floor = max(self.floor, look.drawn - _OVERLAP)
-        self._applied |= {row for row in look.rows if row.sequence > self.floor}
+    def advance(self, batch: ChangeBatch) -> bool:
+        """Record that the batch is applied; return whether the confirmed sequence moved."""
+        self._older_holders &= batch.holders
+        if not self.is_placed or len(batch.rows) > MOST_ROWS:
+            self.is_placed, self._applied, self._older_holders = True, set(), batch.holders
+            self.floor = max(self.floor, batch.drawn - _OVERLAP)
+        self._applied |= {row for row in batch.rows if row.sequence > self.floor}
         before = self.confirmed
-        if self._undecided is not None:
-            self._undecided &= look.holders
-            if not self._undecided:
-                self.confirmed, self._undecided = self._candidate, None
-        if self._undecided is None:
-            self._candidate, self._undecided = look.drawn, look.holders
-            if not look.holders:
-                self.confirmed, self._undecided = look.drawn, None
+        if self._pending_holders is not None:
+            self._pending_holders &= batch.holders
+            if not self._pending_holders:
+                self.confirmed, self._pending_holders = self._candidate, None
+        if self._pending_holders is None:
+            self._candidate, self._pending_holders = batch.drawn, batch.holders
+            if not batch.holders:
+                self.confirmed, self._pending_holders = batch.drawn, None
         self.floor = max(self.floor, self.confirmed - _OVERLAP)
         self._applied = {row for row in self._applied if row.sequence > self.floor}
         return self.confirmed > before

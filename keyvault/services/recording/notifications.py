@@ -1,4 +1,4 @@
-"""What merchants and operators are told of: written in the transaction of what happened, sent afterwards."""
+"""Notices to merchants and operators: written in the transaction of the event, delivered afterwards."""
 
 import secrets
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ def announce(
     /,
     **payload: JsonValue,
 ) -> Notice:
-    """Inside the `recorded` block of what happened: the notice, and its way to each endpoint of the account.
+    """Write a notice and one delivery per webhook endpoint of the account, inside the `recorded` block of the event.
 
-    `account`: None for a notice about the installation. `subject`: the id of what it is about. `is_alarm`: somebody
-    has to see it, though not each of its kind.
-    `payload`: ids, states and times; no material, and nothing of a person.
+    `account`: None for a notice about the installation. `subject`: the id of the affected object. `is_alarm`: an
+    operator must acknowledge this notice, although not every notice of its kind.
+    `payload`: ids, states and times; no key material and no personal data.
     """
-    notice = _written(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
+    notice = _write_notice(grant, kind, account, subject, payload, is_alarm or kind in ALARMS)
     if account is None or kind in INTERNAL:
         return notice
     for endpoint in WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True):
@@ -35,24 +35,24 @@ def announce(
 
 
 def announce_to(grant: Grant, endpoint: WebhookEndpoint, kind: NoticeKind, subject: str, /) -> Notice:
-    """The same for one endpoint alone."""
-    notice = _written(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
+    """Write a notice and its delivery to one webhook endpoint."""
+    notice = _write_notice(grant, kind, endpoint.account, subject, {}, kind in ALARMS)
     WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=grant.at)
     return notice
 
 
 def message_of(notice: Notice) -> bytes:
-    """What is sent of it: the same bytes each time, since a notice never changes."""
+    """Return the request body of a notice: the same bytes on each delivery, because a notice never changes."""
     account = notice.account
     if account is None:
-        raise TypeError(f"{notice.kind} is for operators alone")
-    told = {"merchant_id": account.merchant_id, "environment": account.environment}
-    data = {**notice.payload, "account": told, "subject": notice.subject}
+        raise TypeError(f"{notice.kind} is for operators only")
+    account_ids = {"merchant_id": account.merchant_id, "environment": account.environment}
+    data = {**notice.payload, "account": account_ids, "subject": notice.subject}
     timestamp = notice.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return canonical_bytes({"type": notice.kind, "timestamp": timestamp, "data": data})
 
 
-def _written(
+def _write_notice(
     grant: Grant,
     kind: NoticeKind,
     account: Account | None,

@@ -1,15 +1,16 @@
-"""The journal of revocations, outside the database: what no restored backup and no failed-over replica brings back.
+"""The revocation log: a file outside the database, so that a restored backup or a failover revives no revoked key.
 
-What ends for ever is written down here and synced to the disk as the last act before its transaction commits, and
-marked as committed before the caller is answered. So every end that was answered with a yes is in the journal; where
-it or its mark could not be written the log says so, and the worker appends it within a minute. One whose commit failed
-has no mark, and counts for nothing while this machine runs; a minute later the worker marks it as dropped. Where the
-machine went down before that it may be the mark of a commit that is lost, and the end counts: too much is revoked then,
-never too little.
+A revocation is appended and synced to the disk as the last step before its transaction commits. It is marked as
+committed before the caller gets its response. So every acknowledged revocation is in the file. If a line or its mark
+cannot be written, the service logs an error and the worker appends it within a minute.
 
-Each host has its own journal, on a disk of its own. What other hosts revoked, and what could not be written, the
-worker appends from the change feed (`journal_healing`). All processes of a host append to the file at once. Only
-`journal_opening` makes the file: a journal that is missing or empty is lost, not new.
+A revocation whose commit failed has no mark and is ignored while this machine runs; the worker marks it as dropped a
+minute later. If the machine goes down before that, the mark of a successful commit may be what was lost, so the
+revocation counts: the service revokes too much rather than too little.
+
+Each host has its own file, on its own disk. The worker appends the revocations of other hosts, and those that could
+not be written, from the change feed (`log_backfill`). All processes of a host append to the file concurrently. Only
+`log_opening` creates the file: a missing or empty file is lost, not new.
 """
 
 import errno
@@ -47,16 +48,16 @@ ENDING: Mapping[str, type[RecordedModel]] = {
     "customer_token": CustomerToken,
     "merchant": Merchant,
 }
-"""The rows that end for ever (`has_ended`), by the kind of their subject."""
+"""Models whose rows can be revoked permanently (`has_ended`), by the kind of their subject."""
 
 _BLOCK_BYTES = 4096
 _LOOKED = b'"what":"looked"'
 
 
 def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: datetime) -> None:
-    """Writes down what has ended in this transaction: its last act before the commit. Costs nothing where nothing has.
+    """Append this transaction's revocations, as its last step before the commit. No I/O if there are none.
 
-    A journal that cannot be written stops no revocation: it is an alarm, and the worker appends what is missing.
+    A write error does not stop a revocation: it raises an alarm, and the worker appends the missing lines.
     """
     ended = [subject for subject, has_ended in subjects.items() if has_ended]
     if not ended or sequence is None:
@@ -65,16 +66,16 @@ def append_ended(subjects: Mapping[Subject, bool], sequence: int | None, now: da
     try:
         append_lines(describe_ended(ended, sequence, now, unit=unit))
     except OSError as error:
-        _log.exception("the revocation journal cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
         _try_alarm(error, now)
     else:
         transaction.on_commit(partial(_note_committed, unit), robust=True)
 
 
 def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, unit: str = "") -> list[Ended]:
-    """Lines of what has ended, with the state and reason that a key has by now, and when a customer token expires.
+    """Return the log lines of revoked subjects, with a key's current state and reason and a customer token's expiry.
 
-    `unit`: see `domain.journal.Ended`.
+    `unit`: see `domain.revocation_log.Ended`.
     """
     ends = list(ended)
     names = [identity for kind, identity in ends if kind == "key"]
@@ -92,13 +93,13 @@ def describe_ended(ended: Iterable[Subject], sequence: int, now: datetime, *, un
 
 
 def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
-    """All of them or none, synced to the disk unless a process's life is all they have to outlast.
+    """Append all lines or none. `is_synced` False: they need not survive a power failure.
 
-    Raises OSError, also where the journal is missing or empty: a file that began here would pass for the lost one.
+    Raises OSError, also when the file is missing or empty: a new file here would hide the loss of the old one.
     """
-    with _opened(settings.JOURNAL) as descriptor:
-        with _locked(descriptor):
-            _mend_torn(descriptor)
+    with _open_file(settings.JOURNAL) as descriptor:
+        with _lock(descriptor):
+            _remove_torn_line(descriptor)
             if os.fstat(descriptor).st_size == 0:
                 raise empty_error()
             _write(descriptor, b"".join(map(line_bytes, lines)))
@@ -107,12 +108,12 @@ def append_lines(lines: Sequence[Line], *, is_synced: bool = True) -> None:
 
 
 def make_journal(opened: Opened) -> bool:
-    """Make the file with its first line; False where it has lines already. Raises OSError."""
+    """Create the file with its first line; return False when it already has lines. Raises OSError."""
     path = settings.JOURNAL
     ensure_private_directory(path.parent)
-    with _opened(path, os.O_CREAT) as descriptor:
-        with _locked(descriptor):
-            _mend_torn(descriptor)
+    with _open_file(path, os.O_CREAT) as descriptor:
+        with _lock(descriptor):
+            _remove_torn_line(descriptor)
             if os.fstat(descriptor).st_size > 0:
                 return False
             _write(descriptor, line_bytes(opened))
@@ -126,9 +127,9 @@ def empty_error() -> OSError:
 
 
 def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
-    """Every line behind that offset, with the one behind it, as the file is now; None: it is damaged.
+    """Iterate over (offset after the line, line) from an offset, in bytes, up to the current end; None: damaged line.
 
-    No file: none. A torn last line is left out: nobody was answered before it was whole. Raises OSError.
+    Yields nothing without a file. Omits a torn last line: its revocation was never acknowledged. Raises OSError.
     """
     try:
         file = settings.JOURNAL.open("rb")
@@ -145,7 +146,7 @@ def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
 
 
 def find_last_look() -> int:
-    """The offset of the last `Looked`, found without reading what comes before; 0: there is none. Raises OSError."""
+    """Return the byte offset of the last `Looked` line, 0 without one. Searches from the end. Raises OSError."""
     with settings.JOURNAL.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return 0
@@ -156,7 +157,7 @@ def find_last_look() -> int:
 
 @cache
 def boot_id() -> str:
-    """Which run of the machine this is; empty where it does not say."""
+    """Return the first 8 characters of the kernel's boot id; empty when it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:
@@ -164,19 +165,19 @@ def boot_id() -> str:
 
 
 def announce_failure(grant: Grant, account: Account, error: OSError) -> None:
-    """Inside the transaction of what found it out. The account is any: a host has none."""
-    why = os.strerror(error.errno) if error.errno else "it was not written"
+    """Raise the alarm inside the caller's transaction. Any account will do, because a host has none."""
+    why = os.strerror(error.errno) if error.errno else "the write failed"
     announce(grant, NoticeKind.JOURNAL_FAILED, account, host_name(), why=why)
 
 
 def find_account_to_alarm() -> Account | None:
-    """None while an alarm about this host's journal waits to be seen: one is enough."""
+    """Return an account for the alarm, or None while an earlier alarm about this host is unacknowledged."""
     unseen = Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, subject=host_name(), seen_at__isnull=True)
     return None if unseen.exists() else any_account()
 
 
 def any_account() -> Account | None:
-    """An account to file an alarm of this host under; None: there is no account yet."""
+    """Return the account that holds alarms of this host; None: there is no account yet."""
     return Account.objects.select_related("merchant").order_by("pk").first()
 
 
@@ -185,29 +186,29 @@ def host_name() -> str:
 
 
 def _try_alarm(error: OSError, now: datetime) -> None:
-    """In the transaction of the revocation, which goes on whatever becomes of this; its audit entry is the cause's."""
+    """Raise the alarm in a savepoint of the revocation's transaction, which continues even if the alarm fails."""
     try:
         with transaction.atomic(), collect_subjects():
             if (account := find_account_to_alarm()) is not None:
                 announce_failure(authorize(WORKER, Permission.JOURNAL_KEEP, account, now=now), account, error)
     except DatabaseError:
-        _log.exception("nor can the alarm be raised")
+        _log.exception("the alarm about the revocation log cannot be raised")
 
 
 def _note_committed(unit: str) -> None:
-    """Not synced: a killed process loses nothing of it, and a power cut is known by its `boot`."""
+    """Append the mark without a sync: it survives a killed process, and `boot` reveals a power failure."""
     try:
         append_lines([Committed(unit)], is_synced=False)
     except OSError:
-        _log.exception("the revocation journal cannot be written", extra={"path": str(settings.JOURNAL)})
+        _log.exception("the revocation log cannot be written", extra={"path": str(settings.JOURNAL)})
 
 
 # --- the file ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _opened(path: Path, more: int = 0) -> Iterator[int]:
-    """Opened anew each time, so that a file which was moved away is not written to. `more`: flags of `os.open`."""
+def _open_file(path: Path, more: int = 0) -> Iterator[int]:
+    """Open the file for each call, so that a file moved away is not written to. `more`: flags of `os.open`."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
     try:
         yield descriptor
@@ -216,8 +217,8 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """For the microseconds of the write, not for the sync. Who is killed meanwhile lets go."""
+def _lock(descriptor: int) -> Iterator[None]:
+    """Hold the lock for the microseconds of the write, not for the sync. A killed process releases it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield
@@ -225,8 +226,8 @@ def _locked(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _mend_torn(descriptor: int) -> None:
-    """Takes away what a writer left that died in the middle, so that it does not spoil the next line too."""
+def _remove_torn_line(descriptor: int) -> None:
+    """Remove a partial last line left by a killed writer, so that it does not corrupt the next line too."""
     size = os.fstat(descriptor).st_size
     tail = b""
     while len(tail) < size and b"\n" not in tail:
@@ -238,12 +239,12 @@ def _mend_torn(descriptor: int) -> None:
     if _parsed(torn) is not None:
         os.write(descriptor, b"\n")
         return
-    _log.warning("a torn line of the revocation journal is taken away", extra={"bytes": len(torn)})
+    _log.warning("a torn line of the revocation log was removed", extra={"bytes": len(torn)})
     os.ftruncate(descriptor, size - len(torn))
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Raises OSError on a disk that took a part only, which is taken back."""
+    """Write the whole text. Raises OSError after a short write, which it truncates again."""
     before = os.fstat(descriptor).st_size
     if os.write(descriptor, text) != len(text):
         os.ftruncate(descriptor, before)
@@ -251,7 +252,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name outlasts a power cut too."""
+    """Sync the directory, so that the new file's name survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

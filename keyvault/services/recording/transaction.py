@@ -1,16 +1,15 @@
-"""The one transaction helper: rows, change rows and audit entries are committed together or not at all.
+"""The one transaction helper: it commits rows, change rows and audit entries together or not at all.
 
     with recorded(grant, Permission.KEYS_REVOKE, "key.revoked", account=account, key_id=key_id) as record:
         key.compare_and_swap(state=...)
     record.sequence
 
-`recorded` checks that the grant is for this permission and this account, collects the subjects that the
-written rows name, and adds one change row for each and one audit entry. Blocks may nest: the outermost one
-commits, and takes the locks of the audit chains last of all and in the order of their names, so that two
-transactions never wait for each other.
+`recorded` checks that the grant is for this permission and this account. It collects the subjects that the written
+rows name, and adds one change row for each and one audit entry. Blocks may nest: the outermost one commits. It locks
+the audit chains last and in the order of their names, so that two transactions never deadlock.
 
-The details of an entry are kept for good, so they are redacted here, whoever wrote them. An act on a command
-line is recorded with the user of the host.
+Audit details are permanent, so they are redacted here regardless of the caller. A command-line action is recorded
+with the user of the host.
 """
 
 import getpass
@@ -40,7 +39,7 @@ from keyvault.services.recording.revocation_log import append_ended
 
 @dataclass(slots=True)
 class Record:
-    """What is being recorded. `sequence` is known once the outermost block has ended."""
+    """One pending audit entry. `sequence` is set once the outermost block has ended."""
 
     chain: str
     event: str
@@ -51,7 +50,7 @@ class Record:
 
 @dataclass(slots=True)
 class _Unit:
-    """All the records of one outermost block."""
+    """The records of one outermost block."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -68,17 +67,17 @@ def recorded(
     account: Account | None = None,
     **details: JsonValue,
 ) -> Iterator[Record]:
-    """One change of state. Raises PermissionMissingError when the grant is for something else.
+    """Record one change of state. Raises PermissionMissingError when the grant is for something else.
 
-    Several permissions: any one of them opens it (an operator suspends a key, and so does the engine).
+    `permission`: when a set, any one of its members is enough (an operator or the engine suspends a key).
     """
     _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account)
     chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
     record = Record(chain, event, grant, details)
     unit = _open_unit.get()
     if unit is not None:
-        with _undone_together(unit), transaction.atomic():
-            # The entry of what caused this one comes first, so the place is taken before the block runs.
+        with _rolled_back_together(unit), transaction.atomic():
+            # The entry of the cause comes before those of its effects, so append it before the block runs.
             unit.records.append(record)
             yield record
         return
@@ -94,8 +93,8 @@ def recorded(
 
 
 @contextmanager
-def _undone_together(unit: _Unit) -> Iterator[None]:
-    """A nested block whose rows are rolled back leaves no entry and no change row of theirs either."""
+def _rolled_back_together(unit: _Unit) -> Iterator[None]:
+    """Drop the entries and change rows of a nested block that is rolled back."""
     with collect_subjects() as subjects:
         entries, altered = len(unit.records), dict(subjects)
         try:
@@ -127,7 +126,7 @@ def _commit(unit: _Unit, subjects: dict[Subject, bool], now: datetime) -> None:
 
 
 def _redacted(value: JsonValue) -> JsonValue:
-    """The value with every secret masked, however deep it lies."""
+    """Return the value with every secret masked, at any depth."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -138,7 +137,7 @@ def _redacted(value: JsonValue) -> JsonValue:
 
 
 def _host_user(principal: Principal) -> str | None:
-    """Who sat at the command line: an operator's door has said so, the host's owner is whoever runs this."""
+    """Return the host user of a command-line action: an operator's is in its principal, else this process's."""
     if isinstance(principal, Operator):
         return principal.host_user
     if principal.channel is not Channel.COMMAND_LINE:
@@ -150,16 +149,16 @@ def _host_user(principal: Principal) -> str | None:
 
 
 def _require(grant: Grant, permissions: frozenset[Permission], account: Account | None) -> None:
-    """A grant opens the one thing that was asked for: this permission, on this account or the platform."""
-    place = (None, None) if account is None else (account.environment, account.merchant_id)
+    """Require a grant for one of these permissions, on this account or the platform."""
+    scope = (None, None) if account is None else (account.environment, account.merchant_id)
     fits = (
         isinstance(grant.rule, OperationRule)
         and grant.rule.permission in permissions
         and isinstance(grant.target, Target)
-        and (grant.target.environment, grant.target.merchant_id) == place
+        and (grant.target.environment, grant.target.merchant_id) == scope
     )
     if not fits:
         raise PermissionMissingError(
-            "This was not allowed.",
-            internal=f"{grant!r} opens none of {sorted(permissions)} on {account or 'the platform'}",
+            "This action is not allowed.",
+            internal=f"{grant!r} permits none of {sorted(permissions)} on {account or 'the platform'}",
         )

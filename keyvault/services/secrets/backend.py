@@ -1,4 +1,4 @@
-"""The secret backend that this process was configured with."""
+"""The secret backend that this process is configured with."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ MOUNT = {Environment.SANDBOX: Mount.SANDBOX, Environment.PRODUCTION: Mount.PRODU
 
 @cache
 def secret_backend() -> SecretBackend:
-    """Opened at the first use. Raises ImproperlyConfigured when it must not be started with what is there."""
+    """Return the backend, opened at the first call. Raises ImproperlyConfigured when it cannot be opened safely."""
     if settings.IS_VAULT:
         return vault_backend()
     return LocalKeystore(settings.DATA_DIR, settings.MASTER_KEY)
@@ -26,14 +26,14 @@ def secret_backend() -> SecretBackend:
 
 @cache
 def vault_backend() -> VaultBackend:
-    """The Vault of the settings, whatever KEYVAULT_BACKEND says. No call is made yet."""
+    """Return the configured Vault, regardless of KEYVAULT_BACKEND. Makes no call yet."""
     return VaultBackend(vault_server(), choose_login, vault_layout())
 
 
 def vault_server() -> VaultServer:
-    """Raises ImproperlyConfigured without an address."""
+    """Return the configured Vault server. Raises ImproperlyConfigured without an address."""
     if not settings.VAULT_ADDRESS:
-        raise ImproperlyConfigured("VAULT_ADDR: wants the address of the Vault that KEYVAULT_BACKEND=vault asks for")
+        raise ImproperlyConfigured("VAULT_ADDR: KEYVAULT_BACKEND=vault requires the address of Vault")
     return VaultServer(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
 
 
@@ -42,7 +42,7 @@ def vault_layout() -> Layout:
 
 
 def choose_login(name: str) -> Login:
-    """How this host logs in as a name of the layout."""
+    """Return the login of this host for a policy name of the layout."""
     if settings.VAULT_AUTH == "kubernetes":
         return KubernetesLogin(name, settings.VAULT_JWT_FILE)
     if settings.VAULT_AUTH == "token_file":
@@ -50,9 +50,11 @@ def choose_login(name: str) -> Login:
     return AppRoleLogin(settings.VAULT_LOGINS, name)
 
 
-def find_place(environment: Environment, path: str) -> dict[str, str]:
-    """The mount and the path where a merchant's backend reads what is kept at that path of the environment's keys;
-    nothing with a keystore of our own, which is read by our processes alone."""
+def find_backend_location(environment: Environment, path: str) -> dict[str, str]:
+    """Return the mount and path at which a merchant's own backend reads a path of the environment's keys.
+
+    Empty with the local keystore, which only Keyvault's processes can read.
+    """
     if not settings.IS_VAULT:
         return {}
     _, mount, place = vault_layout().place(MOUNT[environment], path)

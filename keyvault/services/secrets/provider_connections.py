@@ -1,13 +1,13 @@
-"""Provider connections of an account: credentials that its payments need, kept in the secret backend.
+"""Provider connections of an account: the credentials for its payments, kept in the secret backend.
 
-They are written, replaced and removed here and never read: no function of ours returns them, so no door shows them.
-Who reads them does so in the backend, with the policy that a merchant's own backend (or the platform's payment service
-that acts for the account) reads private keys with. With the local keystore nobody does, since only our own processes
-open that file: it is for development, and a Vault or OpenBao for whoever has payments to make.
+This module writes, replaces and removes them and never returns them, so no frontend can show them. A merchant's own
+backend, or the payment service that acts for the account, reads them from the secret backend. It uses the policy with
+which it reads private keys. The local keystore has no such readers, because only Keyvault's processes can open it: use
+it for development, and Vault or OpenBao for payments.
 
-The row comes first, and says where: whatever dies from there on leaves nothing at a place that nobody knows. No call
-to the backend is made inside a database transaction. What is stored says by its labels whose it is and which write put
-it there, so that an answer that was lost is settled by reading back.
+The row with the backend path is written first, so that a crash leaves no credentials at an unknown path. No backend
+call runs inside a database transaction. Labels say which connection and which write a version belongs to, so that
+reading it back resolves a lost response.
 """
 
 import secrets
@@ -37,11 +37,11 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import MOUNT, find_place, secret_backend
+from keyvault.services.secrets.backend import MOUNT, find_backend_location, secret_backend
 from keyvault.services.secrets.stored_copies import ForeignWriterError, require_served
 
 WRITE_WITHIN = timedelta(seconds=60)
-"""Longer than whoever writes may take. Afterwards a worker looks at what became of it."""
+"""Maximum duration of a write, with a margin. Afterwards the worker checks its result."""
 
 _REMOVE = frozenset({P.CONNECTIONS_WRITE, P.MERCHANTS_OFFBOARD})
 _SETTLE = P.BACKEND_RECONCILE
@@ -49,14 +49,19 @@ _WRITE = frozenset({P.CONNECTIONS_WRITE, _SETTLE})
 
 
 def set_connection(grant: Grant, account: Account, provider: str, credentials: Plaintext) -> ProviderConnection:
-    """Stores the credentials as the account's connection to the provider, in place of those it had. Repeatable.
+    """Store or replace the account's credentials for a provider. Idempotent.
 
-    The mode is the environment's (D11, D12), and is not chosen. What was stored before is destroyed by a worker, once
-    the new one stands. Raises RequestInvalidError (what was given does not fit), NotFoundError (another process serves
-    the environment), StateConflictError (the merchant has left, somebody else writes at the same moment, or a stranger
-    wrote there), BackendUnavailableError (it may have been stored: set it again).
+    The environment decides the mode (test or live). The worker destroys the previous version once the new one is
+    stored.
+
+    Raises:
+        RequestInvalidError: the provider or the credentials are invalid.
+        NotFoundError: this process does not serve the environment.
+        StateConflictError: the merchant is offboarded, another write is under way, or the path holds an unattributed
+            version.
+        BackendUnavailableError: the outcome is unknown; set the credentials again.
     """
-    name, text = read_provider(provider), _read(account, credentials)
+    name, text = read_provider(provider), _read_valid(account, credentials)
     connection = find_connection(account, name)
     if connection is None:
         connection = _add(grant, account, name)
@@ -66,8 +71,8 @@ def set_connection(grant: Grant, account: Account, provider: str, credentials: P
 
 
 def replace_connection(grant: Grant, connection: ProviderConnection, credentials: Plaintext) -> ProviderConnection:
-    """The same for this very connection, as long as it is not removed."""
-    text = _read(connection.account, credentials)
+    """Replace the credentials of this connection. Raises StateConflictError when it is removed; else as above."""
+    text = _read_valid(connection.account, credentials)
     if connection.removed_at is not None:
         raise StateConflictError("The connection is removed. Add a new one.")
     _begin(grant, connection)
@@ -75,21 +80,22 @@ def replace_connection(grant: Grant, connection: ProviderConnection, credentials
 
 
 def remove_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """It counts no longer, and its credentials are erased by a worker. Another may be set in its place."""
+    """Remove a connection; the worker erases its credentials. A new one for the same provider may be set."""
     if connection.removed_at is not None:
-        raise StateConflictError("The connection is removed already.")
+        raise StateConflictError("The connection is already removed.")
     with recorded(grant, _REMOVE, "connection.removed", account=connection.account, **_about(connection)):
         connection.compare_and_swap(removed_at=grant.at)
 
 
 def settle_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """Brings row and backend together: a version that was written and not noted is noted, what came before the newest
-    is destroyed. Repeatable; a worker's, for a connection that is not removed. Raises ForeignWriterError, also where
-    the backend's newest is older than the row's.
+    """Reconcile row and backend: record a version that was written but not recorded, and destroy older ones.
+
+    Idempotent. The worker calls this for connections that are not removed. Raises ForeignWriterError, also when the
+    backend's newest version is older than the row's.
     """
     stored = _find_stored(connection)
     if stored is not None and stored.version < (connection.backend_version or 0):
-        # The backend was set back: last year's credentials must not come into use as if somebody had stored them.
+        # The backend was restored from a backup: its old credentials must not become current.
         raise ForeignWriterError(connection.backend_path, stored.version)
     if stored is not None and stored.version != connection.backend_version:
         _note_stored(grant, connection, stored.version)
@@ -102,44 +108,48 @@ def settle_connection(grant: Grant, connection: ProviderConnection) -> None:
 
 
 def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
-    """Erases what stands at a removed connection's path, for ever. Repeatable; a worker's.
+    """Erase everything at a removed connection's path permanently. Idempotent; the worker calls this.
 
-    Raises ForeignWriterError where not all of it is ours: what is, is destroyed, and the path stays.
+    Raises ForeignWriterError if the path also holds versions that Keyvault did not write. Then it destroys only
+    Keyvault's versions and keeps the path.
     """
     if connection.removed_at is None:
-        raise StateConflictError("Only a removed connection is forgotten.")
+        raise StateConflictError("Only a removed connection can be erased.")
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
-    stranger: ForeignWriterError | None = None
+    foreign: ForeignWriterError | None = None
     ours = []
     for version in secret_backend().versions(mount, path):
         try:
             if _is_ours(connection, version):
                 ours.append(version.version)
         except ForeignWriterError as error:
-            stranger = error
-    if stranger is not None:
+            foreign = error
+    if foreign is not None:
         for number in ours:
             secret_backend().destroy(mount, path, number)
-        raise stranger
+        raise foreign
     secret_backend().forget(mount, path)
     with recorded(grant, _SETTLE, "connection.forgotten", account=connection.account, **_about(connection)):
         connection.compare_and_swap(forgotten_at=grant.at)
 
 
 def list_unsettled(now: datetime) -> list[ProviderConnection]:
-    """Of the environments that this process serves."""
+    """Return up to 100 connections to settle, in the environments that this process serves."""
     return list(_served().filter(removed_at__isnull=True, settle_due_at__lte=now).order_by("settle_due_at")[:100])
 
 
 def list_to_forget(now: datetime) -> list[ProviderConnection]:
-    """Of the environments that this process serves. One that is just being written to waits until that is over."""
+    """Return up to 100 removed connections to erase, in the environments that this process serves.
+
+    Excludes a connection with a write under way.
+    """
     quiet = Q(settle_due_at__isnull=True) | Q(settle_due_at__lte=now)
     due = _served().filter(quiet, removed_at__isnull=False, forgotten_at__isnull=True)
     return list(due.order_by("removed_at")[:100])
 
 
 def list_connections(account: Account) -> QuerySet[ProviderConnection]:
-    """Those that the account has."""
+    """Return the account's connections that are not removed."""
     return _rows().filter(account=account, removed_at__isnull=True).order_by("provider")
 
 
@@ -148,20 +158,20 @@ def find_connection(account: Account, provider: str) -> ProviderConnection | Non
 
 
 def get_connection(account: Account, provider: str) -> ProviderConnection:
-    """Raises NotFoundError."""
+    """Return the account's connection to a provider. Raises NotFoundError."""
     found = find_connection(account, provider)
     if found is None:
-        raise NotFoundError(f"{account} has no connection of that name.")
+        raise NotFoundError(f"{account} has no connection to that provider.")
     return found
 
 
 def find_by_path(environment: Environment, path: str) -> ProviderConnection | None:
-    """Whose path of that environment's keys mount it is, removed or not; None: no connection's."""
+    """Return the connection that owns a path of the environment's keys mount, even if it is removed."""
     return _rows().filter(account__environment=environment, backend_path=path).first()
 
 
 def describe_connection(connection: ProviderConnection) -> dict[str, Any]:
-    """What every door tells of it: never what is stored. With a Vault, where it is read."""
+    """Return the public fields of a connection, never its credentials. With Vault, include the path to read them."""
     return {
         "connection_id": connection_id(connection),
         "provider": connection.provider,
@@ -169,7 +179,7 @@ def describe_connection(connection: ProviderConnection) -> dict[str, Any]:
         "stored_at": connection.stored_at,
         "stored_by": connection.stored_by,
         "backend_version": connection.backend_version,
-        **find_place(Environment(connection.account.environment), connection.backend_path),
+        **find_backend_location(Environment(connection.account.environment), connection.backend_path),
     }
 
 
@@ -180,14 +190,14 @@ def connection_id(connection: ProviderConnection) -> str:
 # --- one write ----------------------------------------------------------------------------------------------
 
 
-def _read(account: Account, credentials: Plaintext) -> Plaintext:
+def _read_valid(account: Account, credentials: Plaintext) -> Plaintext:
     environment = Environment(account.environment)
     require_served(environment)
     return read_credentials(credentials, CONNECTION_MODE[environment])
 
 
 def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
-    """The row that says where; nothing stands there yet."""
+    """Create the row with the backend path, before anything is stored there."""
     connection = ProviderConnection(
         account=account,
         provider=provider,
@@ -201,12 +211,14 @@ def _add(grant: Grant, account: Account, provider: str) -> ProviderConnection:
             require_staying(account)
             connection.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else adds this connection at the same moment.") from error
+        raise StateConflictError(
+            "Another request added this connection at the same time. Check it and try again."
+        ) from error
     return connection
 
 
 def _begin(grant: Grant, connection: ProviderConnection) -> None:
-    """Says that something is about to be written there, so that a worker looks if nobody tells what became of it."""
+    """Record that a write begins, so that the worker checks its result if this process dies."""
     account = connection.account
     with recorded(grant, P.CONNECTIONS_WRITE, "connection.write_began", account=account, **_about(connection)):
         require_staying(account)
@@ -219,7 +231,7 @@ def _write(grant: Grant, connection: ProviderConnection, text: Plaintext) -> Pro
 
 
 def _store(connection: ProviderConnection, text: Plaintext) -> int:
-    """Writes it after what is there now, and returns the version. Nobody else's write is overwritten."""
+    """Write the credentials as the next version and return its number. Never overwrites a concurrent write."""
     environment = Environment(connection.account.environment)
     mount, path = MOUNT[environment], connection.backend_path
     write_id = secrets.token_hex(16)
@@ -240,22 +252,22 @@ def _store(connection: ProviderConnection, text: Plaintext) -> int:
             return stored.version
         if isinstance(error, BackendConflictError):
             raise StateConflictError(
-                "Somebody else stored credentials for this connection at the same moment. Look at it again.",
+                "Another request stored credentials for this connection at the same time. Check it and try again.",
                 internal=error.internal,
             ) from error
         raise
 
 
 def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> None:
-    """In the row as it is by now. Raises StateConflictError when what was stored is not what counts any more."""
+    """Record the stored version in the locked row. Raises StateConflictError when it is no longer the current one."""
     details = {**_about(connection), "backend_version": version}
     known = connection.backend_version
     with recorded(grant, _WRITE, "connection.stored", account=connection.account, **details):
         connection.refresh_from_db(from_queryset=_rows().select_for_update(of=("self",)))
         if connection.removed_at is not None:
-            raise StateConflictError("The connection was removed meanwhile.")
+            raise StateConflictError("The connection has been removed in the meantime.")
         if connection.backend_version != known and version < (connection.backend_version or 0):
-            raise StateConflictError("Somebody else replaced these credentials already.")
+            raise StateConflictError("Another request has already replaced these credentials.")
         connection.compare_and_swap(
             backend_version=version,
             stored_at=grant.at,
@@ -264,11 +276,11 @@ def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> 
         )
 
 
-# --- what stands there --------------------------------------------------------------------------------------
+# --- stored versions ----------------------------------------------------------------------------------------
 
 
 def _find_stored(connection: ProviderConnection, version: int | None = None) -> StoredSecret | None:
-    """The newest version, or the named one, where it can be read. Raises ForeignWriterError."""
+    """Return the newest version or the given one; None when it is not readable. Raises ForeignWriterError."""
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
     try:
         stored = secret_backend().read(mount, path, version)
@@ -280,8 +292,10 @@ def _find_stored(connection: ProviderConnection, version: int | None = None) -> 
 
 
 def _is_ours(connection: ProviderConnection, version: StoredVersion) -> bool:
-    """Whether there is anything of ours left in that version. Raises ForeignWriterError, also for what somebody else
-    has hidden: nobody can say whose it is."""
+    """Whether a version holds credentials that Keyvault wrote.
+
+    Raises ForeignWriterError, also for an unreadable version that the row does not name: its writer is unknown.
+    """
     if version.state is VersionState.DESTROYED:
         return False
     if _find_stored(connection, version.version) is not None:
@@ -292,7 +306,7 @@ def _is_ours(connection: ProviderConnection, version: StoredVersion) -> bool:
 
 
 def _destroy_before(connection: ProviderConnection, newest: int) -> list[JsonValue]:
-    """Every version of ours before that one; which those were."""
+    """Destroy every version of this connection before `newest` and return their numbers."""
     mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
     destroyed: list[JsonValue] = []
     for version in secret_backend().versions(mount, path):

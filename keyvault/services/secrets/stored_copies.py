@@ -1,9 +1,9 @@
-"""The secret backend's copies of key strings: written with check-and-set, read, hidden, brought back, destroyed.
+"""The secret backend's copies of key strings: check-and-set write, read, soft-delete, undelete, destroy.
 
-A key in quarantine has its copy soft-deleted, so that nobody reads it and it can come back; a dead one's is
-destroyed. What is due stands in the key's row first, and is done as a step of its own. No call here is made inside a
-database transaction. Every one may be repeated after it was killed in the middle: the labels of what is stored say
-whose it is.
+The copy of a key in quarantine is soft-deleted, so that it cannot be read but can be restored. The copy of a revoked
+or expired key is destroyed. The key's row first records what is due, and a separate step does it. No function here may
+run inside a database transaction. Each one is safe to repeat after a crash, because labels identify the key of a
+stored version.
 """
 
 from django.conf import settings
@@ -33,41 +33,47 @@ from keyvault.services.work.leases import Lease, hold
 
 _STEPS = frozenset({Permission.ISSUANCE_EXECUTE, Permission.ROTATIONS_ADVANCE, Permission.BACKEND_RECONCILE})
 
-_IS_FOR = {"rot": "rotation_id", "req": "request_id"}
-"""The label that says what a version was written for, by the prefix of that id."""
+_PURPOSE_LABELS = {"rot": "rotation_id", "req": "request_id"}
+"""Label that names the purpose of a version, by the prefix of the purpose's id."""
 
 
 class ForeignWriterError(StateConflictError):
-    """Something that is not ours stands at the credential's path; it is never overwritten."""
+    """The credential's path holds a version that Keyvault did not write. It is never overwritten."""
 
     def __init__(self, path: str, version: int) -> None:
         super().__init__(
-            "The secret backend holds something at this credential's place that Keyvault did not write.",
-            internal=f"version {version} at {path} was written by somebody else",
+            "The secret backend holds a value at this credential's path that Keyvault did not write.",
+            internal=f"version {version} at {path} was not written by Keyvault",
         )
 
 
 def require_served(environment: Environment) -> None:
-    """Raises NotFoundError when this process is not for the environment (KEYVAULT_ENVIRONMENTS)."""
+    """Require an environment that this process serves (KEYVAULT_ENVIRONMENTS). Raises NotFoundError."""
     if environment not in settings.ENVIRONMENTS:
         raise NotFoundError(f"This process does not serve {environment}.")
 
 
 def newest_version(credential: Credential) -> int:
-    """The number of the newest version of a credential's string, readable or not; 0: there was none."""
+    """Return the number of the credential's newest version, readable or not; 0 without one."""
     versions = secret_backend().versions(MOUNT[credential.environment], credential.backend_path)
     return max((version.version for version in versions), default=0)
 
 
 def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None = None, again: bool = False) -> int:
-    """Writes the key's string as the newest version of its credential, and returns the version's number.
+    """Write the key's string as the newest version of its credential and return the version's number.
 
-    `after`: the newest version when the key was staged. A worker that was overtaken since then writes nothing,
-    instead of putting a burned key over the good one; None knows no such moment. `again`: a new version even where
-    the newest one is the key's already, so that nobody can write after that one any more.
+    Args:
+        after: The newest version when the key was staged. A worker that was overtaken since then writes nothing,
+            rather than a discarded key over the current one. None: no check beyond the current version.
+        again: Write a new version even if the newest one is already the key's. Pending writes after that version then
+            fail.
 
-    Safe after any ambiguous answer: what is stored is read back and decided by key id. Raises
-    BackendUnavailableError (nothing is known: try again), BackendConflictError, ForeignWriterError.
+    Safe to repeat after an ambiguous response: the stored version is read back and identified by its key id.
+
+    Raises:
+        BackendUnavailableError: the outcome is unknown; try again.
+        BackendConflictError: another version was written.
+        ForeignWriterError: Keyvault did not write the newest version.
     """
     credential = key.credential
     mount, path = MOUNT[credential.environment], credential.backend_path
@@ -75,7 +81,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
         "key_id": key.key_id,
         "credential_id": credential.credential_id,
         "environment": credential.environment.value,
-        _IS_FOR.get(purpose.partition("_")[0], "purpose"): purpose,
+        _PURPOSE_LABELS.get(purpose.partition("_")[0], "purpose"): purpose,
     }
     newest = find_stored(credential)
     if newest is not None and newest.labels.get("key_id") == key.key_id and not again:
@@ -92,7 +98,7 @@ def store_string(key: Key, text: Plaintext, *, purpose: str, after: int | None =
 
 
 def find_stored(credential: Credential) -> StoredSecret | None:
-    """The newest readable version of a credential's string, or None. Raises ForeignWriterError."""
+    """Return the newest version of a credential's string; None when not readable. Raises ForeignWriterError."""
     mount, path = MOUNT[credential.environment], credential.backend_path
     try:
         stored = secret_backend().read(mount, path)
@@ -104,9 +110,9 @@ def find_stored(credential: Credential) -> StoredSecret | None:
 
 
 def read_string(key: Key) -> Plaintext:
-    """The key's own string. Raises BackendMissingError when the backend no longer holds it, or not readably."""
+    """Return the key's string. Raises BackendMissingError when it is gone or unreadable, ForeignWriterError."""
     if key.material == Material.DELETED:
-        raise BackendMissingError("The key is in quarantine; its secret cannot be read while it is.")
+        raise BackendMissingError("The key is in quarantine. Its secret cannot be read until it is resumed.")
     if key.material not in {Material.HELD, Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         raise BackendMissingError("The secret is no longer stored.")
     credential = key.credential
@@ -117,99 +123,99 @@ def read_string(key: Key) -> Plaintext:
 
 
 def is_in_backend(key: Key) -> bool:
-    """Whether the backend has the key's string, readable now or as soon as it was brought back."""
+    """Whether the backend has the key's string, readable now or after a pending undelete."""
     return key.material in {Material.HELD, Material.RESTORE_DUE}
 
 
 def recover_string(key: Key) -> Plaintext:
-    """`read_string` of a key that has just left its quarantine: brought back first where that was not done yet."""
+    """Read the string of a key that has just left quarantine, and undelete it first if that is still due."""
     try:
         return read_string(key)
     except BackendMissingError:
         if not is_in_backend(key) or key.backend_version is None:
             raise
-    secret_backend().undelete(*_place(key), key.backend_version)
+    secret_backend().undelete(*_location(key), key.backend_version)
     return read_string(key)
 
 
 def read_public_string(key: Key) -> Plaintext:
-    """A public key's string, which may be shown again.
+    """Return a public key's string, which may be shown again.
 
-    Raises NotFoundError where this process is not for its environment, StateConflictError for a private key and for
-    one whose copy is hidden, because it is in quarantine or has only just left it.
+    Raises NotFoundError when this process does not serve its environment. Raises StateConflictError for a private key,
+    and for a key in quarantine or whose copy is not undeleted yet.
     """
     require_served(key.credential.environment)
     if key.credential.kind != KeyKind.PUBLIC:
-        raise StateConflictError("Only a public key is shown again.", internal=f"{key.key_id} is private")
+        raise StateConflictError("Only a public key can be shown again.", internal=f"{key.key_id} is private")
     if key.material in {Material.DELETE_DUE, Material.DELETED}:
-        raise StateConflictError("The key is in quarantine. It is shown again once it is good again.")
+        raise StateConflictError("The key is in quarantine. It can be shown after it is resumed.")
     try:
         return read_string(key)
     except BackendMissingError as error:
         if key.material != Material.RESTORE_DUE:
             raise
-        raise StateConflictError("The key has just left its quarantine. Look again in a moment.") from error
+        raise StateConflictError("The key has just left quarantine. Try again in a moment.") from error
 
 
 def destroy_string(grant: Grant, key: Key) -> None:
-    """Destroys the backend's copy of a key whose copy is due, then says so. Killed between: done again.
+    """Destroy the backend's copy of a key if that is due, then record it. Idempotent after a crash between the two.
 
-    Where another string stands at its number, ours is gone, and the other one is left as it is; an alarm.
+    If another string has the key's version number, the key's own is lost: raise an alarm and leave the other string.
     """
     if key.material != Material.DESTROY_DUE or key.backend_version is None:
         return
-    if _is_anothers(key):
-        _note(grant, key, Material.DESTROYED, "key.material_lost")
+    if _holds_other_string(key):
+        _record_material(grant, key, Material.DESTROYED, "key.material_lost")
         return
-    secret_backend().destroy(*_place(key), key.backend_version)
-    _note(grant, key, Material.DESTROYED, "key.material_destroyed")
+    secret_backend().destroy(*_location(key), key.backend_version)
+    _record_material(grant, key, Material.DESTROYED, "key.material_destroyed")
 
 
 def settle_string(grant: Grant, key: Key, lease: Lease) -> None:
-    """Hides the copy of a key that went into quarantine, or brings back that of one that left it; then says so.
+    """Soft-delete the copy of a key that entered quarantine, or undelete that of a key that left it; then record it.
 
-    Under a lease of the key: two such calls that overtook each other would leave it the wrong way round. Killed
-    between: done again. A copy that cannot come back, or that another string has taken the place of, is an alarm;
-    the key itself is as good as before.
+    Requires a lease on the key, because two such calls in the wrong order would leave the wrong state. Idempotent
+    after a crash. Raises an alarm if the copy cannot be undeleted or another string replaced it; the key itself stays
+    valid.
     """
     if key.material not in {Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         return
-    if _is_anothers(key):
-        _note(grant, key, Material.DESTROYED, "key.material_lost", lease)
+    if _holds_other_string(key):
+        _record_material(grant, key, Material.DESTROYED, "key.material_lost", lease)
     elif key.material == Material.DELETE_DUE:
-        secret_backend().soft_delete(*_place(key), key.backend_version)
-        _note(grant, key, Material.DELETED, "key.material_deleted", lease)
+        secret_backend().soft_delete(*_location(key), key.backend_version)
+        _record_material(grant, key, Material.DELETED, "key.material_deleted", lease)
     else:
         try:
-            secret_backend().undelete(*_place(key), key.backend_version)
+            secret_backend().undelete(*_location(key), key.backend_version)
         except BackendMissingError:
-            _note(grant, key, Material.DESTROYED, "key.material_lost", lease)
+            _record_material(grant, key, Material.DESTROYED, "key.material_lost", lease)
         else:
-            _note(grant, key, Material.HELD, "key.material_restored", lease)
+            _record_material(grant, key, Material.HELD, "key.material_restored", lease)
 
 
-def _is_anothers(key: Key) -> bool:
-    """Whether the version that the key's row names holds somebody else's string.
+def _holds_other_string(key: Key) -> bool:
+    """Whether the version in the key's row holds another string.
 
-    Numbers are used again when the backend's storage is set back. What cannot be read is taken for ours, unless
-    another key's row names the same number.
+    Version numbers are reused when the backend's storage is restored from a backup. An unreadable version counts as
+    the key's own, unless another key's row names the same number.
     """
     if key.backend_version is None:
         return False
     try:
-        stored = secret_backend().read(*_place(key), key.backend_version)
+        stored = secret_backend().read(*_location(key), key.backend_version)
     except (BackendMissingError, BackendInvalidError):
         others = Key.objects.filter(credential_id=key.credential_id, backend_version=key.backend_version)
         return others.exclude(pk=key.pk).exclude(material__in=[Material.NONE, Material.DESTROYED]).exists()
     return stored.labels.get("key_id") != key.key_id
 
 
-def _place(key: Key) -> tuple[Mount, str]:
+def _location(key: Key) -> tuple[Mount, str]:
     return MOUNT[key.credential.environment], key.credential.backend_path
 
 
-def _note(grant: Grant, key: Key, material: Material, event: str, lease: Lease | None = None) -> None:
-    """What became of a copy."""
+def _record_material(grant: Grant, key: Key, material: Material, event: str, lease: Lease | None = None) -> None:
+    """Record the new state of a copy."""
     account, version = key.credential.account, key.backend_version
     with recorded(grant, _STEPS, event, account=account, key_id=key.key_id, backend_version=version):
         if lease is not None:
@@ -220,7 +226,7 @@ def _note(grant: Grant, key: Key, material: Material, event: str, lease: Lease |
 
 
 def announce_missing(grant: Grant, key: Key) -> None:
-    """Inside a `recorded` block: the backend lacks a copy that nobody of ours destroyed."""
+    """Raise the alarm, inside a `recorded` block, that a copy is gone which Keyvault did not destroy."""
     announce(
         grant,
         NoticeKind.BACKEND_STRANGER,
@@ -234,15 +240,15 @@ def announce_missing(grant: Grant, key: Key) -> None:
 
 
 def forget_string(key: Key) -> None:
-    """Destroys the copy that the key's row names, because a newer one takes its place. Repeatable."""
-    if key.backend_version is not None and not _is_anothers(key):
-        secret_backend().destroy(*_place(key), key.backend_version)
+    """Destroy the copy in the key's row, because a newer one replaces it. Idempotent."""
+    if key.backend_version is not None and not _holds_other_string(key):
+        secret_backend().destroy(*_location(key), key.backend_version)
 
 
 def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeniedError) -> None:
-    """An alarm, one for each environment until somebody has seen it: nothing goes on until our access is mended.
+    """Raise an alarm that the backend denied access; one per environment until an operator marks it as seen.
 
-    The account is any of that environment, for whose sake it was asked.
+    No backend work succeeds until the access is restored. `account`: the one whose work was denied.
     """
     unseen = Notice.objects.filter(kind=NoticeKind.BACKEND_DENIED, subject=account.environment, seen_at__isnull=True)
     if unseen.exists():
@@ -252,18 +258,21 @@ def report_refusal(grant: Grant, account: Account, what: str, error: BackendDeni
 
 
 def list_to_destroy() -> list[Key]:
-    """Of the environments that this process serves, so many of each: one whose backend is away holds up no other."""
+    """Return the keys whose copies are due for destruction, up to 100 for each served environment.
+
+    The limit per environment keeps an unavailable backend from delaying the others.
+    """
     served = map(Environment, settings.ENVIRONMENTS)
     return [key for environment in served for key in _list(environment, Material.DESTROY_DUE)[:100]]
 
 
 def list_unsettled(environment: Environment) -> list[Key]:
-    """Whose copies `settle_string` is owed."""
+    """Return up to 500 keys whose copies are due for `settle_string`."""
     return list(_list(environment, Material.DELETE_DUE, Material.RESTORE_DUE)[:500])
 
 
 def copy_subject(key: Key) -> str:
-    """What the lease on a key's copy is called."""
+    """Return the subject of the lease on a key's copy."""
     return f"copy:{key.key_id}"
 
 

@@ -1,4 +1,4 @@
-"""Customer access tokens: issued by a merchant's private key for one of its customers, hashed like keys."""
+"""Customer access tokens: a merchant's private key issues one for a customer; they are hashed like keys."""
 
 import secrets
 from datetime import timedelta
@@ -20,15 +20,15 @@ from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
 DEFAULT_SECONDS = 900
-"""How long a token lives unless asked otherwise, or for as long as the account lets it at all."""
+"""Default lifetime of a token, in seconds, or the account's bound if that is shorter."""
 
 
 def issue_customer_token(
     grant: Grant, account: Account, key: Key, *, customer_id: str, ttl_seconds: int | None = None
 ) -> tuple[CustomerToken, Plaintext]:
-    """The token's row, and the token itself, which is nowhere else. `key` is the private one that asks.
+    """Issue a token; return its row and its string, which is not stored. `key`: the private key of the request.
 
-    Raises RequestInvalidError on a customer id that is none, and on a lifetime above the account's bound.
+    Raises RequestInvalidError for an invalid customer id, or a lifetime above the account's bound.
     """
     longest = account.customer_token_seconds
     seconds = min(DEFAULT_SECONDS, longest) if ttl_seconds is None else ttl_seconds
@@ -38,7 +38,7 @@ def issue_customer_token(
     if not 1 <= seconds <= longest:
         faults.append(Fault("/ttl_seconds", f"1 to {longest}, the account's bound"))
     if faults:
-        raise RequestInvalidError("The token cannot be issued like that.", faults)
+        raise RequestInvalidError("The token cannot be issued.", faults)
     environment = Environment(account.environment)
     minted = mint_keystring(
         settings.KEY_PREFIX, StringKind.CUSTOMER_TOKEN, STRING_SCOPE[environment], secrets.token_bytes
@@ -68,7 +68,7 @@ def issue_customer_token(
 
 
 def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None:
-    """At once and for ever; asked again, nothing is left to do. Raises NotFoundError on what is not the account's."""
+    """Revoke a token permanently. Idempotent. Raises NotFoundError for a token that is not the account's."""
     with transaction.atomic():
         token: CustomerToken | None = (
             CustomerToken.objects.select_for_update().filter(account=account, token_id=token_id).first()
@@ -76,7 +76,7 @@ def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None
         if token is None:
             raise NotFoundError
         if token.revoked_at is not None:
-            notify_host([token.alters()])  # whoever asks again may have lost the answer to a commit
+            notify_host([token.alters()])  # the first response may have been lost after the commit
             return
         with recorded(
             grant,

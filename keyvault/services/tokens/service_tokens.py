@@ -16,7 +16,7 @@ from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Merchant, ServiceToken
 from keyvault.services.merchants.operators import operator_row
-from keyvault.services.peppers.ring import freshen_peppers, load_peppers
+from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.changes import notify_host
 from keyvault.services.recording.transaction import recorded
 
@@ -35,10 +35,10 @@ def create_service_token(
     lifetime_days: int = DEFAULT_DAYS,
     is_probe: bool = False,
 ) -> tuple[ServiceToken, Plaintext]:
-    """The token's row, and the token itself, which is nowhere else and cannot be had again.
+    """Create a token; return its row and its string, which is not stored and cannot be shown again.
 
-    `merchants` None: all of them. What a token that `is_probe` verifies counts as no use of a key.
-    Raises RequestInvalidError, listing what does not fit.
+    `merchants` None: all merchants. `is_probe`: verifications with this token do not count as key usage.
+    Raises RequestInvalidError with faults.
     """
     wanted = sorted(set(permissions))
     chosen = None if merchants is None else sorted(set(merchants))
@@ -53,7 +53,7 @@ def create_service_token(
         known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
         faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
     if faults:
-        raise RequestInvalidError("The token cannot be made like that.", faults)
+        raise RequestInvalidError("The token cannot be created.", faults)
     token, text = _mint(
         grant,
         name=name,
@@ -79,27 +79,27 @@ def create_service_token(
 
 
 def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) -> tuple[ServiceToken, Plaintext]:
-    """A successor of the same name and rights, for as long as the first of its line was made for, and its string.
+    """Create a successor with the same name, permissions and original lifetime; return its row and its string.
 
-    Both are good for `overlap_hours`, 0 to 168, though the old one never longer than before. Raises
-    RequestInvalidError, StateConflictError when the token is not good any more, or was rotated already.
+    Both tokens are valid for `overlap_hours` (0 to 168), but the old one never longer than before. Raises
+    RequestInvalidError, StateConflictError when the token is no longer valid or is already rotated.
     """
     if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
         fault = Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")
-        raise RequestInvalidError("The token cannot be rotated like that.", [fault])
+        raise RequestInvalidError("The token cannot be rotated.", [fault])
     if token.revoked_at is not None or grant.at >= token.expires_at:
-        raise StateConflictError("The token is not good any more: make a new one.")
+        raise StateConflictError("The token is revoked or expired. Create a new one.")
     line = list(ServiceToken.objects.filter(lineage=token.lineage).order_by("created_at"))
     for later in line:
         if later.created_at > token.created_at and later.revoked_at is None and grant.at < later.expires_at:
-            raise StateConflictError(f"It was rotated already: rotate its successor {later.token_id}.")
+            raise StateConflictError(f"The token is already rotated. Rotate its successor {later.token_id}.")
     successor, text = _mint(
         grant,
         name=token.name,
         scope=StringScope(token.scope),
         permissions=token.permissions,
         merchants=token.merchants,
-        # Rotating shortens a token's own life, and a successor may have been revoked since: the line remembers.
+        # A rotation shortens the token's own lifetime, so take the longest one of its lineage.
         lifetime=max(each.expires_at - each.created_at for each in line),
         is_probe=token.is_probe,
         lineage=token.lineage,
@@ -119,10 +119,10 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
 
 
 def revoke_service_token(grant: Grant, token: ServiceToken) -> None:
-    """At once and for ever."""
+    """Revoke a token permanently. Raises StateConflictError when it is already revoked."""
     if token.revoked_at is not None:
-        notify_host([token.alters()])  # whoever asks again may have lost the answer to a commit
-        raise StateConflictError("The token was revoked already.")
+        notify_host([token.alters()])  # the first response may have been lost after the commit
+        raise StateConflictError("The token is already revoked.")
     with recorded(grant, Permission.TOKENS_WRITE, "service_token.revoked", token_id=token.token_id):
         token.compare_and_swap(revoked_at=grant.at)
 
@@ -143,9 +143,9 @@ def _mint(
     is_probe: bool,
     lineage: str = "",
 ) -> tuple[ServiceToken, Plaintext]:
-    """A row that is not saved yet, and its string. Whoever makes a token answers for what it asks."""
+    """Return an unsaved row and its string. The row's creator is accountable for the token's requests."""
     minted = mint_keystring(settings.KEY_PREFIX, StringKind.SERVICE_TOKEN, scope, secrets.token_bytes)
-    freshen_peppers(PepperSet.SERVICE)
+    refresh_peppers(PepperSet.SERVICE)
     digest, pepper_version = load_peppers(PepperSet.SERVICE).digest(minted.text)
     creator = grant.principal if isinstance(grant.principal, Operator) else None
     token = ServiceToken(

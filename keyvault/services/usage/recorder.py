@@ -32,7 +32,7 @@ from keyvault.models.usage import EXPOSURES, UseOutcome
 from keyvault.services.idempotency import shred_used
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.peppers.ring import load_peppers
-from keyvault.services.postgres.raw_queries import ask
+from keyvault.services.postgres.raw_queries import execute
 from keyvault.services.work.thread_priority import lower_priority
 
 _log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class UsageLog:
         """What else of this process is done off the request path, and needs the database only."""
         try:
             pending_rehashes.write(self.now())
-            load_peppers.look()
+            load_peppers.poll()
         except (OperationalError, InterfaceError) as error:
             _log.warning("peppers could not be looked after", extra={"why": error})
         except Exception:  # noqa: BLE001  whatever it was, the next try may do better
@@ -299,7 +299,7 @@ def _write(report: _Report) -> bool:
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
         pieces = [_encode(portion) for portion in _in_portions(rows)]
-        (told,) = ask(
+        (told,) = execute(
             _REPORT.encode(),
             [
                 report.reporter_id.encode(),

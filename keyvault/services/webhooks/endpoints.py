@@ -25,7 +25,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.sealing import seal, sealed_with, unseal
 from keyvault.models import Account, DeliveryState, Notice, WebhookDelivery, WebhookEndpoint
 from keyvault.services.merchants.merchants import require_staying
-from keyvault.services.peppers.ring import freshen_peppers, load_peppers
+from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.notifications import announce_to
 from keyvault.services.recording.transaction import recorded
 from keyvault.wire.destinations import Destination, parse_url
@@ -47,7 +47,7 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
     already, or has too many beside.
     """
     destination = _read_url(url)
-    freshen_peppers(PEPPER_SET[Environment(account.environment)])
+    refresh_peppers(PEPPER_SET[Environment(account.environment)])
     secret = mint_secret(secrets.token_bytes)
     endpoint = WebhookEndpoint(
         account=account,
@@ -81,7 +81,7 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
         raise RequestInvalidError(
             "The overlap does not fit.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
         )
-    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
+    refresh_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)
     until = grant.at + timedelta(hours=overlap_hours)
     details = {**_about(endpoint), "overlap_hours": overlap_hours}
@@ -179,7 +179,7 @@ def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]:
     """What a message is signed with, the newest first. Raises NotFoundError where another process is to send it."""
-    freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
+    refresh_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     sealed = [endpoint.secret]
     if endpoint.previous_secret is not None and endpoint.previous_until is not None and endpoint.previous_until > now:
         sealed.append(endpoint.previous_secret)

@@ -1,7 +1,7 @@
-"""Work that one worker does at a time, and that another takes over when that one dies.
+"""Leases: one worker at a time per piece of work, with takeover when that worker dies.
 
-A lease is a promise with an end: whoever claims it has until then. Its token fences: inside the transaction
-that records the outcome, `hold` refuses a worker whose lease has gone to another meanwhile.
+A lease is an exclusive claim with an expiry. Its token fences: `hold`, in the transaction that records the outcome,
+rejects a worker whose lease has passed to another.
 """
 
 import secrets
@@ -16,11 +16,12 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.models import WorkLease
 
 LEASE = timedelta(seconds=15)
-"""Longer than a call to the secret backend may take (its time limits are seconds). One that outlives it all the same
-finds its lease gone when it comes to record the outcome."""
+"""Lifetime of a lease. Longer than the timeout of a secret backend call, which is a few seconds.
+
+A call that still takes longer fails in `hold` when its worker records the outcome."""
 
 _FIRST_BACKOFF_SECONDS = 1
-_LONGEST_BACKOFF_SECONDS = 60
+_MAX_BACKOFF_SECONDS = 60
 _PAUSE_SECONDS = 5
 
 
@@ -32,9 +33,9 @@ class Lease:
 
 
 def claim(subject: str, now: datetime, *, now_or_never: bool = False) -> Lease | None:
-    """The lease on a piece of work, or None while another holds it or it is not due. Its own transaction.
+    """Claim a piece of work in a transaction of its own; None while another worker holds it or it is not due.
 
-    `now_or_never`: due or not, for somebody who waits for the answer.
+    `now_or_never`: ignore the due time, because a caller waits for the result.
     """
     token = secrets.token_hex(16)
     free = Q(until__isnull=True) | Q(until__lte=now)
@@ -53,19 +54,19 @@ def claim(subject: str, now: datetime, *, now_or_never: bool = False) -> Lease |
 
 
 def hold(lease: Lease) -> None:
-    """Inside the transaction of the outcome: locks the lease's row. Raises StateConflictError when it is lost."""
+    """Lock the lease's row inside the transaction of the outcome. Raises StateConflictError when it is lost."""
     if WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(last_error="") != 1:
         raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
 
 
 def renew(lease: Lease, now: datetime) -> None:
-    """For work of many small steps: as long again from now. Raises StateConflictError when it is lost."""
+    """Extend the lease from now, between many small steps. Raises StateConflictError when it is lost."""
     if WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(until=now + LEASE) != 1:
         raise StateConflictError("Another worker took this over.", internal=f"{lease.subject}: the lease is lost")
 
 
 def release(lease: Lease, *, due_at: datetime | None = None) -> None:
-    """Gives the work back in good order, to be looked at again at `due_at` (None: at once)."""
+    """Release the work after a success; it is due again at `due_at` (None: now)."""
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
         token="",
         until=None,
@@ -76,21 +77,21 @@ def release(lease: Lease, *, due_at: datetime | None = None) -> None:
 
 
 def postpone(lease: Lease, now: datetime, error: str) -> None:
-    """Gives the work back after a failure, to be tried again after a pause that doubles up to a minute."""
-    doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
-    _give_back(lease, now + timedelta(seconds=min(_LONGEST_BACKOFF_SECONDS, doubled * _jitter())), error)
+    """Release the work after a failure; the next attempt is due after a backoff that doubles up to a minute."""
+    backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(lease.attempts - 1, 10)
+    _reschedule(lease, now + timedelta(seconds=min(_MAX_BACKOFF_SECONDS, backoff * _jitter())), error)
 
 
 def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
-    """Gives the work back while a server that it needs is away: no attempt is used up, and it is soon tried again.
+    """Release the work while a server that it needs is unavailable: no attempt is counted, and the retry is soon.
 
-    `seconds`: what the server itself asked for, honoured up to a minute, so that its return is noticed.
+    `seconds`: the server's own Retry-After, honored up to a minute so that its return is noticed.
     """
     wanted = max(_PAUSE_SECONDS, seconds) * _jitter()
-    _give_back(lease, now + timedelta(seconds=min(wanted, _LONGEST_BACKOFF_SECONDS - 2)), error, attempts=0)
+    _reschedule(lease, now + timedelta(seconds=min(wanted, _MAX_BACKOFF_SECONDS - 2)), error, attempts=0)
 
 
-def _give_back(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
+def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
     WorkLease.objects.filter(subject=lease.subject, token=lease.token).update(
         token="",
         until=None,
@@ -104,25 +105,25 @@ def _jitter() -> float:
     return 1 + secrets.randbelow(250) / 1000
 
 
-def put_off(subject: str, now: datetime, error: str) -> None:
-    """Note a failure of work that needs no lease, and wait longer with each one in a row. See `list_failed`."""
+def record_failure(subject: str, now: datetime, error: str) -> None:
+    """Record a failure of work that needs no lease; consecutive failures back off. See `list_failed`."""
     lease = claim(subject, now, now_or_never=True)
     if lease is not None:
         postpone(lease, now, error)
 
 
 def list_failed(prefix: str) -> dict[str, WorkLease]:
-    """The work whose subject begins so and whose last try failed, by subject."""
+    """Return work whose subject has this prefix and whose last attempt failed, by subject."""
     return {row.subject: row for row in WorkLease.objects.filter(~Q(last_error=""), subject__startswith=prefix)}
 
 
 def forget(subject: str) -> None:
-    """Nothing is left to remember of that work."""
+    """Delete the lease row of finished work."""
     WorkLease.objects.filter(subject=subject).delete()
 
 
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
-    """Which of these nobody is at work on and whose time has come, in the order given."""
+    """Return the subjects that are due and not leased, in the given order."""
     wanted = list(subjects)
     busy = WorkLease.objects.filter(Q(until__gt=now) | Q(due_at__gt=now), subject__in=wanted)
     taken = set(busy.values_list("subject", flat=True))
@@ -130,5 +131,5 @@ def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
 
 
 def wake(subject: str) -> None:
-    """Something happened that the waiting work should look at now."""
+    """Make waiting work due now."""
     WorkLease.objects.filter(subject=subject).update(due_at=None)

@@ -1,13 +1,14 @@
-"""Threads beside those that answer."""
+"""Priority of background threads next to those that answer requests."""
 
 import os
 from contextlib import suppress
 
 
 def lower_priority() -> None:
-    """The calling thread, when it wakes up, lets the one that answers go on, and has its turn once that one waits:
-    Linux's SCHED_BATCH, see sched(7). For what is not urgent. Elsewhere, and where the process was given another
-    policy, nothing changes."""
-    with suppress(AttributeError, OSError):  # not Linux; or a C library, or a sandbox, that lets nobody ask
+    """Schedule the calling thread as SCHED_BATCH, so that it does not preempt threads that answer requests.
+
+    See sched(7). Does nothing outside Linux, or when the process already has another scheduling policy.
+    """
+    with suppress(AttributeError, OSError):  # not Linux, or the C library or a sandbox denies the call
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -18,7 +18,7 @@ from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, St
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Credential
-from keyvault.services.approvals.four_eyes import approving_operator, locked, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.authorization import authorize
@@ -117,7 +117,7 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
     with recorded(
         grant, P.ROTATIONS_APPROVE, "campaign.approved", account=None, **about(campaign), plan_digest=plan_digest
     ):
-        locked(campaign)
+        lock_row(campaign)
         CampaignApproval(
             campaign=campaign,
             approver=operator_row(operator),

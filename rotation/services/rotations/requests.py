@@ -16,7 +16,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Credential, Key, ServiceToken
 from keyvault.models import Operator as OperatorRow
 from keyvault.services.approvals.break_glass import note_break_glass
-from keyvault.services.approvals.four_eyes import approving_operator, locked, note_command_line_approval
+from keyvault.services.approvals.four_eyes import approving_operator, lock_row, note_command_line_approval
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.merchants.merchants import require_staying
 from keyvault.services.merchants.operators import operator_row
@@ -217,7 +217,7 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
         **about(rotation),
         plan_digest=plan_digest,
     ):
-        locked(rotation)
+        lock_row(rotation)
         RotationApproval(
             rotation=rotation,
             approver=operator_row(operator),

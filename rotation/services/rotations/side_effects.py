@@ -22,7 +22,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
 from keyvault.models import Credential, IssuanceRequest, Key
 from keyvault.services.keys.lifecycle import activate_key, discard_key, get_key, note_stored, stage_key
-from keyvault.services.peppers.ring import freshen_peppers
+from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import (
@@ -88,7 +88,7 @@ class Effects:
             stored = find_stored(rotation.credential)
             if stored is not None:
                 self._note_found(grant, rotation, stored)
-        freshen_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
+        refresh_peppers(PEPPER_SET[rotation.credential.environment])  # before the transaction needs them
         account = rotation.credential.account
         with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.staged", account=account, **about(rotation)):
             leases.hold(self.lease)

@@ -18,7 +18,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictErro
 from keyvault.domain.free_text import find_text_fault
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
-from keyvault.services.approvals.four_eyes import locked
+from keyvault.services.approvals.four_eyes import lock_row
 from keyvault.services.merchants.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.cryptoperiods import Terms, find_term_faults
@@ -239,7 +239,7 @@ def _using(calendar: BlackoutCalendar) -> list[RotationSchedule]:
 def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
     """It is as it was when the schedule was checked against it; whoever saves it now looks at the schedule too."""
     if calendar is not None:
-        locked(calendar)
+        lock_row(calendar)
 
 
 def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:

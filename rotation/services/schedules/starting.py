@@ -266,7 +266,7 @@ def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, n
             exc_info=not isinstance(error, KeyvaultError),
             extra={"credential_id": credential_id, "schedule": str(candidate.order.schedule), "why": why},
         )
-    leases.put_off(_subject(credential_id), now, why)
+    leases.record_failure(_subject(credential_id), now, why)
 
 
 def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: datetime) -> None:

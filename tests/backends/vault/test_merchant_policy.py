@@ -21,7 +21,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.nested_command import call
 from keyvault.models import Account, Key, ProviderConnection
-from keyvault.services.keys.credentials import find_reading_place
+from keyvault.services.keys.credentials import find_delivery_location
 from keyvault.services.secrets.provider_connections import (
     describe_connection,
     forget_connection,
@@ -110,7 +110,10 @@ def test_merchant_reads_its_keys_and_connections_at_the_places_that_it_is_told(
     place, key, text, connection = furnish("acme", environment)
     client = enrol("acme", environment, account_id=str(place.pk))
     mount = mounts(vault_service)[environment]
-    assert find_reading_place(key.credential) == {"backend_mount": mount, "backend_path": key.credential.backend_path}
+    assert find_delivery_location(key.credential) == {
+        "backend_mount": mount,
+        "backend_path": key.credential.backend_path,
+    }
     assert read(client, mount, key.credential.backend_path)["secret"] == text
     told = describe_connection(connection)
     assert told["backend_mount"] == mount
@@ -210,7 +213,7 @@ def test_doors_tell_where_the_merchant_reads(people: None, vault_service: Instal
 
 def test_key_that_no_backend_is_to_read_has_no_reading_place(people: None, vault_service: InstalledVault) -> None:
     key, _ = issue(account("acme", SANDBOX), delivery=Delivery.SHOW_ONCE)
-    assert find_reading_place(key.credential) == {}
+    assert find_delivery_location(key.credential) == {}
 
 
 def test_connection_on_a_real_server_is_replaced_and_removed_like_on_the_local_keystore(

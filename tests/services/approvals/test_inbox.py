@@ -99,7 +99,7 @@ def test_alarms_all_marked_are_so_many_at_once(scene: Scene, monkeypatch: pytest
         tell(scene, at=at)
     allowed = grant(scene.approver, P.NOTICES_MARK)
     assert [mark_all_seen(allowed, at), mark_all_seen(allowed, at)] == [2, 1]
-    with pytest.raises(StateConflictError, match="No alarm"):
+    with pytest.raises(StateConflictError, match="no unseen alarms"):
         mark_all_seen(allowed, at)
 
 
@@ -110,6 +110,6 @@ def test_alarms_marked_by_two_at_once_are_marked_once() -> None:
     notice = tell(scene)
     allowed = [grant(person, P.NOTICES_MARK) for person in (scene.approver, scene.tam)]
     results = race(*(lambda one=one: mark_all_seen(one, now()) for one in allowed))
-    assert sorted(map(str, results)) == ["1", "No alarm waits to be seen."]
+    assert sorted(map(str, results)) == ["1", "There are no unseen alarms."]
     notice.refresh_from_db()
     assert notice.version == 2

@@ -32,7 +32,7 @@ from keyvault.services.audit.checkpoints import (
     UNSIGNED_FOR,
     ScopeReport,
     gather_public_keys,
-    list_standings,
+    list_checkpoint_status,
     read_public_keys,
     sign_due,
     verify_checkpoints,
@@ -174,7 +174,7 @@ def test_sign_due_signer_away_delays_and_blocks_nothing(
     away = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
     with mock.patch.object(LocalSigner, "sign", side_effect=away), caplog.at_level(logging.WARNING):
         assert sign_due(next(written)) == 0
-    assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is put off"}
+    assert {record.getMessage() for record in caplog.records} == {"a checkpoint of the audit log is delayed"}
     assert AuditCheckpoint.objects.count() == rows
     write()
     assert sign_due(next(written)) == 1
@@ -392,7 +392,7 @@ def test_verify_checkpoints_finds_entries_that_nobody_has_signed_for_too_long(wr
         AuditCheckpoint.objects.all().delete()
     reports = verify_checkpoints(keys, {}, unchecked, late)
     assert {report.broken for report in reports} == {None}
-    assert all("checkpoints were taken away" in str(report.overdue) for report in reports if report.unsigned)
+    assert all("checkpoints were deleted" in str(report.overdue) for report in reports if report.unsigned)
 
 
 def test_sign_due_tells_the_log_of_each_checkpoint(
@@ -422,13 +422,13 @@ def test_verify_checkpoints_while_others_write_and_sign_raises_no_false_alarm(wr
 
 
 def test_standings_show_the_newest_and_whether_it_holds(written: Iterator[datetime]) -> None:
-    standings = {standing.scope: standing for standing in list_standings()}
+    standings = {standing.scope: standing for standing in list_checkpoint_status()}
     sandbox = standings["sandbox"]
     assert sandbox.newest is not None
     assert (sandbox.newest.number, sandbox.unsigned, sandbox.fault) == (3, 1, None)
     with tampering():
         _write_anew()
-    sandbox = next(standing for standing in list_standings() if standing.scope == "sandbox")
+    sandbox = next(standing for standing in list_checkpoint_status() if standing.scope == "sandbox")
     assert sandbox.fault == f"sandbox checkpoint 3: entry 5 of chain {CHAIN} is another one than it signs"
 
 
@@ -436,7 +436,8 @@ def test_standings_forged_newest_does_not_hold(written: Iterator[datetime]) -> N
     with tampering():
         _forge()
     assert (
-        next(each.fault for each in list_standings() if each.scope == "sandbox") == "its signature is not the signer's"
+        next(each.fault for each in list_checkpoint_status() if each.scope == "sandbox")
+        == "its signature is not the signer's"
     )
 
 
@@ -532,7 +533,7 @@ def test_sealed_vault_delays_the_checkpoint_and_the_log_goes_on(
         with caplog.at_level(logging.WARNING, logger="keyvault.services.audit.checkpoints"):
             assert sign_due(now() + STEP) == 0
         warned = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
-        assert warned == {"a checkpoint of the audit log is put off"}
+        assert warned == {"a checkpoint of the audit log is delayed"}
         assert set(gather_public_keys({})[1]) == set(SCOPES)
         assert verify_audit().first_broken is None
         vault_on_disk.unseal()

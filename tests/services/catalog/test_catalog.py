@@ -16,8 +16,8 @@ from keyvault.services.catalog.catalog import current_catalog, find_endpoint, ma
 from keyvault.services.catalog.endpoints import (
     add_endpoint,
     change_endpoint,
+    draft_of,
     restore_endpoint,
-    wish_of,
     withdraw_endpoint,
 )
 from keyvault.services.verification.judging import VerificationRequest, judge_presented
@@ -99,7 +99,7 @@ def test_endpoint_row_reads_as_what_was_wished(scene: Scene) -> None:
     )
     row = add_endpoint(grant(scene.admin, P.CATALOG_WRITE), wished)
     row.refresh_from_db()
-    assert wish_of(row) == wished
+    assert draft_of(row) == wished
 
 
 def test_endpoint_that_overlaps_an_added_one_is_refused(scene: Scene) -> None:

@@ -21,7 +21,7 @@ from keyvault.models.recording import Subject
 from keyvault.services.change_feed import follower
 from keyvault.services.change_feed.follower import Follower
 from keyvault.services.recording import changes
-from keyvault.services.recording.changes import ChangeBatch, FeedWentBackError, Position, Row
+from keyvault.services.recording.changes import ChangeBatch, FeedRewoundError, Position, Row
 from keyvault.services.usage.recorder import usage_log
 from tests.factories import have_peppers, now
 from tests.services.racing import PATIENCE_SECONDS, held_open, start
@@ -218,9 +218,9 @@ def test_position_a_row_gone_is_a_feed_that_went_back() -> None:
     for look in (ChangeBatch(0, frozenset(), []), ChangeBatch(2, frozenset(), [row(1, 1), row(2, 2)])):
         position.find_new(look)
         position.advance(look)
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         position.find_new(ChangeBatch(40, frozenset(), [row(1, 1)]))
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         position.find_new(ChangeBatch(1, frozenset(), [row(1, 1), row(2, 2)]))
 
 
@@ -234,7 +234,7 @@ def test_position_a_sequence_drawn_again_is_a_feed_that_went_back(drawn_again: R
         position.find_new(look)
         position.advance(look)
     assert position.find_new(ChangeBatch(3, frozenset(), [row(1, 1), row(2, 2), row(3, 3)])) == [key(3)]
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         position.find_new(ChangeBatch(3, frozenset(), [row(1, 1), drawn_again, row(3, 3)]))
 
 
@@ -322,9 +322,9 @@ def test_follower_vouches_from_before_its_look_began(memory: Memory, monkeypatch
 
     def look(above: int) -> ChangeBatch:
         began.append((time.monotonic(), time.time()))
-        return changes.look_at_feed(above)
+        return changes.poll_feed(above)
 
-    monkeypatch.setattr(follower, "look_at_feed", look)
+    monkeypatch.setattr(follower, "poll_feed", look)
     memory.follower.poll_once()
     ((monotonic, wall),) = memory.confirmed
     assert began[-2][0] < monotonic <= began[-1][0]
@@ -347,11 +347,11 @@ def test_follower_that_receipts_did_not_wait_for_looks_again_before_it_vouches(
     def look(above: int) -> ChangeBatch:
         reported = Verifier.objects.filter(seen_at__gt=long_ago).exists()
         seen.append((time.monotonic(), reported))
-        return changes.look_at_feed(above)
+        return changes.poll_feed(above)
 
     long_ago = now() - timedelta(hours=1)
     Verifier.objects.update(seen_at=long_ago)
-    monkeypatch.setattr(follower, "look_at_feed", look)
+    monkeypatch.setattr(follower, "poll_feed", look)
     memory.follower.poll_once()
     assert [reported for _, reported in seen] == ([False] if was == "reported in time" else [False, True])
     assert memory.confirmed[-1][0] <= seen[-1][0]
@@ -406,12 +406,12 @@ def test_follower_of_a_feed_that_went_back_never_vouches_again(memory: Memory) -
     vouched = len(memory.confirmed)
     lift_triggers()
     Change.objects.filter(pk=last).delete()
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
     assert (memory.lost, memory.taken_back) == (1, 1)
     assert not memory.follower.is_fresh
     Change.objects.create(sequence=last, subject_kind="key", subject_id="b", at=now())
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
     assert len(memory.confirmed) == vouched
 
@@ -426,7 +426,7 @@ def test_follower_of_a_feed_whose_sequence_was_drawn_again_never_vouches_again(m
     lift_triggers()
     Change.objects.filter(pk=last).delete()
     Change.objects.create(sequence=last, subject_kind="key", subject_id="b", at=now())
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
     assert (memory.lost, len(memory.confirmed)) == (1, vouched)
 
@@ -438,10 +438,10 @@ def test_follower_in_a_child_of_a_process_that_lost_the_feed_has_lost_it_too(mem
     memory.follower.poll_once()
     lift_triggers()
     Change.objects.filter(pk=last).delete()
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
     memory.follower.forget()
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
 
 
@@ -459,7 +459,7 @@ def test_follower_of_a_host_whose_word_cannot_be_opened_reports_and_vouches_for_
     memory.follower.poll_once()
     before = Verifier.objects.get().seen_at, len(memory.confirmed)
     with monkeypatch.context() as outage:
-        outage.setattr(changes.generation(), "heal", fail)
+        outage.setattr(changes.generation(), "remap", fail)
         change("a")
         for _ in range(4):
             memory.follower._try_poll()
@@ -552,7 +552,7 @@ def test_follower_thread_tells_of_an_outage_once_and_goes_on(
     caplog.set_level(logging.INFO, follower.__name__)
     with following(memory):
         with monkeypatch.context() as outage:
-            outage.setattr(follower, "look_at_feed", fail)
+            outage.setattr(follower, "poll_feed", fail)
             await_that(lambda: len(looks) > 2, "several looks")
             vouched = len(memory.confirmed)
         await_that(lambda: len(memory.confirmed) > vouched, "a look that does better")

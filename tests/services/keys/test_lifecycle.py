@@ -275,7 +275,7 @@ def test_keys_third_key_of_a_credential_activated_is_refused(scene: Scene) -> No
     key, _ = issue(scene.sandbox)
     second, third = _staged_beside(scene, key), _staged_beside(scene, key)
     lifecycle.activate_key(engine(scene), second)
-    with pytest.raises(StateConflictError, match="Two keys of the credential verify already"):
+    with pytest.raises(StateConflictError, match="Two keys of the credential are already active"):
         lifecycle.activate_key(engine(scene), third)
     assert key.credential.keys.filter(state="active").count() == 2
 
@@ -286,7 +286,7 @@ def test_keys_suspended_key_resumed_as_a_third_is_refused(scene: Scene) -> None:
     lifecycle.suspend_key(by_admin(scene, P.KEYS_SUSPEND), key)
     for _ in range(2):
         lifecycle.activate_key(engine(scene), _staged_beside(scene, key))
-    with pytest.raises(StateConflictError, match="Two keys of the credential verify already"):
+    with pytest.raises(StateConflictError, match="Two keys of the credential are already active"):
         lifecycle.resume_key(by_admin(scene, P.KEYS_RESUME), key)
 
 

@@ -177,18 +177,18 @@ class Gone(RedisStore):
         self.is_there = True
         self.calls = 0
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    def spend_each(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.calls += 1
         if not self.is_there:
             raise LimitStoreLostError("gone")
-        return super().ask(buckets, costs)
+        return super().spend_each(buckets, costs)
 
-    async def ask_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    async def spend_each_async(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.calls += 1
         await asyncio.sleep(0)
         if not self.is_there:
             raise LimitStoreLostError("gone")
-        return await super().ask_async(buckets, costs)
+        return await super().spend_each_async(buckets, costs)
 
 
 @pytest.mark.parametrize("in_asyncio", [False, True], ids=["blocking", "asyncio"])

@@ -33,7 +33,7 @@ class Shared:
     states: dict[str, BucketState] = field(default_factory=dict)
     asked: int = 0
 
-    def ask(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
+    def spend_each(self, buckets: Sequence[Bucket], costs: Sequence[int]) -> StoreReply:
         self.asked += 1
         now_us = self.now_us + AHEAD_US
         outcome, kept = spend_each([self.states.get(one.key) for one in buckets], buckets, costs, now_us)
@@ -51,7 +51,7 @@ def spend_at_once(shared: Shared, leases: Leases, request: Request, cost: int) -
     """With a store that answers in no time."""
     step = leases.plan(request, cost)
     while isinstance(step, LeaseRequest):
-        step = leases.settle(step, shared.ask(step.buckets, step.costs))
+        step = leases.settle(step, shared.spend_each(step.buckets, step.costs))
     return step
 
 
@@ -99,7 +99,7 @@ class Traffic:
             self.travelling.remove(one)
             one.leases.abandon(one.ask)
         elif one.answer is None:
-            one.answer, one.paid_us = self.shared.ask(one.ask.buckets, one.ask.costs), self.shared.now_us
+            one.answer, one.paid_us = self.shared.spend_each(one.ask.buckets, one.ask.costs), self.shared.now_us
         else:
             self.travelling.remove(one)
             step = one.leases.settle(one.ask, one.answer)
@@ -224,7 +224,7 @@ def test_leases_lose_fewer_tokens_than_are_spent(limit: Limit, schedule: list[tu
         for _ in range(requests):
             step = processes[process].plan((one,), 1)
             while isinstance(step, LeaseRequest):
-                answer = shared.ask(step.buckets, step.costs)
+                answer = shared.spend_each(step.buckets, step.costs)
                 paid += sum(step.costs) if answer.spend.allowed else 0
                 step = processes[process].settle(step, answer)
             spent += step.allowed
@@ -239,7 +239,7 @@ def test_leases_under_load_grow_by_doubling_up_to_a_twentieth_of_what_is_left() 
         step = leases.plan((one,), 1)
         if isinstance(step, LeaseRequest):
             costs += step.costs
-            leases.settle(step, shared.ask(step.buckets, step.costs))
+            leases.settle(step, shared.spend_each(step.buckets, step.costs))
     assert costs == [1, 2, 4, 8, 16, 32, 46, 44, 42]
 
 
@@ -322,7 +322,7 @@ def test_leases_whose_answer_comes_late_have_ended() -> None:
     step = leases.plan((one,), 1)
     assert isinstance(step, LeaseRequest)
     assert step.costs == [4]
-    answer = shared.ask(step.buckets, step.costs)
+    answer = shared.spend_each(step.buckets, step.costs)
     shared.now_us += LIFE_US
     told = leases.settle(step, answer)
     assert isinstance(told, Spend)
@@ -332,11 +332,11 @@ def test_leases_whose_answer_comes_late_have_ended() -> None:
 
 def test_leases_refused_by_an_answer_that_came_late_do_not_wait_from_then_on() -> None:
     shared, one = Shared(), bucket(Limit(10, 1))
-    assert shared.ask([one], [10]).spend.allowed
+    assert shared.spend_each([one], [10]).spend.allowed
     leases = shared.leases()
     step = leases.plan((one,), 1)
     assert isinstance(step, LeaseRequest)
-    answer = shared.ask(step.buckets, step.costs)
+    answer = shared.spend_each(step.buckets, step.costs)
     shared.now_us += 60_000
     refused = leases.settle(step, answer)
     assert isinstance(refused, Spend)
@@ -352,15 +352,15 @@ def test_leases_held_by_a_request_that_is_refused_after_their_time_are_lost(is_n
     leases = shared.leases()
     for _ in range(1 + 2 + 3):
         spend_at_once(shared, leases, (account,), 1)
-    assert shared.ask([endpoint], [8]).spend.allowed
+    assert shared.spend_each([endpoint], [8]).spend.allowed
     shared.now_us += 1
     held, following = leases.plan((account, endpoint), 1), leases.plan((account,), 1)
     assert isinstance(held, LeaseRequest)
     assert isinstance(following, LeaseRequest)
     assert following.costs == [8]
     if is_next_there:
-        leases.settle(following, shared.ask(following.buckets, following.costs))
-    leases.settle(held, shared.ask(held.buckets, held.costs))
+        leases.settle(following, shared.spend_each(following.buckets, following.costs))
+    leases.settle(held, shared.spend_each(held.buckets, held.costs))
     left = [leases.payer((account,))(1) is not None for _ in range(9)]
     assert left == ([True] * 7 + [False] * 2 if is_next_there else [False] * 9)
 
@@ -389,12 +389,12 @@ def test_leases_that_a_bucket_cannot_give_become_a_single_spend() -> None:
     leases = shared.leases()
     for _ in range(3):
         spend_at_once(shared, leases, (one,), 1)
-    assert shared.ask([one], [96]).spend.allowed
+    assert shared.spend_each([one], [96]).spend.allowed
     step = leases.plan((one,), 1)
     assert isinstance(step, LeaseRequest)
     assert step.costs == [4]
     assert spend_at_once(shared, leases, (one,), 1).allowed
-    again = leases.settle(step, shared.ask(step.buckets, step.costs))
+    again = leases.settle(step, shared.spend_each(step.buckets, step.costs))
     assert isinstance(again, LeaseRequest)
     assert again.costs == [1]
     assert not spend_at_once(shared, leases, (one,), 1).allowed
@@ -441,7 +441,7 @@ def test_leases_held_by_a_request_that_another_process_s_spending_refuses_are_gi
     leases = shared.leases()
     for _ in range(4):
         spend_at_once(shared, leases, (account,), 1)
-    assert shared.ask([endpoint], [8]).spend.allowed
+    assert shared.spend_each([endpoint], [8]).spend.allowed
     assert not spend_at_once(shared, leases, (account, endpoint), 1).allowed
     assert drain(shared, leases, (account,)) == 396
 
@@ -455,7 +455,7 @@ def test_leases_after_an_answer_that_never_came_ask_again() -> None:
         step = leases.plan((one,), 1)
         assert isinstance(step, LeaseRequest)
         assert step.costs == [2]
-        shared.ask(step.buckets, step.costs)
+        shared.spend_each(step.buckets, step.costs)
         leases.abandon(step)
     assert drain(shared, leases, (one,)) == 100 - 1 - 4
 

@@ -11,7 +11,7 @@ from keyvault.services.merchants.client_configuration import (
     LARGEST_BYTES,
     MOST_ORIGINS,
     is_listed_by,
-    is_listed_by_anybody,
+    is_listed_by_any_account,
     set_allowed_origins,
     set_client_configuration,
     set_customer_token_bound,
@@ -154,8 +154,8 @@ def test_origin_is_listed_by_the_account_that_lists_it_in_its_environment(scene:
     assert not is_listed_by(SHOP, "acme", PRODUCTION)
     assert not is_listed_by(SHOP, "globex", SANDBOX)
     for origin in (SHOP, "http://localhost:3000", "https://other.example"):
-        assert is_listed_by_anybody(origin, SANDBOX)
-        assert not is_listed_by_anybody(origin, PRODUCTION)
+        assert is_listed_by_any_account(origin, SANDBOX)
+        assert not is_listed_by_any_account(origin, PRODUCTION)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_origin_is_listed_by_the_account_that_lists_it_in_its_environment(scene:
 def test_origin_is_compared_as_a_whole(scene: Scene, origin: str) -> None:
     """No part of a listed origin, and no pattern that one would fit, is listed."""
     list_origins(scene, SHOP, "https://other.example")
-    assert not is_listed_by_anybody(origin, SANDBOX)
+    assert not is_listed_by_any_account(origin, SANDBOX)
     assert not is_listed_by(origin, "acme", SANDBOX)
 
 
@@ -183,11 +183,11 @@ def test_origin_of_a_suspended_account_or_merchant_is_listed_by_nobody(scene: Sc
     list_origins(scene, SHOP)
     place = grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox)
     suspend_account(place, scene.sandbox)
-    assert not is_listed_by_anybody(SHOP, SANDBOX)
+    assert not is_listed_by_any_account(SHOP, SANDBOX)
     resume_account(place, scene.sandbox)
-    assert is_listed_by_anybody(SHOP, SANDBOX)
+    assert is_listed_by_any_account(SHOP, SANDBOX)
     suspend_merchant(grant(scene.admin, P.MERCHANTS_WRITE), scene.merchant)
-    assert not is_listed_by_anybody(SHOP, SANDBOX)
+    assert not is_listed_by_any_account(SHOP, SANDBOX)
 
 
 @pytest.mark.parametrize(("seconds", "fits"), [(59, False), (60, True), (86_400, True), (86_401, False)])

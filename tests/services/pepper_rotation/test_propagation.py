@@ -152,7 +152,7 @@ def test_process_learns_by_itself_that_a_pepper_is_in_use(scene: Scene) -> None:
     renew_peppers()
     assert idle(SANDBOX).current_version == 1
     with mock.patch.object(idle, "schedule_refresh", idle.refresh):
-        idle.look()
+        idle.poll()
     assert idle(SANDBOX).current_version == 2
 
 

@@ -87,7 +87,7 @@ def test_rotated_pepper_proves_at_once_and_hashes_after_the_propagation(monkeypa
     assert is_everywhere(row, row.created_at + PROPAGATION)
     hasten(monkeypatch)
     renew_peppers()
-    load_peppers.look()
+    load_peppers.poll()
     load_peppers.refresh()
     assert load_peppers(SANDBOX).current_version == 2
     assert AuditEntry.objects.filter(event="pepper.in_use").count() == 1

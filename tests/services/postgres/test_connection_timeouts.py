@@ -9,8 +9,8 @@ from django.db import connection
 
 from keyvault.services.change_feed import follower
 from keyvault.services.postgres.connection_timeouts import abort_connection, use_short_timeouts
-from keyvault.services.postgres.raw_queries import ask
-from keyvault.services.recording.changes import ChangeBatch, look_at_feed
+from keyvault.services.postgres.raw_queries import execute
+from keyvault.services.recording.changes import ChangeBatch, poll_feed
 from tests.services.change_feed.test_follower import Memory, await_that, change, following, key
 from tests.services.racing import PATIENCE_SECONDS
 
@@ -66,10 +66,10 @@ def test_follower_whose_look_hangs_hangs_up_and_follows_on(monkeypatch: pytest.M
     def look(above: int) -> ChangeBatch:
         if not hung.is_set():
             hung.set()
-            ask(b"SELECT pg_sleep(600)")
-        return look_at_feed(above)
+            execute(b"SELECT pg_sleep(600)")
+        return poll_feed(above)
 
-    monkeypatch.setattr(follower, "look_at_feed", look)
+    monkeypatch.setattr(follower, "poll_feed", look)
     memory = Memory()
     with following(memory):
         assert hung.is_set()

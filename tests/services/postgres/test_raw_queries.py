@@ -24,7 +24,7 @@ from django.db import (
 from django.db.transaction import TransactionManagementError
 
 from keyvault.services.postgres.connection_timeouts import abort_connection
-from keyvault.services.postgres.raw_queries import ask, wait_for_notice
+from keyvault.services.postgres.raw_queries import execute, wait_for_notice
 from tests.services.change_feed.test_follower import await_that
 from tests.services.racing import PATIENCE_SECONDS, start
 
@@ -45,7 +45,7 @@ Ask = Callable[[str], object]
 
 
 def by_libpq(text: str) -> object:
-    return ask(text.encode())
+    return execute(text.encode())
 
 
 def by_cursor(text: str) -> None:
@@ -101,7 +101,7 @@ def names() -> list[str]:
 
 
 def insert(name: str) -> None:
-    ask(b"INSERT INTO asked VALUES ($1)", [name.encode()])
+    execute(b"INSERT INTO asked VALUES ($1)", [name.encode()])
 
 
 # ---------------------------------------------------------------------------------------------------- transactions
@@ -171,14 +171,14 @@ def test_ask_several_statements_gives_a_result_for_each() -> None:
 def by_results(text: str) -> list[list[list[bytes | None]]]:
     return [
         [[result.get_value(row, column) for column in range(result.nfields)] for row in range(result.ntuples)]
-        for result in ask(text.encode())
+        for result in execute(text.encode())
     ]
 
 
 def test_ask_values_are_never_read_as_a_statement() -> None:
     said = "'); DROP TABLE asked; -- $1 %s \\ \" Ladenkasse 🛒 収納"
     insert(said)
-    (result,) = ask(b"SELECT $2::text || name FROM asked WHERE name = $1", [said.encode(), "→".encode()])
+    (result,) = execute(b"SELECT $2::text || name FROM asked WHERE name = $1", [said.encode(), "→".encode()])
     assert result.get_value(0, 0) == f"→{said}".encode()
 
 
@@ -193,7 +193,7 @@ def test_ask_what_no_socket_takes_at_once_goes_through(is_value: bool) -> None:
         lent.append(connection.connection)
         with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-        (result,) = ask(b"SELECT $1::text", [said]) if is_value else ask(b"SELECT '%b'" % said)
+        (result,) = execute(b"SELECT $1::text", [said]) if is_value else execute(b"SELECT '%b'" % said)
         return result.get_value(0, 0)
 
     asked = start(run)

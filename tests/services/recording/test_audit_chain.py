@@ -105,11 +105,11 @@ TAMPERINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     "two swapped": (_swap, 3, "does not lean on the entry before it"),
     "tail cut": (lambda: AuditEntry.objects.filter(chain_id=CHAIN, sequence__gt=5).delete(), 6, "the chain ends at 5"),
     "all deleted": (lambda: AuditEntry.objects.filter(chain_id=CHAIN).delete(), 1, "the chain ends at 0"),
-    "entry behind the head": (_forge_behind_the_head, 9, "an entry stands behind the head of the chain"),
+    "entry behind the head": (_forge_behind_the_head, 9, "an entry has a higher sequence than the head of the chain"),
     "head set back": (
         lambda: AuditChain.objects.filter(name=CHAIN).update(sequence=5, head_hash=_rows(5).get().hash),
         8,
-        "an entry stands behind the head of the chain",
+        "an entry has a higher sequence than the head of the chain",
     ),
     "head hash edited": (lambda: AuditChain.objects.filter(name=CHAIN).update(head_hash=GENESIS), 8, "another hash"),
 }

@@ -221,7 +221,7 @@ def test_feed_is_read_above_a_sequence() -> None:
         first = feed.announce_changes({("key", "a"): True}, now())
         second = feed.announce_changes({("key", "b"): True}, now())
     assert first is not None
-    look = feed.look_at_feed(first)
+    look = feed.poll_feed(first)
     assert [(row.sequence, row.subject) for row in look.rows] == [(second, ("key", "b"))]
     assert look.drawn == second
 
@@ -233,10 +233,10 @@ def test_feed_is_read_to_the_letter_and_in_its_order() -> None:
     with transaction.atomic():
         last = feed.announce_changes(dict.fromkeys(subjects, True), now())
     assert last is not None
-    look = feed.look_at_feed(last - len(subjects))
+    look = feed.poll_feed(last - len(subjects))
     assert [row.subject for row in look.rows] == subjects
     assert [row.sequence for row in look.rows] == list(Change.objects.values_list("pk", flat=True).order_by("pk"))
-    assert feed.look_at_feed(last) == ChangeBatch(last, look.holders, [])
+    assert feed.poll_feed(last) == ChangeBatch(last, look.holders, [])
 
 
 @pytest.mark.django_db
@@ -246,7 +246,7 @@ def test_feed_tells_times_apart_to_the_microsecond() -> None:
     for _ in range(2):
         for microseconds in (0, 1, 500_000, 999_999):
             Change.objects.create(subject_kind="key", subject_id="a", at=at + timedelta(microseconds=microseconds))
-    first, again = (rows := [row.at for row in feed.look_at_feed(0).rows])[:4], rows[4:]
+    first, again = (rows := [row.at for row in feed.poll_feed(0).rows])[:4], rows[4:]
     assert len(set(first)) == 4
     assert first == again
 

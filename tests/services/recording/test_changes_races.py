@@ -22,7 +22,7 @@ from psycopg.conninfo import conninfo_to_dict
 from keyvault.models import Change, Confirmation, Key, Verifier
 from keyvault.services.change_feed import follower
 from keyvault.services.recording import changes
-from keyvault.services.recording.changes import FeedWentBackError
+from keyvault.services.recording.changes import FeedRewoundError
 from tests.factories import issue, now
 from tests.faults import servers
 from tests.servers.throwaway import MissingServerError
@@ -245,7 +245,7 @@ def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
     def look() -> changes.ChangeBatch:
         with connection.cursor() as cursor:
             cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        return changes.look_at_feed(0)
+        return changes.poll_feed(0)
 
     with writers(1) as (gate,):
         gate.connection.execute("SELECT pg_advisory_xact_lock(6)")
@@ -263,11 +263,11 @@ def test_feed_reads_the_rows_after_the_holders_whatever_the_databases_isolation(
 def test_feed_time_of_a_row_is_the_same_however_the_session_is_set(setting: str) -> None:
     """A host's setting that somebody changes would else look like a feed that went back."""
     change("a")
-    rows = changes.look_at_feed(0).rows
+    rows = changes.poll_feed(0).rows
     with connection.cursor() as cursor:
         cursor.execute(f"SET {setting}")
     try:
-        assert changes.look_at_feed(0).rows == rows
+        assert changes.poll_feed(0).rows == rows
     finally:
         connection.close()
 
@@ -312,10 +312,10 @@ def test_feed_whose_sequence_went_back_is_never_vouched_for_again(memory: Memory
     vouched, was = len(memory.confirmed), confirmed()
     with connection.cursor() as cursor:
         cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [max(1, was - 1)])
-        with pytest.raises(FeedWentBackError):
+        with pytest.raises(FeedRewoundError):
             memory.follower.poll_once()
         cursor.execute("SELECT setval('keyvault_change_sequence_seq', %s)", [was + 5])
-    with pytest.raises(FeedWentBackError):
+    with pytest.raises(FeedRewoundError):
         memory.follower.poll_once()
     assert len(memory.confirmed) == vouched
 

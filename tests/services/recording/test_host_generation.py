@@ -150,9 +150,9 @@ def test_generation_file_deleted_is_noticed_by_heal(path: Path) -> None:
     reader, other = HostGeneration(path), HostGeneration(path)
     seen, words = reader.words[0], reader.words
     path.unlink()
-    other.heal()
+    other.remap()
     assert words[0] != seen, "who still reads the old file is told"
-    other.heal()
+    other.remap()
     assert reader.since(words[0])[1] is None
 
 
@@ -183,7 +183,7 @@ def test_generation_file_replaced_by_an_older_copy_makes_readers_forget_everythi
     copy.write_bytes(old)
     copy.replace(path)
     if is_healed_first:
-        reader.heal()
+        reader.remap()
     for number in range(4, 9):
         writer.announce([key(number)])
     assert reader.words[0] != seen

@@ -259,7 +259,7 @@ def test_journal_that_cannot_be_written_stops_no_revocation_and_is_an_alarm(
     notice = Notice.objects.get(kind=NoticeKind.JOURNAL_FAILED)
     assert (notice.is_alarm, notice.deliveries.count()) == (True, 0)
     assert notice.payload == {"why": "No space left on device"}
-    assert "the revocation journal cannot be written" in caplog.text
+    assert "the revocation log cannot be written" in caplog.text
 
 
 def test_note_of_a_commit_that_cannot_be_written_fails_nothing(
@@ -273,7 +273,7 @@ def test_note_of_a_commit_that_cannot_be_written_fails_nothing(
     monkeypatch.setattr(revocation_log, "append_lines", refuse_notes)
     key = revoke(scene)
     assert Key.objects.get(pk=key.pk).state == "deactivated"
-    assert "the revocation journal cannot be written" in caplog.text
+    assert "the revocation log cannot be written" in caplog.text
 
 
 # --- what heals -------------------------------------------------------------------------------------------

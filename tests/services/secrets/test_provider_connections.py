@@ -280,7 +280,7 @@ def test_connection_removed_is_erased_by_the_worker_and_its_row_stays(scene: Sce
 def test_connection_removed_cannot_be_removed_or_replaced_again(scene: Scene) -> None:
     connection = put(scene, "first")
     take_away(scene, connection)
-    with pytest.raises(StateConflictError, match="removed already"):
+    with pytest.raises(StateConflictError, match="already removed"):
         take_away(scene, fresh())
     with pytest.raises(StateConflictError, match="is removed"):
         replace(scene, fresh(), "second")
@@ -328,7 +328,7 @@ def test_connection_removed_in_the_middle_of_a_write_is_erased_once_that_is_over
 
     with monkeypatch.context() as raced:
         raced.setattr(LocalKeystore, "put", before(LocalKeystore.put, meanwhile))
-        with pytest.raises(StateConflictError, match="removed meanwhile"):
+        with pytest.raises(StateConflictError, match="removed in the meantime"):
             put(scene, "late")
     assert versions(fresh()) == ["live"]
     assert fresh().forgotten_at is None
@@ -423,7 +423,7 @@ def test_connection_written_by_two_at_once_keeps_the_first_and_tells_the_other(
     put(scene, "old")
     with monkeypatch.context() as raced:
         raced.setattr(LocalKeystore, "put", before(LocalKeystore.put, lambda: put(scene, "first")))
-        with pytest.raises(StateConflictError, match="at the same moment"):
+        with pytest.raises(StateConflictError, match="at the same time"):
             put(scene, "second")
     assert (stored(fresh()), fresh().backend_version) == ("first", 2)
     work(later=WRITE_WITHIN)

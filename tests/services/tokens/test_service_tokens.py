@@ -69,7 +69,7 @@ def test_token_revoked_is_refused_at_once(scene: Scene) -> None:
     token, text = make_token()
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), token)
     assert prove_service_token(text.reveal(), now()) is None
-    with pytest.raises(StateConflictError, match="revoked already"):
+    with pytest.raises(StateConflictError, match="already revoked"):
         revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), ServiceToken.objects.get(pk=token.pk))
 
 
@@ -244,7 +244,7 @@ def test_token_that_is_revoked_or_expired_is_not_rotated(scene: Scene) -> None:
     revoke_service_token(grant(scene.admin, P.TOKENS_WRITE), revoked)
     expired, _ = make_token(lifetime_days=1)
     for token, at in ((revoked, now()), (expired, expired.expires_at)):
-        with pytest.raises(StateConflictError, match="not good any more"):
+        with pytest.raises(StateConflictError, match="revoked or expired"):
             rotate(scene, token, at=at)
     assert ServiceToken.objects.count() == 2
 
@@ -253,7 +253,7 @@ def test_token_with_a_living_successor_is_not_rotated_again(scene: Scene) -> Non
     """Its life is down to the overlap, and a second successor would have that for its own."""
     token, _ = make_token(lifetime_days=30)
     successor, _ = rotate(scene, token)
-    with pytest.raises(StateConflictError, match=f"rotated already: rotate its successor {successor.token_id}"):
+    with pytest.raises(StateConflictError, match=f"already rotated. Rotate its successor {successor.token_id}"):
         rotate(scene, ServiceToken.objects.get(pk=token.pk))
     assert ServiceToken.objects.count() == 2
     rotate(scene, successor)

@@ -193,7 +193,7 @@ def test_replacement_is_collected_once_and_by_whoever_asked(clock: Clock) -> Non
         collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     advance_rotation(rotation.rotation_id, clock)
     rotation = get_rotation(rotation.rotation_id)
-    with pytest.raises(StateConflictError, match="whoever asked"):
+    with pytest.raises(StateConflictError, match="second person"):
         collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     text = collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     assert rotation.replacement_id is not None
