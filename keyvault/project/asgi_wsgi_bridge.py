@@ -1,24 +1,22 @@
-"""From ASGI to WSGI: reads each request as it was sent, and has a WSGI application answer it in a few threads.
+"""From ASGI to WSGI: read each request as it was sent, and have a WSGI application answer it in a few threads.
 
-A WSGI server hands on an environ that tells less than what came: one name for `X-Api-Key` and `X_Api_Key`, a
-path with its escapes undone, no body where its length was not announced. ASGI has the bytes, so the environ
-(PEP 3333) is made here:
+The environ of a WSGI server loses information: it has one name for `X-Api-Key` and `X_Api_Key`, a decoded path, and
+no body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is built here:
 
-- a header whose name holds an underscore is dropped; one that came twice is joined with a comma;
+- a header whose name holds an underscore is dropped; a repeated header is joined with a comma;
 - `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
 - a path and query above 8 KiB are refused;
-- a Content-Type that cannot be read is left out, and so are its parameters with a charset other than UTF-8;
-- the body is read before a thread is taken, so that slow senders hold none. One above the limit is not read: who
-  asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
+- an unreadable Content-Type is omitted, and so are its parameters with a charset other than UTF-8;
+- the body is read before a thread is taken, so that slow senders hold none. A body above the limit is not read: code
+  that reads it gets RequestDataTooBig. Credentials are thus judged before the body, whatever its size.
 
-The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
-sign-ins compute password hashes for anybody: the other planes keep their threads. So do probes. The bridge answers
-503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its
-client disconnects.
+The bridge bounds what one process accepts (see `Capacity`). The console has its own threads and queue, since
+sign-ins compute password hashes for anonymous clients: the other planes keep their threads. So do probes. The bridge
+answers 503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request
+when its client disconnects.
 
-What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
-an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
-Content-Length, as RFC 9112 (6.3) has it.
+Granian (2.8) itself refuses a request line or header that is not HTTP with an empty 400, and a target above 64 KiB
+with an empty 414. It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
 """
 
 import io
@@ -55,7 +53,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one process takes on at once."""
+    """Limits of one process."""
 
     threads: int = 4
     """Threads for everything but the console. Few, since SQLite has one writer and Python one interpreter; each keeps
@@ -80,7 +78,7 @@ PROBES = frozenset({"/healthz", "/readyz"})
 """Paths that a load balancer or an orchestrator asks for."""
 
 TARGET_BYTES = 8192
-"""Of path and query. RFC 9112 (3) recommends that every server take a request line of 8,000."""
+"""Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
 
 _VERIFY = VERIFY.encode()
 
@@ -95,11 +93,11 @@ class WsgiResponse:
 
 
 class BodyUnreadableError(Exception):
-    """The body broke off, or its framing cannot be followed."""
+    """The body ended early, or its framing is invalid."""
 
 
 class TooLargeBody:
-    """Stands for a body that was not read; raises RequestDataTooBig at whoever wants it."""
+    """A body that was not read. Reading it raises RequestDataTooBig."""
 
     def read(self, size: int = -1) -> NoReturn:
         raise RequestDataTooBig("the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE")
@@ -117,7 +115,7 @@ VerifyKnown = Callable[[bytes, bytes], object]
 class Bridge:
     """One WSGI application in three fixed pools of threads that live as long as the process.
 
-    `verify_known` is asked first, in the loop: what the engine has in memory is not worth a thread.
+    `verify_known` runs first, in the loop: an answer from memory needs no thread.
     """
 
     def __init__(
@@ -146,14 +144,14 @@ class Bridge:
     async def _live(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
-        # What was accepted is answered, and noted, before the process says its farewell.
+        # Answer and record accepted requests before the process deregisters.
         await self._pool.close()
         await self._console_pool.close()
         await self._probe_pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _admit(self, scope: Scope, receive: Receive) -> WsgiResponse | None:
-        """Answer the request unless too many are in progress; None where nobody waits for the answer."""
+        """Answer the request unless too many are in progress; None when the client is gone."""
         if self._in_progress >= self._capacity.requests:
             return _refuse_as_busy(scope)
         self._in_progress += 1
@@ -186,7 +184,7 @@ class Bridge:
                 return known
         environ = _environ(scope, headers, body, length)
         pool = self._pool_for(environ["PATH_INFO"])
-        # An oversized body was left unread, and only behind it would the client's end be seen.
+        # An oversized body stays unread, and the client's disconnect arrives only behind it.
         watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
         return await pool.run(partial(self._run, environ), watch)
 
@@ -205,7 +203,7 @@ class Bridge:
             return None
         try:
             known = self._verify_known(authorization.encode(), body.getvalue())
-        except Exception:  # noqa: BLE001  whatever it was: the whole way answers, be it with a problem
+        except Exception:  # noqa: BLE001  the slow path answers, if only with a problem document
             _log.exception("unhandled")
             return None
         if not isinstance(known, HttpResponse):
@@ -215,7 +213,7 @@ class Bridge:
     def _run(self, environ: dict[str, Any]) -> WsgiResponse:
         try:
             return _call(self._wsgi, environ)
-        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
             _log.exception("unhandled", extra={"request_id": dict(answer.headers)[b"x-request-id"].decode()})
             return answer
@@ -235,7 +233,7 @@ def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> WsgiResponse:
         written.extend(response)
     finally:
         if close := getattr(response, "close", None):
-            close()  # Django's, which puts the thread's database connection in order
+            close()  # Django's resets the thread's database connection
     code, encoded = started[-1]
     return WsgiResponse(code, encoded, b"".join(written))
 
@@ -306,7 +304,10 @@ def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> 
 
 
 def _content_type(sent: str) -> str:
-    """One that Django can read: it fails on some, and reads the query in a charset that Python knows (`rot13`)."""
+    """Return a Content-Type that Django can read.
+
+    Django fails on some, and decodes the query in any charset that Python knows (`rot13`).
+    """
     try:
         charset = parse_header_parameters(sent)[1].get("charset", "utf-8")
     except (LookupError, ValueError):
@@ -321,7 +322,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiResponse:
-    """An answer without Django: nothing of the request is looked at."""
+    """Refuse without Django and without examining the request."""
     found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)

@@ -1,6 +1,6 @@
-"""Beat's scheduler: what the settings say, kept as rows of django-celery-beat, so that a restart goes on with them.
+"""Beat's scheduler: the settings' entries, kept as rows of django-celery-beat so that they survive a restart.
 
-Two beats at once tick twice, which is harmless: a tick is a message that says "look".
+Two running beats tick twice. This is harmless: a tick only makes a worker check for work.
 """
 
 import logging
@@ -20,17 +20,19 @@ from keyvault.services.startup.startup_checks import start_or_exit
 _log = logging.getLogger(__name__)
 
 
-class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package brings no types
-    """The settings win: rows that are not theirs go, and theirs are put right whenever the rows are read."""
+class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no type information
+    """Keep the rows equal to the settings: delete other rows, and correct these whenever the rows are read."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Exit with one line where the process must not run: Celery makes the scheduler first, and prints what that
-        raises with a traceback."""
+        """Exit with one line where the process must not run.
+
+        Celery creates the scheduler first, and prints what that raises with a traceback.
+        """
         start_or_exit("beat", needs_peppers=False)
         super().__init__(*args, **options)
 
     def setup_schedule(self) -> None:
-        """Raises DatabaseError: beat ends, and whoever supervises it starts it again."""
+        """Raises DatabaseError: beat exits, and its supervisor restarts it."""
         _ = self.schedule
 
     def all_as_schedule(self) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package brings 
 
 
 def _write(row: Any, task: str, schedule: float) -> None:
-    """An entry of the settings as a row; nothing is written where it is one already."""
+    """Write an entry of the settings as a row, unless the row is equal already."""
     every = None if row.interval is None else row.interval.schedule.run_every
     wanted = {field.name: field.get_default() for field in PeriodicTask._meta.fields if field.name in _BY_DEFAULT}
     wanted |= {"task": task, "interval": row.interval if every == timedelta(seconds=schedule) else _every(schedule)}
@@ -72,7 +74,7 @@ _BY_DEFAULT = frozenset(
     {"crontab", "solar", "clocked", "args", "kwargs", "queue", "exchange", "routing_key", "headers", "priority"}
     | {"expires", "expire_seconds", "one_off", "start_time", "enabled", "description"}
 )
-"""What an entry of ours says nothing about."""
+"""Fields that no entry of the settings sets."""
 
 
 def _every(seconds: float) -> Any:

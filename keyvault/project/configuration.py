@@ -1,7 +1,7 @@
-"""Every setting of the service: its environment variable, what unset means, what it does.
+"""Every setting of the service: its environment variable, its default, its effect.
 
-The one list: `settings` reads its values here, and the README's table is held equal to it by a test.
-A value that cannot be meant stops the process at start with the variable's name and what to write instead.
+This is the only list: `settings` reads its values here, and a test compares the README's table with it. An invalid
+value stops the process at start with the variable's name and the accepted values.
 """
 
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`read` turns the text into a value; ValueError says what was wrong with it."""
+    """A setting. `read` converts the text; its ValueError states what is accepted."""
 
     name: str
     unset: str
@@ -57,7 +57,7 @@ def _brand(text: str) -> str:
 
 
 def _origin(text: str) -> str:
-    """Plain HTTP never leaves the machine: elsewhere keys and sessions would travel in the clear."""
+    """Return the origin. Plain HTTP is for this machine only: elsewhere it would expose keys and sessions."""
     if text == "":
         return text
     parts = urlsplit(text)
@@ -76,7 +76,7 @@ def _prefix(text: str) -> str:
 
 
 def _secret_key(text: str) -> str:
-    """A short one is guessed, and whoever has guessed it signs sessions of their own."""
+    """Reject a short key: an attacker who guesses it can sign sessions."""
     if text and len(text) < 50:
         raise ValueError("50 characters or more, at random")
     return text
@@ -91,7 +91,7 @@ def _environments(text: str) -> tuple[str, ...]:
 
 
 def _limit(text: str) -> tuple[int, int]:
-    """`<requests>/<seconds>` as the two numbers."""
+    """Return the two numbers of `<requests>/<seconds>`."""
     count, slash, seconds = text.partition("/")
     if not slash or not count.isdecimal() or not seconds.isdecimal() or find_limit_fault(int(count), int(seconds)):
         raise ValueError(f"requests/seconds such as 25/1, up to {LARGEST_COUNT} in up to {LONGEST_SECONDS} seconds")
@@ -100,7 +100,7 @@ def _limit(text: str) -> tuple[int, int]:
 
 def _url(*schemes: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        scheme, _, rest = text.partition("://")  # whatever else is wrong is not told: there is a password in it
+        scheme, _, rest = text.partition("://")  # the text contains a password: never quote it
         if text and (not rest or scheme.lower() not in schemes):
             raise ValueError(f"an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
         return text
@@ -122,7 +122,7 @@ def _networks(text: str) -> tuple[IPNetwork, ...]:
 
 
 def _staleness(text: str) -> float:
-    """Above the pace of the feed, or no verifier would ever be fresh."""
+    """Return the maximum staleness. Below the feed's interval no verifier would ever be fresh."""
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", text) or not 0.5 <= float(text) <= 60:
         raise ValueError("seconds, 0.5 to 60")
     return float(text)
@@ -317,10 +317,10 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The value of every setting. Raises ImproperlyConfigured naming each variable that cannot be meant.
+    """Return the value of every setting. Raises ImproperlyConfigured, naming each invalid variable.
 
-    A misspelt `KEYVAULT_…` variable is refused too, rather than silently without effect; those that begin
-    with `KEYVAULT_TEST_`, and `KEYVAULT_REQUIRE`, belong to the test suite.
+    An unknown `KEYVAULT_…` variable is rejected, so that a misspelled one is not ignored. `KEYVAULT_TEST_…` and
+    `KEYVAULT_REQUIRE` belong to the test suite.
     """
     known = {setting.name for setting in SETTINGS}
     wrong = [
@@ -347,8 +347,11 @@ _TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"}
 
 
 def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
-    """Every environment's base URL. Raises ImproperlyConfigured where a request could belong to two of them,
-    or to one of them and to the service plane or the console."""
+    """Return every environment's base URL.
+
+    Raises ImproperlyConfigured if a request could belong to two environments, or to one of them and to the service
+    plane or the console.
+    """
     origin = values["KEYVAULT_ORIGIN"]
     found = {
         environment.value: values[f"KEYVAULT_{environment.name}_BASE_URL"] or f"{origin}/{environment}"
@@ -369,7 +372,7 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_table() -> str:
-    """The README's table."""
+    """Return the README's table of settings."""
     rows = ["| variable | unset means | what it does |", "|---|---|---|"]
     for setting in SETTINGS:
         unset = f"`{setting.unset}`" if setting.unset else "-"

@@ -1,4 +1,4 @@
-"""Django's settings, safe when nothing is set. Every choice of the host comes through `configuration`."""
+"""Django's settings, safe by default. Every choice of the host comes from `configuration`."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -72,7 +72,7 @@ LANGUAGE_CODE = "en"
 APPEND_SLASH = False
 
 INSTALLED_APPS = [
-    # First: its commands take the place of those of Django's that would go round the services.
+    # First: its commands replace those of Django's that would bypass the services.
     "keyvault",
     "keyvault.project.console.OperatorsConfig",
     "django.contrib.contenttypes",
@@ -126,17 +126,17 @@ except ValueError:
     ) from None
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     ensure_private_file(Path(DATABASES["default"]["NAME"]))
-    # IMMEDIATE: a transaction that will write takes the write lock at its start, so that what it read is
-    # still so when it writes. FULL: a commit that was answered survives a power cut.
+    # IMMEDIATE: a writing transaction takes the write lock at its start, so that its reads stay valid until it writes.
+    # FULL: an acknowledged commit survives a power cut.
     DATABASES["default"]["OPTIONS"] = {
         "transaction_mode": "IMMEDIATE",
         "timeout": 20,
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;",
     }
 else:
-    # What is read through is read from the primary, whatever the host's name leads to: a standby is behind. And a
-    # server that acknowledges nothing is gone: TCP itself waits a quarter of an hour for it, or two hours where
-    # nothing is sent. One that computes for long acknowledges all the same. What the URL says stands.
+    # Read from the primary, whatever server the host name leads to: a standby lags behind. The TCP limits detect a
+    # server that is gone: by default TCP waits a quarter of an hour, or two hours on an idle connection. A server that
+    # computes for long still acknowledges. The URL's own options take precedence.
     DATABASES["default"]["OPTIONS"] = {
         "target_session_attrs": "read-write",
         "connect_timeout": 5,
@@ -165,12 +165,11 @@ CSRF_COOKIE_SAMESITE = "Strict"
 # In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.
 CSRF_COOKIE_HTTPONLY = True
 CSRF_COOKIE_AGE = None
-# Over plain http the origin is this machine itself (see `configuration`), where a browser would not send a
-# Secure cookie back.
+# Over plain http the origin is this machine (see `configuration`). A browser would not return a Secure cookie there.
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
 SESSION_COOKIE_NAME = "__Host-session" if _https else "session"
 CSRF_COOKIE_NAME = "__Host-csrf" if _https else "csrf"
-# Its path is the console's, which a __Host- cookie cannot have.
+# Its path is the console's; a __Host- cookie requires the path "/".
 DEVICE_COOKIE = "__Secure-device" if _https else "device"
 SECURE_HSTS_SECONDS = 31_536_000 if _https else 0
 SECURE_HSTS_INCLUDE_SUBDOMAINS = _https
@@ -196,7 +195,7 @@ REST_FRAMEWORK = {
     "DEFAULT_CONTENT_NEGOTIATION_CLASS": "keyvault.api.negotiation.AlwaysJSON",
     "DEFAULT_PARSER_CLASSES": ["keyvault.api.parsers.StrictJSONParser"],
     "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
-    # OPTIONS would tell names and docstrings of views: it is answered as any other method that a view lacks.
+    # OPTIONS would disclose names and docstrings of views: it is answered like any unsupported method.
     "DEFAULT_METADATA_CLASS": None,
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
     "UNAUTHENTICATED_USER": None,
@@ -213,7 +212,7 @@ SPECTACULAR_SETTINGS = {
     "ENUM_GENERATE_CHOICE_DESCRIPTION": False,
 }
 
-# --- Celery (namespace CELERY_): messages carry ids only and are mere wake-ups, the rows are the truth -----
+# --- Celery (namespace CELERY_): messages carry ids only and are wake-ups; the database rows are authoritative
 
 CELERY_BROKER_URL = BROKER_URL
 CELERY_TASK_IGNORE_RESULT = True
@@ -225,14 +224,14 @@ CELERY_ACCEPT_CONTENT = ["json"]
 CELERY_TASK_SOFT_TIME_LIMIT = 60
 CELERY_TASK_TIME_LIMIT = 90
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-# A broker that is away for an hour is no reason to give up: the rows are the truth, and wait.
+# Never give up on a broker: the work is in the rows, and waits there.
 CELERY_BROKER_CONNECTION_MAX_RETRIES = None
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
 if BROKER_URL.startswith("redis"):
     CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 600}
-# Rows of the database, which no crash can tear. Beat writes to them every few minutes and when it ends, not each tick.
+# Database rows, which a crash cannot corrupt. Beat writes them every few minutes and at exit, not on each tick.
 CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
@@ -244,11 +243,11 @@ CELERY_BEAT_SCHEDULE = {
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
-    # It asks whether the night has come.
+    # It checks whether the nightly run is due.
     "reconcile-backend": {"task": "keyvault.tasks.reconcile_backend", "schedule": 600.0},
 }
 
-# --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------
+# --- Logs: one JSON object per line, redacted as the last step before it is written ------------------------
 
 _SENT_BY_ANYBODY = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
 LOGGING = {
@@ -264,10 +263,10 @@ LOGGING = {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
         "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
-        # Django takes these for errors and adds a traceback, though anybody can send one at will. The line of
-        # `keyvault.requests` at INFO stays.
+        # Django logs these as errors with a traceback, though any client can cause them. `keyvault.requests` logs them
+        # at INFO.
         **{f"django.security.{name}": {"level": "CRITICAL"} for name in _SENT_BY_ANYBODY},
-        # Every task a second or two, twice; what a task did is logged by what it did.
+        # Celery logs every task twice, each second or two. Tasks log their own effects.
         "celery.worker.strategy": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},
         "celery.beat": {"level": "WARNING"},

@@ -1,9 +1,9 @@
-"""A worker of the dedicated verifier, started by `manage.py verifier`; listens on a port or on a socket it was given.
+"""A worker of the dedicated verifier, started by `manage.py verifier`; listens on a port or an inherited socket.
 
     python -m keyvault.project.verifier --port 8100 --host 127.0.0.1 --ready 5
     python -m keyvault.project.verifier --listener 4 --ready 5
 
-`--ready` is a descriptor that gets one line, the process id, once requests are answered.
+`--ready` is a file descriptor. The worker writes one line with its process id to it once it answers requests.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
-    # Models are there once Django is set up.
+    # Models can be imported after django.setup().
     from keyvault.hotpath.adapters.assembly import load_async
     from keyvault.services.startup.startup_checks import start_or_exit
 

@@ -1,4 +1,4 @@
-"""Answers to what reached no view: problem documents for machines, plain pages in the console."""
+"""Responses to requests that reached no view: problem documents for machines, plain pages in the console."""
 
 from django.core.exceptions import DisallowedHost
 from django.http import HttpRequest, HttpResponse
@@ -13,7 +13,7 @@ from keyvault.domain.errors import ErrorCode, Fault
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     detail = "The request cannot be read."
     if isinstance(exception, DisallowedHost):
-        detail = "The service goes by no such host name."  # KEYVAULT_ALLOWED_HOSTS is the operator's to know
+        detail = "The service goes by no such host name."  # do not disclose KEYVAULT_ALLOWED_HOSTS
     return problem_response(ErrorCode.REQUEST_INVALID, detail, request, faults=[Fault("", detail)])
 
 

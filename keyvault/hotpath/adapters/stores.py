@@ -1,4 +1,4 @@
-"""The primary database as the doors ask it: by Django's connections, and on PostgreSQL by those of an event loop."""
+"""The primary database for the frontends: Django's connections, and on PostgreSQL also asynchronous ones."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ _CONNECT_SECONDS: Final = 2
 
 
 class _Outage:
-    """Told once a second, however many ask meanwhile."""
+    """Log a lost database once a second at most."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -60,7 +60,7 @@ _outage = _Outage()
 
 
 class DatabaseStore:
-    """By Django's connection of the calling thread; one that was lost is opened once more."""
+    """Read on the calling thread's Django connection. A lost connection is reopened once."""
 
     def find(self, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         with failed_proofs().look_up(address) if kind == KEY else nullcontext():
@@ -86,22 +86,23 @@ def _ask(read: Callable[[], R]) -> R:
 
 
 class ShortTimeoutThread:
-    """A thread with a database connection of its own, for an event loop that never waits for it for long.
+    """A thread with its own database connection, for an event loop that waits for it a limited time only.
 
-    One job at a time: what hangs up a connection when a job takes too long never meets another job on it.
+    One job at a time: aborting the connection of a slow job never affects another job.
     """
 
     def __init__(self, name: str, seconds: float | None = None) -> None:
-        """`seconds` for a job from its beginning, and as many for the job before it to end; ANSWER_SECONDS unless
-        told."""
+        """Args:
+        seconds: Maximum duration of a job, and maximum wait for the job before it. Default: ANSWER_SECONDS.
+        """
         self._pool = ThreadPoolExecutor(1, name)
         self._turn = asyncio.Lock()
         self._seconds = seconds
         self._lent: Any = None
-        """The thread's own connection: private and untyped, of a backend that types do not know."""
+        """The thread's own connection. Untyped: a backend without type information."""
 
     async def run(self, job: Callable[[], R]) -> R:
-        """Raises StoreAwayError when it has not ended in time, whatever becomes of the thread, and what `job` does."""
+        """Run `job` on the thread. Raises StoreUnavailableError after the time limit, and any exception of `job`."""
         seconds = ANSWER_SECONDS if self._seconds is None else self._seconds
         try:
             async with asyncio.timeout(seconds):
@@ -111,7 +112,7 @@ class ShortTimeoutThread:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._pool, self._work, job)
             if not (await asyncio.wait({running}, timeout=seconds))[0]:
-                running.cancel()  # where it was not begun yet
+                running.cancel()  # if it has not begun
                 if self._lent is not None:
                     abort_connection(self._lent.connection)
                 raise StoreAwayError("the database does not answer in time")
@@ -132,7 +133,7 @@ class ShortTimeoutThread:
 
 
 class ThreadStore(AsyncStore):
-    """The database for an event loop, by one thread: for SQLite, whose reads are shorter than any hand-over."""
+    """The database for an event loop, on one thread. For SQLite, whose reads take less time than passing them on."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
@@ -145,7 +146,7 @@ class ThreadStore(AsyncStore):
         return await self._thread.run(lambda: self._store.read_rules(known))
 
     async def open(self) -> None:
-        with suppress(StoreAwayError):  # whoever asks for something tries again
+        with suppress(StoreAwayError):  # the next read tries again
             await self._thread.run(lambda: connection.ensure_connection())
 
     async def close(self) -> None:
@@ -153,7 +154,7 @@ class ThreadStore(AsyncStore):
 
 
 class PostgresStore(ThreadStore):
-    """Keys, which each request may need, by connections of the loop's own; what is seldom read, by the thread."""
+    """Read keys, which any request may need, on asynchronous connections, and everything else on the thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class PostgresStore(ThreadStore):
                 return keys_of_raw(rows)
 
     def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        """By an idle connection, and without the coroutines of `find`, which cost more than the hand-over."""
+        """Find keys on an idle connection, without the coroutines of `find`, which cost more than the query."""
         reader = self._take_idle()
         if reader is None:
             super().find_keys(ids, tell)
@@ -199,7 +200,7 @@ class PostgresStore(ThreadStore):
                 self._give_back(reader)
                 try:
                     found = keys_of_raw(rows)
-                except Exception as error:  # noqa: BLE001  rows of which no record can be made
+                except Exception as error:  # noqa: BLE001  rows that do not convert to records
                     tell(error)
                 else:
                     tell(found)
@@ -220,7 +221,7 @@ class PostgresStore(ThreadStore):
             self._idle.append(reader)
 
     def _lose(self, reader: "Reader | None") -> None:
-        """The others were lost with it, or planned the same statement for tables that have changed since."""
+        """Close all connections: the others were lost too, or hold a plan for tables that have changed."""
         for lost in (reader, *self._idle):
             if lost is not None:
                 lost.close()
@@ -234,10 +235,10 @@ class PostgresStore(ThreadStore):
 
 
 class Reader:
-    """A connection of the loop's own and the one statement that it runs, asked one thing at a time, by libpq alone:
-    psycopg's coroutines cost several times what they wait for.
+    """An asynchronous connection with one prepared statement, driven through libpq.
 
-    Raises psycopg.Error, or TimeoutError after ANSWER_SECONDS; then it is closed, and when whoever asks is cancelled.
+    psycopg's coroutines cost several times the wait itself. One query at a time. Raises psycopg.Error, or TimeoutError
+    after ANSWER_SECONDS. The connection is closed after an error and when a caller is canceled.
     """
 
     def __init__(self, connection: "psycopg.AsyncConnection[Any]") -> None:
@@ -248,16 +249,16 @@ class Reader:
         self._results: list[PGresult] = []
         self._tell: Callable[[list[PGresult] | Exception], None] | None = None
         self._patience: asyncio.TimerHandle | None = None
-        # Its own, which stays open when libpq finds the connection lost and closes that one.
+        # A duplicate, which stays open when libpq closes its own after a lost connection.
         self._socket = os.dup(self._wire.socket)
         self._is_closed = False
         self._loop.add_reader(self._socket, self._take)
 
     @classmethod
     async def connect(cls, query: bytes) -> Self:
-        """`query` of one array of texts, $1."""
+        """Connect and prepare `query`, whose only parameter $1 is an array of texts."""
         connection = await _connect()
-        connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as it comes
+        connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as raw bytes
         reader = cls(connection)
         wire = reader._wire
         await reader._ask(lambda: wire.send_query(_SETTINGS))
@@ -269,11 +270,12 @@ class Reader:
         return self._is_closed
 
     async def read(self, wanted: bytes) -> Rows:
-        """The rows of the statement for this array."""
+        """Return the statement's rows for this array."""
         return self._rows(await self._ask(partial(self._send, wanted)))
 
     def read_async(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
-        """The same for `tell`, which is called once and later; or the error, and then it is closed."""
+        """Read as `read` does, and call `callback` once, after this method has returned. On an error the connection is
+        closed."""
         self._begin(partial(self._send, wanted), partial(self._tell_rows, tell))
 
     def _send(self, wanted: bytes) -> None:
@@ -290,7 +292,7 @@ class Reader:
             return
         try:
             rows = self._rows(checked(told))
-        except Exception as error:  # noqa: BLE001  for whoever asked, as it is
+        except Exception as error:  # noqa: BLE001  passed on unchanged
             self.close()
             tell(error)
         else:
@@ -325,7 +327,7 @@ class Reader:
             raise
 
     def _begin(self, send: Callable[[], None], tell: Callable[[list[PGresult] | Exception], None]) -> None:
-        """`tell` is called once, and after this has returned."""
+        """Send a query. `callback` is called once, after this method has returned."""
         self._tell = tell
         self._patience = self._loop.call_later(
             ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
@@ -334,7 +336,7 @@ class Reader:
             send()
             if self._wire.flush():
                 self._loop.add_writer(self._socket, self._send_on)
-        except Exception as error:  # noqa: BLE001  for whoever waits, as it is
+        except Exception as error:  # noqa: BLE001  passed on unchanged
             self._loop.call_soon(self._fail, error)
 
     def _end(self, told: list[PGresult] | Exception) -> None:
@@ -345,7 +347,7 @@ class Reader:
             tell(told)
 
     def _send_on(self) -> None:
-        """A long question does not go out at once."""
+        """Continue sending: a long query does not fit into one write."""
         try:
             if not self._wire.flush():
                 self._loop.remove_writer(self._socket)
@@ -353,7 +355,7 @@ class Reader:
             self._fail(error)
 
     def _take(self) -> None:
-        """What has come; also where nobody asked: that is how a connection which is lost is noticed."""
+        """Receive data. Also called without a query, which is how a lost connection is noticed."""
         wire = self._wire
         try:
             wire.consume_input()
@@ -363,7 +365,7 @@ class Reader:
                     break
                 self._results.append(result)
             else:
-                return  # there is more to come
+                return  # more results are pending
         except psycopg.Error as error:
             self._fail(error)
             return
@@ -377,7 +379,7 @@ class Reader:
 
 _STATEMENT: Final = b"keys"
 _TEXTS: Final = 1009
-"""The type text[]."""
+"""OID of the type text[]."""
 
 _SETTINGS: Final = b"""
 SET plan_cache_mode = force_generic_plan;
@@ -386,18 +388,18 @@ SET enable_hashjoin = off;
 SET enable_mergejoin = off;
 SET jit = off
 """
-"""Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
+"""Planning takes longer than reading: plan once, and by index even while the tables are small."""
 
 
 def _array(ids: Collection[str]) -> bytes:
-    """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
+    """Return a PostgreSQL array literal. Drops texts that cannot be an id and might end a quotation."""
     if not "".join(ids).isalnum():
         ids = [identity for identity in ids if identity.isalnum()]
     return ('{"' + '","'.join(ids) + '"}').encode()
 
 
 def _keys_query() -> bytes:
-    """The one that Django makes, for an array of ids: a statement of another length for each batch is planned anew."""
+    """Return Django's key query with an array parameter: a list of another length would be planned anew."""
     text, _ = key_rows(["id"]).query.sql_with_params()
     if text.count("IN (%s)") != 1 or text.count("%") != 1:
         raise RuntimeError(f"the query of keys is not as it was: {text}")

@@ -1,4 +1,4 @@
-"""What the engine has worked out already: of who asks, of what is asked, of the key, and of the three together."""
+"""Cached results of the engine: per caller, per endpoint and account, per key, and per repeated request."""
 
 from typing import Any, Final
 
@@ -25,12 +25,15 @@ _MOST_ADDRESSES: Final = 256
 
 
 class Caller:
-    """A proved service token, as the fast way needs it."""
+    """A proved service token, reduced to what the fast path needs."""
 
     __slots__ = ("environments", "merchants", "outcome", "source")
 
     def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
-        """`served`: the environments of this process. `outcome`: what a use counts as that it asks about."""
+        """Args:
+        served: Environments that this process serves.
+        outcome: Outcome under which a use by this caller is counted.
+        """
         may_verify = Permission.KEYS_VERIFY in service.permissions
         environments = service.environments & served if may_verify else frozenset[Environment]()
         self.environments = frozenset(environment.value for environment in environments)
@@ -40,7 +43,7 @@ class Caller:
 
 
 class GrantTemplate:
-    """A grant as every plain key gets it that asks the same: what of it does not depend on whose key it is."""
+    """A grant, rendered once for all plain keys that send the same question. It holds nothing specific to one key."""
 
     __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
 
@@ -52,7 +55,7 @@ class GrantTemplate:
         self._templates: dict[tuple[Limit, ...], Template] = {}
 
     def template(self, buckets: tuple[Bucket, ...]) -> Template:
-        """The answer under these limits."""
+        """Return the response template for these limits."""
         limits = tuple(bucket.limit for bucket in buckets)
         found = self._templates.get(limits)
         if found is None:
@@ -63,7 +66,8 @@ class GrantTemplate:
 
 
 class SpendPlan:
-    """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
+    """Limits that a plain key of one account spends for one `GrantTemplate`, with the response. `most` is the largest
+    cost that one request may have."""
 
     __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
 
@@ -82,8 +86,8 @@ def _pay_nothing(cost: int) -> tuple[int, ...]:
 
 
 class SpendPlans:
-    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is; and
-    how it is told whose key it is."""
+    """Spend plans of one account and key kind, by grant template and by endpoint name alone. `identity` is the identity
+    part of the response, with the key id left open."""
 
     __slots__ = ("__weakref__", "by_name", "by_way", "identity")
 
@@ -94,7 +98,7 @@ class SpendPlans:
 
 
 class EligibleKey(Struct, gc=False, eq=False):
-    """What the fast way has worked out of a plain key: one that is good, and of an active account."""
+    """Fast-path data of a plain key: an active key of an active account."""
 
     environment: str
     identity: bytes
@@ -103,7 +107,7 @@ class EligibleKey(Struct, gc=False, eq=False):
     networks: tuple[IPNetwork, ...]
     purses: SpendPlans
     within: dict[str, bool] | None
-    """Of a key that is good from certain networks: which addresses were found to be in them."""
+    """Whether each address is inside the key's networks. None for a key without networks."""
 
     def is_from_network(self, address: str | UnsetType | None) -> bool:
         if not address or self.within is None:
@@ -117,7 +121,7 @@ class EligibleKey(Struct, gc=False, eq=False):
 
 
 class CacheMiss(Struct, gc=False, eq=False):
-    """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
+    """A request whose key is not in memory. `changes` is the engine's change count when the request arrived."""
 
     asked: VerifyRequest
     caller: Caller
@@ -128,17 +132,17 @@ class CacheMiss(Struct, gc=False, eq=False):
 
 
 Use = tuple[str, str, str, str, str, str]
-"""A key's id, an endpoint's name, source, user agent, the page's origin, and what it counts as."""
+"""Key id, endpoint name, source, user agent, page origin, outcome."""
 
 Tally = list[Any]
-"""Of one use, as it is written: the use, how often, and when the first and the last time, in seconds of the epoch."""
+"""One use as it is recorded: the six fields of `Use`, the count, and the first and last time in epoch seconds."""
 TIMES, LAST = 6, 8
 
 
 class CachedGrant:
-    """A question that was granted, for when the same caller asks it again in the very same bytes.
+    """A granted request, kept for a byte-identical repetition by the same caller.
 
-    Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
+    Valid only while its token, key and rules are cached.
     """
 
     __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
@@ -154,12 +158,15 @@ class CachedGrant:
         self.identity: bytes = known.about.identity
         self.period = 0
         self.tally: Tally = []
-        """Of its use in the period between two reports that is told by `period`."""
+        """Counter of this use in the reporting period numbered `period`."""
 
 
 class CachedDenial:
-    """A question that was denied because its key has ended, for when the same caller asks it again in the very same
-    bytes: whoever still has a revoked key asks as often as he did before. Worth what its token, key and rules are."""
+    """A denied request of a terminated key, kept for a byte-identical repetition by the same caller.
+
+    Clients that still hold a revoked key keep sending it at the same rate. Valid only while its token, key and rules
+    are cached.
+    """
 
     __slots__ = ("known", "rules", "text", "token", "verdict")
 

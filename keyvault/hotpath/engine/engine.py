@@ -1,14 +1,13 @@
-"""The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
+"""The verification engine: bytes in, bytes out, without a framework and without I/O.
 
-    engine.verify_known(authorization, body) -> Answer | Missed | None   what is in memory, and yes
-    engine.verify_missed([missed], {key id: record}) -> [Answer | None]   once the key was read
+    engine.verify_known(authorization, body) -> HttpResponse | CacheMiss | None   decided from memory
+    engine.verify_missed([miss], {key id: record}) -> [HttpResponse | None]       after the key was read
 
-Every other question goes the whole way, see `answering`.
+`slow_path` answers every other request.
 
-What is remembered is good as long as nobody has changed it. Before each decision the host's generation word is
-compared, and what was changed is forgotten before anybody answers; changes of other hosts come by `evict`, and
-`Freshness` says how long ago that was known to be all of them. A reading that a change came across serves the question
-that it was made for, and is not remembered.
+A cached entry is valid until a change concerns it. Before each decision the engine compares the host's generation
+counter and evicts what changed. `evict` applies changes of other hosts. `Freshness` tracks how long ago the feed
+was complete. A record whose read overlapped a change serves the request that it was read for, and is not cached.
 """
 
 import threading
@@ -64,11 +63,11 @@ _ENVIRONMENTS: Final = {environment.value: environment for environment in Enviro
 
 
 Asker = tuple[CacheEntry[TokenRecord], bytes]
-"""A proved token, and the tag of its question: `Engine.question_tags`."""
+"""Where a grant is cached: entry of the proved token, and tag of the question (`Engine.question_tags`)."""
 
 
 class Engine:
-    """One for each process; its threads share it."""
+    """The engine of one process. Threads share it."""
 
     def __init__(self, ports: Ports, freshness: Freshness, capacity: int) -> None:
         self.ports = ports
@@ -78,16 +77,16 @@ class Engine:
         self.rules: PolicySnapshot | None = None
         self.lock = threading.Lock()
         self.changes = 0
-        """Counts what was forgotten: a reading that began before is not remembered after it."""
+        """Number of evictions. A read that began before an eviction is not cached after it."""
         self.answered_from_memory = 0
         self._ways: dict[tuple[object, ...], GrantTemplate] = {}
         self._purses: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
         self._all_purses: WeakSet[SpendPlans] = WeakSet()
-        """Also of accounts that are no longer among these, and whose keys are remembered."""
+        """Includes plans of evicted accounts whose keys are still cached."""
         self._uses: dict[Use, Tally] = {}
         self._clean: dict[str, str] = {}
-        """What clients say about themselves and has nothing to hide, as it is kept: the same few stand beside thousands
-        of keys."""
+        """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few texts.
+        """
         self._period = 1
         self._words = ports.generation.words
         self._seen = ports.generation.since(-1)[0]
@@ -102,16 +101,18 @@ class Engine:
         self._mark = f"{ports.brand}_"
         self._next_id = _request_ids(ports.random_bytes).__next__
         self.verify_known = self._make_verify_known()
-        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for ever. Missed: but for
-        the key, which `verify_missed` takes once it was read. Else None, and nothing done.
+        """Answer POST /v1/keys/verify from memory, for a grant or for a denial of a terminated key.
 
-        Asked with the whole Authorization header and the body; the rest of the request was found to be as usual.
+        Args: the whole Authorization header, and the body. No other header of the request may make a difference.
+        Returns: the response. A CacheMiss when only the key is missing; pass it to `verify_missed` once the key was
+        read.
+        None when the slow path must decide; nothing was spent or recorded.
         """
 
-    # --- what is remembered, and for how long -------------------------------------------------------------------
+    # --- cache and freshness --------------------------------------------------------------------------------------
 
     def evict(self, subjects: Iterable[Subject] | None) -> None:
-        """Forgets what hangs on these; None: everything."""
+        """Evict the entries that depend on these subjects; None evicts everything."""
         with self.lock:
             self._evict(subjects)
 
@@ -131,14 +132,14 @@ class Engine:
         self.rules = None
         self._ways.clear()
         for purses in list(self._all_purses):
-            # Emptied and not dropped: keys that are remembered still have them, and with them the replaced rules.
+            # Cleared, not dropped: cached keys still reference the plans, and through them the replaced rules.
             purses.by_way.clear()
             purses.by_name.clear()
 
     def catch_up(self) -> None:
-        """Forgets what this host has changed since the last look. Under the lock.
+        """Evict what this host changed since the last check. The caller holds the lock.
 
-        Where that cannot be read: everything, and nothing may be remembered until it can.
+        If the changes cannot be read, evict everything; nothing is cached until they can be read.
         """
         if self._words[0] != self._seen:
             try:
@@ -146,21 +147,23 @@ class Engine:
             except OSError:
                 self._evict(None)
                 return
-            # First forgotten, then seen: whoever finds the word as it was seen may answer.
+            # Evict before publishing the counter: a thread that sees the current counter may answer.
             self._evict(subjects)
             self._words = self.ports.generation.words
             self._seen = seen
 
     def may_remember(self) -> bool:
-        """Whether memory may be answered from now. Under the lock, after `catch_up`."""
+        """Return whether memory may be used now. The caller holds the lock and has called `catch_up`."""
         has_caught_up = self._words[0] == self._seen
         return has_caught_up and self.freshness.may_vouch(self.ports.monotonic(), self.ports.wall())
 
-    # --- the fast way -------------------------------------------------------------------------------------------
+    # --- fast path ------------------------------------------------------------------------------------------------
 
     def _make_verify_known(self) -> Callable[[bytes, bytes], HttpResponse | CacheMiss | None]:
-        """`verify_known`, which answers nearly all that is ever asked: a function that has at hand whatever stays the
-        same, and in which `may_vouch` is written out."""
+        """Build `verify_known`, which answers nearly all requests.
+
+        A closure binds the constant objects once, and `Freshness.is_fresh` is inlined.
+        """
         acquire, release = self.lock.acquire, self.lock.release  # `with` takes twice as long
         wall_clock, monotonic_clock, freshness = self.ports.wall, self.ports.monotonic, self.freshness
         new_tag, next_id, find_repeat, grant = self._new_tag, self._next_id, self._repeats.get, self._grant
@@ -190,7 +193,7 @@ class Engine:
                 self.answered_from_memory += 1
             finally:
                 release()
-            # Told without the lock: it is written to the log, and nobody else waits for that.
+            # Outside the lock: writing the log must not block other threads.
             at = datetime.fromtimestamp(wall, UTC)
             self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
             return HttpResponse(200, denied.text % (request_id, request_id), request_id.decode())
@@ -200,7 +203,7 @@ class Engine:
     def _verify_anew(
         self, authorization: bytes, body: bytes, tag: bytes, wall: float, request_id: bytes
     ) -> HttpResponse | CacheMiss | None:
-        """By what is known of the token and the key; `tag` of the whole question."""
+        """Decide from the cached token and key. `tag` identifies the whole request."""
         made = self._new_tag()
         made.update(authorization)
         token = self._tokens_by_tag.get(made.digest())
@@ -223,8 +226,11 @@ class Engine:
         return HttpResponse(200, text, request_id.decode())
 
     def verify_missed(self, several: Sequence[CacheMiss], found: Mapping[str, KeyRecord]) -> list[HttpResponse | None]:
-        """The answers by the keys that were found. None, and nothing done: when something was changed since it was
-        asked, or there is more to say of it."""
+        """Answer cache misses with the records that were found.
+
+        None for a request that the slow path must decide: something changed since it arrived, or it is not a plain
+        grant.
+        """
         with self.lock:
             self.catch_up()
             if not self.may_remember():
@@ -239,7 +245,7 @@ class Engine:
             self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
             return None
         known = self._keys_by_id.get(record.key_id)
-        if known is None or known.record is not record:  # it is where several have asked for it at once
+        if known is None or known.record is not record:  # several requests missed the same key
             known = self.memory.admit_key(record)
         if not self._proves(missed.keystring, known, missed.asked.key):
             return None
@@ -256,10 +262,12 @@ class Engine:
         record: KeyRecord | None = None,
         asker: Asker | None = None,
     ) -> bytes | None:
-        """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
+        """Return a grant as JSON, spent and recorded. None when the slow path must decide; nothing was spent or
+        recorded.
 
-        `record` was read for this question; else it is looked for in memory, which then has to be fresh. `asker`: who
-        may ask it again, see `CachedGrant`.
+        Args:
+            record: The record read for this request. Without it the key is looked up in memory, which must be fresh.
+            cache_target: Where to cache the grant for repetitions, see `CachedGrant`.
         """
         known = None if _is_of_more(asked) else self._find(asked.key, asked.environment, record)
         if not isinstance(known, CacheEntry):
@@ -277,10 +285,10 @@ class Engine:
         is_plain: bool = False,
         asker: Asker | None = None,
     ) -> bytes | None:
-        """As `decide_known`, of a key that was proved. `is_plain`: it is as `requests.read_plain` gives it.
+        """Implement `decide_known` for a proved key. `is_plain`: the request came from `requests.decode_plain_verify`.
 
-        Under the lock, so that no use is noted with a time from before a report that does not have it. Much of what it
-        does is written out here, since a call costs as much as what is called.
+        Runs under the lock, so that a use is never recorded with a time before a report that omits it. Helpers are
+        inlined, since a call costs as much as its body.
         """
         name, rules, agent = asked.endpoint, self.rules, asked.user_agent
         cost, origin = 1, ""
@@ -289,7 +297,7 @@ class Engine:
             is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
         words = self._clean.get(agent) if agent else ""
         if (agent and words is None and self._mark in agent) or (origin and self._mark in origin):
-            return None  # of what may be a key only a masked text is kept
+            return None  # a text that may contain a key is stored masked only
         holding: EligibleKey | None = known.about
         if (
             holding is None
@@ -326,7 +334,8 @@ class Engine:
         return purse.template.fill(standing, request_id, holding.identity)
 
     def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
-        """Of each body as this caller sends it. A header has no line break: none is taken for another's."""
+        """Return the tag of each body as sent by this caller. A header has no line break, so tags of different callers
+        differ."""
         begun = self._new_tag()
         begun.update(authorization + b"\n")
         tags = []
@@ -337,21 +346,24 @@ class Engine:
         return tags
 
     def decide_again(self, tags: Sequence[bytes], wall: float, request_id: bytes) -> dict[int, bytes]:
-        """The grants of a batch by their numbers, when every question of it was granted before; else none, and nothing
-        done: one that is malformed refuses them all. Under the lock, in memory that is fresh."""
+        """Return cached grants of a batch by position. The caller holds the lock, and memory is fresh.
+
+        Empty, with nothing spent, unless every request of the batch is cached: a malformed one rejects the batch.
+        """
         repeats = [self._repeats.get(tag) for tag in tags]
         if None in repeats:
             return {}
         decided: dict[int, bytes] = {}
         for number, repeat in enumerate(repeats):
-            text = self._grant(repeat, wall, b"%b-%d" % (request_id, number))  # type: ignore[arg-type]  # there is one
+            text = self._grant(repeat, wall, b"%b-%d" % (request_id, number))  # type: ignore[arg-type]  # checked above
             if text is not None:
                 decided[number] = text
         self.answered_from_memory += len(decided)
         return decided
 
     def _grant(self, repeat: CachedGrant, wall: float, request_id: bytes) -> bytes | None:
-        """Its JSON, spent and noted; None, and nothing done: it is to be decided anew."""
+        """Return the grant's JSON, spent and recorded. None when it must be decided anew; nothing was spent or
+        recorded."""
         known, purse = repeat.known, repeat.purse
         if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
             return None
@@ -364,13 +376,13 @@ class Engine:
         tally = repeat.tally
         tally[TIMES] += 1
         tally[LAST] = wall
-        if purse.is_single:  # as `fill` does it, without the call
+        if purse.is_single:  # `fill` inlined
             remaining, reset = standing
             return purse.text % (remaining, reset, request_id, repeat.identity, remaining, reset)
         return purse.template.fill(standing, request_id, repeat.identity)
 
     def _is_denied_still(self, denied: CachedDenial, wall: float) -> bool:
-        """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
+        """Return whether all that the denial depends on is still cached, and the key can still be proved."""
         known = denied.known
         if wall >= known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
             return False
@@ -382,7 +394,7 @@ class Engine:
         return known.record.pepper_version in peppers.versions
 
     def _cleaned(self, text: str) -> str:
-        """As it is kept. (What looks like a key does not come this way.)"""
+        """Return the cleaned text from cache. Callers have excluded texts that may contain a key."""
         read = text[:READ_AT_MOST]
         kept = self._clean.get(read)
         if kept is not None:
@@ -399,7 +411,7 @@ class Engine:
         uses = self._uses
         tally = uses.get(use)
         if tally is None and len(uses) >= _MOST_USES:
-            # Who it was is no longer told apart, before the next report; how many there were is.
+            # Drop the source until the next report; the count stays exact.
             use = (use[0], use[1], "", "", "", use[5])
             tally = uses.get(use)
         if tally is None:
@@ -412,17 +424,19 @@ class Engine:
     def _find(
         self, text: str | None, environment: str, record: KeyRecord | None = None
     ) -> CacheEntry[KeyRecord] | KeyString | None:
-        """The key that this string proves now, by `record` where one was read for it. A KeyString: nothing is known of
-        its key. None: that is to be found out the whole way."""
+        """Return the cached entry that this string proves, or the entry of `record` if given.
+
+        A KeyString: the key is not cached. None: the slow path must decide.
+        """
         if text is None:
             return None
         if record is None and text[KEY_ID_PLACE] in self._keys_by_id:
             try:
                 known = self._keys_by_tag.get(self.memory.tag(text.encode()))
-            except UnicodeEncodeError:  # half a surrogate pair, which no key has
+            except UnicodeEncodeError:  # half a surrogate pair; no key contains one
                 return None
             if known is not None:
-                known.is_asked_for = True  # again: who comes once makes room first
+                known.is_asked_for = True  # only entries that are used again survive eviction
                 return known
         keystring = read_key(
             text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
@@ -444,8 +458,7 @@ class Engine:
         return known
 
     def _proves(self, keystring: KeyString, known: CacheEntry[KeyRecord], text: str | None) -> bool:
-        """Whether the string is the key's; then a key that is remembered is known by the tag of it, which is `text`,
-        from now on."""
+        """Return whether the string is the key's. If so, bind a cached entry to the tag of `text`."""
         record, ports = known.record, self.ports
         version = record.pepper_version
         try:
@@ -464,7 +477,7 @@ class Engine:
         return True
 
     def _holding(self, record: KeyRecord) -> EligibleKey | None:
-        """None for a key that there is more to say of."""
+        """Return the fast-path data of a plain key; None for any other key."""
         if not record.merchant_active or not record.account_active or record.state is not KeyState.ACTIVE:
             return None
         account = (
@@ -507,7 +520,7 @@ class Engine:
         return purse
 
     def learn(self, asked: VerifyRequest, judgement: Judgement, endpoint: Endpoint, rules: PolicySnapshot) -> None:
-        """A grant of the whole way, so that the next one like it goes the fast way. Under the lock."""
+        """Store a grant of the slow path as the template for later requests. The caller holds the lock."""
         record = judgement.record
         if record is None or judgement.customer is not None or rules is not self.rules:
             return
@@ -517,7 +530,7 @@ class Engine:
             return
         way = self._ways.get(question)
         if way is not None and way.rules is rules:
-            return  # as it would be again; purses are kept by it
+            return  # unchanged; spend plans are keyed by this object
         if len(self._ways) >= MOST_WAYS:
             self._ways.clear()
         self._ways[question] = GrantTemplate(judgement, endpoint, rules)
@@ -525,8 +538,7 @@ class Engine:
     def learn_denial(
         self, verdict: EngineVerdict, authorization: bytes, body: bytes, proved: TokenRecord, rules: PolicySnapshot
     ) -> None:
-        """A denial of the whole way to a question of verify, where the key has ended for good: nothing but a change
-        will make another answer of it. Under the lock."""
+        """Cache a final denial of the slow path, for a terminated key. The caller holds the lock."""
         record = verdict.judgement.record
         if record is None or record.state not in DEAD_STATES or rules is not self.rules:
             return
@@ -536,13 +548,16 @@ class Engine:
             return
         words = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
         if self._mark in words or SHAPED.search(words) is not None:
-            return  # of what may be a key only a masked text is kept
+            return  # a text that may contain a key is stored masked only
         (tag,) = self.question_tags(authorization, [body])
         self.memory.remember_denial(tag, CachedDenial(token, known, rules, verdict))
 
     def _question(self, asked: VerifyRequest, holding: EligibleKey, rules: PolicySnapshot) -> tuple[object, ...] | None:
-        """What of a question makes a difference for a plain key. None for what has to be judged each time: a private
-        key with an origin, another merchant than the key's own, a key in the path."""
+        """Return the parts of a request that decide its template.
+
+        None for what is judged each time: a private key with an origin, a merchant other than the key's, a key in the
+        path.
+        """
         has_origin = asked.origin is not UNSET and asked.origin is not None
         merchant, store, name = asked.merchant or None, asked.store or None, asked.endpoint
         if has_origin and holding.kind is KeyKind.PRIVATE:
@@ -580,8 +595,10 @@ class Engine:
     # --- evidence -----------------------------------------------------------------------------------------------
 
     def take_uses(self) -> tuple[Collection[Tally], int]:
-        """The uses since the last time, and how many answers came from memory. Every use of before the call is among
-        them, or was."""
+        """Return and reset the recorded uses and the number of answers from memory.
+
+        Every use recorded before the call is in this result or in an earlier one.
+        """
         with self.lock:
             uses, self._uses = self._uses, {}
             self._period += 1
@@ -590,12 +607,12 @@ class Engine:
 
 
 def _is_of_more(asked: VerifyRequest) -> bool:
-    """Whether it is about more than a key, or less than a verdict."""
+    """Return whether the request involves a customer token or is a dry run."""
     return asked.customer_token not in (UNSET, None) or asked.dry_run is True
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Of the form of `mint_request_id`: random in front, so that no two processes share one, and then counted."""
+    """Yield ids in the form of `mint_request_id`: a random prefix, unique to the process, and a counter."""
     front = random_digits(_ID_DIGITS - _COUNTED, random_bytes)
     blocks = (f"{front}{encode(high, _COUNTED - 2)}".encode() for high in count())
     return chain.from_iterable(map(block.__add__, _PAIRS) for block in blocks)

@@ -1,7 +1,7 @@
-"""What one process knows: records by id, and by a tag of the whole string that has proved them. All of it bounded.
+"""Bounded in-memory cache: records by id, and by a tag of the full string that proved them.
 
-A tag is a blake2b MAC under a key of this process that is written nowhere: whoever reads the memory of a cache by
-tags alone learns no string, and no string is ever a name in it.
+A tag is a blake2b MAC under a random key of this process, which is stored nowhere. Tags in a memory dump reveal no
+string, and no string is used as a dictionary key.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyRecord
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
 _GONE = float("-inf")
-"""The deadline of what was forgotten, for whatever still leans on it."""
+"""Deadline of an evicted entry, for references that outlive the eviction."""
 
 Subject = tuple[str, str]
 
@@ -24,10 +24,10 @@ R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 
 
 class CacheEntry(Generic[R]):
-    """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
+    """A cached record.
 
-    `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
-    `account` of a key that is remembered.
+    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it.
+    `about` holds what the engine derived from the record. `account` is set for a cached key.
     """
 
     __slots__ = ("about", "account", "deadline", "identity", "is_asked_for", "record", "tag")
@@ -43,7 +43,7 @@ class CacheEntry(Generic[R]):
 
 
 def known_key(record: KeyRecord) -> CacheEntry[KeyRecord]:
-    """What has ended is good for its denial for ever."""
+    """Return the entry of a key. A terminated key never expires: its denial is final."""
     is_over = record.state in DEAD_STATES
     expires_at = None if is_over else record.expires_at
     deadline = _NEVER if expires_at is None else expires_at.timestamp()
@@ -51,11 +51,13 @@ def known_key(record: KeyRecord) -> CacheEntry[KeyRecord]:
 
 
 class Doorkeeper:
-    """Whether an id has come before, among the last `most` at least and twice as many at most: what it is called in
-    TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017). Now and then it takes one for another.
+    """Admission filter, as in TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017).
 
-    Of each id there is a byte, which others may have too: the number of the period in which it came last. A period ends
-    when `most` have come in it. Numbers come again after _PERIODS, as do those whose byte nobody has changed since.
+    It reports whether an id has been seen among the last `most` ids at least, and twice as many at most. False
+    positives
+    are possible: several ids share one byte. The byte holds the number of the period in which one of them was last
+    seen.
+    A period ends after `most` new ids. Period numbers repeat after _PERIODS, and so do bytes unchanged since then.
     """
 
     __slots__ = ("_before", "_left", "_mask", "_most", "_now", "_places")
@@ -64,14 +66,14 @@ class Doorkeeper:
         self._most = self._left = max(most, _FEWEST_COMERS)
         self._mask = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length()) - 1
         self._places = bytearray()
-        """All of them once somebody comes: megabytes, which a memory that is never full does without."""
+        """Allocated on first use: a cache that never fills does not need these megabytes."""
         self._before, self._now = _PERIODS, 1
 
     def has_come(self, identity: str | bytes) -> bool:
-        """Now it has."""
+        """Record the id and return whether it was seen before."""
         if not self._places:
             self._places = bytearray(self._mask + 1)
-        place = hash(identity) & self._mask  # of texts and bytes each process has its own
+        place = hash(identity) & self._mask  # str and bytes hashes are randomized per process
         last, now = self._places[place], self._now
         if last == now:
             return True
@@ -84,9 +86,11 @@ class Doorkeeper:
 
 
 class RecordCache(Generic[R]):
-    """At most `capacity` of one kind. Once it is full, only who comes again is let in: whom everybody asks for is not
-    driven out by many whom somebody asks for once. The oldest goes first, unless it was asked for again since it was
-    last looked at, which whoever finds it here marks."""
+    """At most `capacity` entries of one kind, with an admission filter and second-chance eviction.
+
+    A full cache admits only ids seen before, so that ids requested once do not evict popular ones. It evicts the oldest
+    entry whose `is_referenced` is not set; readers of `by_id` and `by_tag` set that flag.
+    """
 
     __slots__ = ("_capacity", "_doorkeeper", "_on_drop", "by_id", "by_tag")
 
@@ -98,7 +102,7 @@ class RecordCache(Generic[R]):
         self.by_tag: dict[bytes, CacheEntry[R]] = {}
 
     def put(self, known: CacheEntry[R]) -> bool:
-        """Whether it is here now."""
+        """Cache the entry and return whether it was admitted."""
         by_id = self.by_id
         if known.identity in by_id:
             self.drop(known.identity)
@@ -106,7 +110,7 @@ class RecordCache(Generic[R]):
             return False
         chances = _SECOND_CHANCES
         while len(by_id) >= self._capacity:
-            # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
+            # `next(iter(...))` of a dict would scan all deleted slots.
             _, oldest = by_id.popitem(last=False)
             if oldest.is_asked_for and chances:
                 chances -= 1
@@ -118,7 +122,7 @@ class RecordCache(Generic[R]):
         return True
 
     def bind(self, known: CacheEntry[R], tag: bytes) -> None:
-        """From here on the string of that tag is known to prove it; nothing where it is not here."""
+        """Associate a cached entry with the tag of the string that proves it. Without effect on an evicted entry."""
         if self.by_id.get(known.identity) is not known:
             return
         if known.tag is not None:
@@ -146,7 +150,7 @@ class RecordCache(Generic[R]):
 
 
 class NegativeCache:
-    """Ids that were looked up and are nobody's, for a short while: bounded, the oldest goes first."""
+    """Ids that were looked up and do not exist, for a short time. Bounded; the oldest entry is evicted first."""
 
     __slots__ = ("_capacity", "_seconds", "until")
 
@@ -176,23 +180,23 @@ class NegativeCache:
 
 
 class Memory:
-    """The shelves of a process, and which records hang on what a change may be about."""
+    """All caches of a process, and the index from subjects of changes to records."""
 
     def __init__(self, tag_key: bytes, capacity: int) -> None:
         begun = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES)
-        begun.update(b"\0")  # so that the key's own block is worked on once, and not for each tag
+        begun.update(b"\0")  # hash the key block once, not for each tag
         self.new_tag = begun.copy
-        """For whoever makes tags by the hundred thousand a second: `update` it with the text, and take its digest."""
+        """For hot loops: `update` the new hash with the text and take its digest."""
         self._by_credential: dict[str, tuple[str, ...]] = {}
-        """Nearly always one, while it is rotated two."""
+        """Usually one key id; two during a rotation."""
         self._by_account: dict[str, set[str]] = {}
         self.keys: RecordCache[KeyRecord] = RecordCache(capacity, self._unlist)
         self.customers: RecordCache[CustomerRecord] = RecordCache(capacity)
         self.tokens: RecordCache[TokenRecord] = RecordCache(capacity)
         self.repeats: OrderedDict[bytes, Any] = OrderedDict()
-        """By the tag of the whole question: what the engine has made of it."""
+        """Cached grants of the engine, by the tag of the whole request."""
         self.denied: OrderedDict[bytes, Any] = OrderedDict()
-        """Likewise, of those that are no good for ever."""
+        """Cached denials of terminated keys, by the tag of the whole request."""
         self._most_repeats = min(capacity, _MOST_REPEATS)
         self._questions = Doorkeeper(self._most_repeats)
         self._most_denied = min(capacity, _MOST_DENIED)
@@ -204,7 +208,7 @@ class Memory:
         return made.digest()
 
     def admit_key(self, record: KeyRecord) -> CacheEntry[KeyRecord]:
-        """Also where it is not remembered: for the question that it was read for."""
+        """Cache a key and return its entry. The entry serves this request even if a full cache does not admit it."""
         known = known_key(record)
         if not self.keys.put(known):
             return known
@@ -230,20 +234,20 @@ class Memory:
         return known
 
     def has_room_for(self, tag: bytes) -> bool:
-        """Whether this question is to be remembered: once there are as many as fit, only one that comes again is."""
+        """Return whether a grant for this tag should be cached. A full cache admits only repeated requests."""
         is_there = tag in self.repeats or len(self.repeats) < self._most_repeats
         return is_there or self._questions.has_come(tag)
 
     def remember_question(self, tag: bytes, repeat: Any) -> None:
-        """The oldest goes first: it costs its next asker some microseconds."""
+        """Cache a grant. The oldest one is evicted first; deciding it again costs microseconds."""
         _put(self.repeats, tag, repeat, self._most_repeats)
 
     def remember_denial(self, tag: bytes, denied: Any) -> None:
-        """Likewise."""
+        """Cache a denial of a terminated key. The oldest one is evicted first."""
         _put(self.denied, tag, denied, self._most_denied)
 
     def evict(self, subjects: Iterable[Subject]) -> None:
-        """Whatever hangs on these is read anew by whoever asks for it next."""
+        """Evict every entry that depends on these subjects."""
         for subject in subjects:
             kind, identity = subject
             self.absent.drop(subject)
@@ -262,7 +266,8 @@ class Memory:
                     for account in [name for name in self._by_account if name.partition("/")[0] == identity]:
                         self._drop_all(self._by_account.get(account))
                 case _:
-                    # Of what no record is made of; an unknown kind is of a newer release, and may be about anything.
+                    # Subjects in RULES affect no record. A newer release may send an unknown kind, which may affect
+                    # any.
                     if kind not in RULES:
                         self.clear()
 
@@ -299,15 +304,15 @@ def _put(kept: OrderedDict[bytes, Any], tag: bytes, what: Any, most: int) -> Non
 
 
 RULES: Final = frozenset({"endpoint", "limit"})
-"""Kinds of subjects that change the rules, and no record."""
+"""Kinds of subjects that change the policy snapshot and no record."""
 
 _SECOND_CHANCES: Final = 64
-"""Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
+"""Maximum number of second chances in one `put`, which blocks other threads."""
 
 _FEWEST_COMERS: Final = 256
 _FEWEST_PLACES: Final = 65_536
 _PLACES_EACH: Final = 32
-"""Of a doorkeeper: bytes, so many for each who comes that few share one."""
+"""Size of a doorkeeper, in bytes per expected id. A larger table has fewer collisions."""
 _PERIODS: Final = 255
 
 _MOST_REPEATS: Final = 65_536

@@ -1,7 +1,7 @@
-"""The door of an event loop: what needs the database waits, and all that waits at once is read for at once.
+"""The event loop's frontend: requests wait for data together, and one read serves all that are waiting.
 
-A question joins the next reading, never one that is under way: that one may have begun before a change which this
-question has to see.
+A request joins the next read, never one in progress: that one may have begun before a change which this request
+must see.
 """
 
 import asyncio
@@ -24,31 +24,34 @@ from keyvault.hotpath.slow_path.slow_path import SlowPath
 from keyvault.wire.headers import join_headers
 
 LANES: Final = 2
-"""So many readings under way, and no other is begun: one is waited for while the other is sent. (One more, where keys
-alone and the rest begin together.)"""
+"""Maximum number of reads in progress: one is sent while the other is awaited. One more occurs when reads of keys and
+of other data begin together."""
 
 AT_ONCE: Final = 16
-"""Answers given in one turn of the loop. Whoever gets them asks again, and is read for while the others are answered:
-else all would ask together in the end, and loop and database would wait for each other by turns."""
+"""Maximum number of responses in one turn of the loop. Their clients send the next requests, which are read while the
+others are answered. Otherwise all requests synchronize, and loop and database wait for each other by turns."""
 
 PATIENCE_SECONDS: Final = 0.002
-"""So long the second lane stays closed at most while fewer than AT_ONCE wait: the reading before may not end."""
+"""Maximum delay of the second read, in seconds, while fewer than MAX_ANSWERS_PER_TURN requests wait: the first read may
+never end."""
 
 SLOW_LANE: Final = 2
-"""Questions of addresses that have failed too often that are read for in one reading."""
+"""Maximum number of throttled requests in one read, from client addresses with too many failures."""
 
 
 TellKeys = Callable[[Mapping[str, KeyRecord] | Exception], None]
 
 
 class AsyncStore(Protocol):
-    """The primary database. Raises StoreAwayError."""
+    """The primary database. Methods raise StoreUnavailableError."""
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]: ...
 
     def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        """As `find`, for what nearly every reading is of. `tell` is called once, and after this has returned: with the
-        keys that there are, or with what `find` has raised."""
+        """Find keys as `find` does, without a coroutine per read.
+
+        Calls `on_keys` once, after this method has returned, with the existing keys or the exception of `find`.
+        """
         finding = asyncio.get_running_loop().create_task(_tell_keys(self, ids, tell))
         _finding.add(finding)
         finding.add_done_callback(_finding.discard)
@@ -57,13 +60,13 @@ class AsyncStore(Protocol):
 
 
 _finding: Final[set[asyncio.Task[None]]] = set()
-"""A loop itself does not hold its tasks."""
+"""Strong references: a loop does not hold its tasks."""
 
 
 async def _tell_keys(store: AsyncStore, ids: frozenset[str], tell: TellKeys) -> None:
     try:
         found = cast("Mapping[str, KeyRecord]", await store.find(KEY, ids))
-    except Exception as error:  # noqa: BLE001  for whoever asked, as it is; and not kept: it holds this frame
+    except Exception as error:  # noqa: BLE001  passed on unchanged; not stored, since it references this frame
         tell(error)
     else:
         tell(found)
@@ -75,7 +78,7 @@ class AsyncBudgets(Protocol):
 
 class IsOver(Protocol):
     def __call__(self, address: str | None, /) -> bool:
-        """Whether this address has failed too often lately."""
+        """Return whether this address has failed too often recently."""
 
 
 Waiting = tuple[PendingRequest, DataRequirements, CallbackFuture]
@@ -83,7 +86,7 @@ MissedKey = tuple[CacheMiss, bytes, bytes, CallbackFuture]
 
 
 class AsyncioFrontend:
-    """One for each process, in the loop that `answer` is called in."""
+    """The frontend of one process, in the loop that `answer` is called in."""
 
     def __init__(self, engine: Engine, store: AsyncStore, budgets: AsyncBudgets, is_over: IsOver) -> None:
         self._engine = engine
@@ -106,7 +109,12 @@ class AsyncioFrontend:
     def answer(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> HttpResponse | Awaitable[HttpResponse]:
-        """Of a path that is the engine's. `headers` as they were sent; `body` None: too large, and not read."""
+        """Answer a request for one of the engine's paths.
+
+        Args:
+            headers: As sent.
+            body: None when it was too large and not read.
+        """
         if target == _VERIFY and method == b"POST" and body is not None:
             authorization = _only_plain(headers)
             if authorization is not None:
@@ -114,7 +122,7 @@ class AsyncioFrontend:
         return self._begin(self._ask(method, target, headers, body))
 
     def verify(self, authorization: bytes, body: bytes) -> HttpResponse | Awaitable[HttpResponse]:
-        """A JSON body posted to verify, by a request of whose headers no other makes a difference."""
+        """Answer a JSON body posted to verify. No header but Authorization may make a difference."""
         known = self._verify_known(authorization, body)
         if type(known) is HttpResponse:
             return known
@@ -122,7 +130,7 @@ class AsyncioFrontend:
             later, waiting = CallbackFuture(), self._missed
             waiting.append((known, authorization, body, later))
             if not self._is_opening and (len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE):
-                self._open_lane()  # in between it would open none
+                self._open_lane()  # in between it would start none
             return later
         return self._begin(self._ask_plain(authorization, body))
 
@@ -148,7 +156,7 @@ class AsyncioFrontend:
     def _step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
         try:
             return self._answering.step(question)
-        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception:  # noqa: BLE001  any error is logged and never shown to the client
             return self._answering.break_off(question)
 
     def _wait(self, question: PendingRequest, needs: DataRequirements, later: CallbackFuture) -> None:
@@ -159,14 +167,14 @@ class AsyncioFrontend:
     def _open_lane(self, *, is_patient: bool = True) -> None:
         if not self._is_opening and self._may_open(is_patient=is_patient):
             self._is_opening = True
-            self._loop.call_soon(self._read_what_waits)  # with all that comes in this turn of the loop
+            self._loop.call_soon(self._read_what_waits)  # together with all requests of this turn of the loop
 
     def _may_open(self, *, is_patient: bool = True) -> bool:
-        """No: it is asked again, at the end of a reading at the latest."""
+        """Return whether a read may begin. Otherwise the check is repeated, at the latest when a read ends."""
         if self._reading >= LANES or not (self._waiting or self._slow or self._missed):
             return False
         if is_patient and self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
-            # A reading costs as much as ten keys of it: who comes while one is under way waits for company, or its end.
+            # A read costs as much as ten keys: requests that arrive during one wait for more requests, or for its end.
             if not self._has_patience:
                 self._has_patience = True
                 self._loop.call_later(PATIENCE_SECONDS, self._lose_patience)
@@ -178,13 +186,13 @@ class AsyncioFrontend:
         self._open_lane(is_patient=False)
 
     def _end_reading(self) -> None:
-        """The next one is sent before those are answered that this one was for."""
+        """Start the next read before the answers of this one are sent."""
         self._reading -= 1
         if not self._is_opening and self._may_open():
             self._read_what_waits()
 
     def _read_what_waits(self) -> None:
-        """All that waits for a key alone in one reading, and the rest in another, beside it."""
+        """Read all requests that miss only a key in one read, and the others in a second one beside it."""
         self._is_opening = False
         batch = [each for each in (*self._waiting, *self._slow[:SLOW_LANE]) if each[2].is_open]
         missed = [each for each in self._missed if each[3].is_open]
@@ -195,18 +203,18 @@ class AsyncioFrontend:
             ids, settle = frozenset([each[0].keystring.key_id for each in missed]), partial(self._settle, missed)
             try:
                 self._store.find_keys(ids, settle)
-            except Exception as error:  # noqa: BLE001  a bug: whoever waits hears of it
+            except Exception as error:  # noqa: BLE001  a bug: the waiting requests get an error
                 self._loop.call_soon(settle, error)
         if batch:
             self._reading += 1
             reading = self._loop.create_task(self._work(batch))
             self._tasks.add(reading)
             reading.add_done_callback(self._tasks.discard)
-        if not (missed or batch):  # all that it would have been for was given up
+        if not (missed or batch):  # all these requests were canceled
             self._open_lane()
 
     async def _work(self, batch: list[Waiting]) -> None:
-        """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
+        """Read once for all requests of a turn, or for those queued meanwhile, then answer them."""
         try:
             try:
                 await self._read(batch)
@@ -214,7 +222,7 @@ class AsyncioFrontend:
                 self._end_reading()
             for question, _, later in batch:
                 self._go_on(question, later)
-        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
+        except Exception:  # noqa: BLE001  a bug: the waiting requests get an error; later reads continue
             for question, _, later in batch:
                 self._break_off(question, later)
 
@@ -224,7 +232,7 @@ class AsyncioFrontend:
 
     def _go_on(self, question: PendingRequest, later: CallbackFuture) -> None:
         if not later.is_open:
-            return  # it was given up
+            return  # canceled
         found = self._step(question)
         if isinstance(found, DataRequirements):
             self._wait(question, found, later)
@@ -232,17 +240,15 @@ class AsyncioFrontend:
             later.set_result(found)
 
     def _settle(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
-        """A reading of keys has ended."""
         self._end_reading()
         self._answer_missed(missed, found)
 
     def _answer_missed(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
-        """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way. That way
-        finds out again that the database is away, and says so."""
+        """Answer requests that miss only a key. The slow path takes over the others, and reports a lost database."""
         if len(missed) > AT_ONCE:
             self._loop.call_soon(self._answer_missed, missed[AT_ONCE:], found)
             missed = missed[:AT_ONCE]
-        missed = [each for each in missed if each[3].is_open]  # without what was given up
+        missed = [each for each in missed if each[3].is_open]  # without canceled requests
         try:
             if isinstance(found, Exception) and not isinstance(found, StoreAwayError):
                 raise found
@@ -255,11 +261,11 @@ class AsyncioFrontend:
                     continue
                 question = self._ask_plain(authorization, body)
                 if not isinstance(found, Exception):
-                    # Read after it was asked: as good for its answer now as then, even where it may not be remembered.
+                    # Read after the request arrived: valid for its response, even if it may not be cached.
                     key_id = asked.keystring.key_id
                     question.found[KEY, key_id] = found.get(key_id)
                 self._go_on(question, later)
-        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it
+        except Exception:  # noqa: BLE001  a bug: the waiting requests get an error
             for _, authorization, body, later in missed:
                 if later.is_open:
                     self._break_off(self._ask_plain(authorization, body), later)
@@ -298,7 +304,7 @@ class AsyncioFrontend:
         owed = [
             (question, payment)
             for question, needs, later in batch
-            if later.is_open  # it was given up
+            if later.is_open  # not canceled
             for payment in needs.payments
         ]
         if not owed:
@@ -318,7 +324,7 @@ _VERIFY: Final = VERIFY.encode()
 
 
 def _only_plain(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The Authorization header of a request whose other headers make no difference; None: look at them all."""
+    """Return the Authorization header if no other header makes a difference; None when all headers must be examined."""
     authorization: bytes | None = None
     is_json = False
     for name, value in headers:

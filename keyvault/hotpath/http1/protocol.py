@@ -1,9 +1,8 @@
-"""One HTTP/1.1 connection on llhttp (httptools) and uvloop: bytes to requests, answers to bytes, in order.
+"""One HTTP/1.1 connection on llhttp (httptools) and uvloop. Responses are sent in the order of the requests.
 
-Read at once, when a read holds one whole plain request and nothing else, which is how clients of an API ask; what turns
-out to be anything else is read again line by line, by another parser and without a trace of the first attempt. Line by
-line no bytes of the next request reach the parser before this one is answered, so that it is exactly known where each
-one begins.
+A read that holds exactly one plain request, the usual case for API clients, is parsed as a whole. Any other read is
+parsed again, line by line, by a second parser without state from the first attempt. Line by line, the parser gets no
+bytes of the next request before the current one is answered, so that the start of each request is exactly known.
 """
 
 import asyncio
@@ -34,15 +33,17 @@ from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.responses import HttpResponse
 
 Handler = Callable[[bytes, bytes, list[Header], bytes | None], HttpResponse | Awaitable[HttpResponse]]
-"""Method, target, headers as sent (names in any case), body; None for a body that is too large and was not read."""
+"""Method, target, headers as sent (names in any case), body. The body is None when it was too large and not read."""
 
 
 Awaited = CallbackFuture | asyncio.Future[HttpResponse]
 
 
 class Shortcut(NamedTuple):
-    """A POST of JSON to `target`, of whose headers nothing but Authorization makes a difference: asked with that one's
-    value and the body, without the way through the headers."""
+    """A direct call for POST requests with JSON to `target`, of whose headers only Authorization matters.
+
+    Called with that header's value and the body, which saves processing the headers.
+    """
 
     target: bytes
     answer: Callable[[bytes, bytes], HttpResponse | Awaitable[HttpResponse]]
@@ -50,12 +51,12 @@ class Shortcut(NamedTuple):
 
 _BATCH: Final = 100
 _BATCH_BYTES: Final = 64 * 1024
-"""So many answers to pipelined requests, and so many bytes, are made before other connections have their turn."""
+"""Maximum number of responses to pipelined requests, and of their bytes, before other connections get their turn."""
 
 _BEGUN: Final = 0
 _ENDED: Final = 1
 _WHOLE: Final = [_BEGUN, _ENDED]
-"""What the parser says of a read that holds one request and not a byte of another."""
+"""Parser events of a read that holds one request and no byte of another."""
 _PARSER_ERRORS: Final = (HttpParserError, HttpParserUpgrade)
 _UNREADABLE: Final = 2
 
@@ -68,24 +69,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Seconds that a connection may take for what, and how many connections there may be."""
+    """Timeouts of a connection in seconds, and the maximum number of connections."""
 
     head_seconds: float = 10.0
-    """For request line and headers, from their first byte."""
+    """Timeout for request line and headers, from their first byte."""
     body_seconds: float = 10.0
     idle_seconds: float = 75.0
     write_seconds: float = 10.0
-    """For a client that does not read: until what is to be written has become little again."""
+    """Timeout for a client that does not read, until the write buffer has drained below its low-water mark."""
     answer_seconds: float = 30.0
-    """For an answer that is awaited; then it is 503. Above whatever the handler itself bounds."""
+    """Timeout for an awaited response; then the client gets 503. Longer than the handler's own timeouts."""
     linger_seconds: float = 2.0
-    """How long a client may go on sending after its last answer before its connection is reset (RFC 9112, 9.6)."""
+    """Time in which a client may go on sending after its last response before the connection is reset (RFC 9112, 9.6).
+    """
     connections: int = 8192
-    """For each process; who comes on top of them is told 503. Twice as many, and the next ones are just closed."""
+    """Maximum number of connections of a process. Those above it get 503; above twice the number they are closed."""
 
 
 class Shared:
-    """What the connections of a process have in common. `now` and `end` are set by the server's clock."""
+    """State shared by the connections of a process. The server's timer sets `now` and `end`."""
 
     __slots__ = (
         "bounds",
@@ -116,7 +118,7 @@ class Shared:
         """The Date line (RFC 9110, 6.6.1) and the empty line after it."""
         self.connections: set[Connection] = set()
         self.orphans: set[Awaited] = set()
-        """Answers to come whose connections are lost: what was asked is done all the same."""
+        """Pending responses of lost connections: the requests are completed all the same."""
         self.known = RequestLine()
         self.lines = self.known.lines
         self.hosts = self.known.hosts
@@ -124,18 +126,18 @@ class Shared:
 
 
 class _At(Enum):
-    """What comes next on a connection that is read line by line."""
+    """Next element to read on a connection that is parsed line by line."""
 
     LINE = auto()
     HEAD = auto()
     BODY = auto()
     CHUNKS = auto()
     END = auto()
-    """Nothing that is read any more: the last answer was given."""
+    """Nothing more is read: the last response was given."""
 
 
 class Connection(asyncio.Protocol):
-    """Callbacks of the parser only collect; what they have collected is judged between two calls of it."""
+    """One client connection. Parser callbacks only collect; the collected data is judged between two parser calls."""
 
     __slots__ = (
         "_answers",
@@ -185,22 +187,22 @@ class Connection(asyncio.Protocol):
         self._awaited: Awaited | None = None
         self._request = (b"", b"", True)
         self._is_ready = True
-        """The next read may be a whole request: nothing is half read, awaited, or held back."""
+        """Whether the next read may be a whole request: nothing is partly read, awaited or held back."""
         self._is_whole = False
-        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since. (Not
-        of HEAD.)"""
+        """Whether the awaited response is the only work: its request was read as a whole, and nothing arrived since.
+        Never for HEAD."""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
         self._is_last = self._is_leaving = self._lingers = False
         self._is_sending = False
-        """The last answer is not all sent."""
+        """Whether part of the last response is still unsent."""
         self._headers: list[Header] = []
         self._sent_headers: list[Header] = []
         self._head_bytes = self._body_bytes = self._left = 0
-        # Methods of lists and dicts: the parsers call them in half the time of any of ours.
+        # Methods of lists and dicts: the parser calls them in half the time of a Python function.
         self._body: list[bytes] = []
         self._events: list[int] = []
         self._whole_headers: dict[bytes, bytes] = {}
-        """Of a request that is read at once. One that came twice is here once."""
+        """Headers of a request that is read as a whole. A repeated header appears once."""
         self.on_body = self._body.append
         self.on_message_begin = partial(self._events.append, _BEGUN)
         self.on_message_complete = partial(self._events.append, _ENDED)
@@ -209,7 +211,7 @@ class Connection(asyncio.Protocol):
         self._renew_whole()
 
     def _renew_whole(self) -> None:
-        """The parser of what is read at once; also after a read that was no whole request."""
+        """Create the parser for whole requests, also after a read that was no whole request."""
         self._whole_headers.clear()
         self._body.clear()
         self._events.clear()
@@ -218,25 +220,25 @@ class Connection(asyncio.Protocol):
         self._feed_whole = self._whole.feed_data
 
     def _renew(self) -> None:
-        """The parser of lines."""
+        """Create the parser for single lines."""
         self._headers.clear()
         self._body.clear()
         self._events.clear()
         append = self._headers.append
 
         def on_header(name: bytes, value: bytes) -> None:
-            # RFC 9112, 5.1: blanks around a value are none of it; the parser leaves those at its end.
+            # RFC 9112, 5.1: whitespace around a value is not part of it; the parser leaves it at the end.
             append((name, value.rstrip()))
 
         self.on_header = on_header
         self._parser = HttpRequestParser(self)
         self._feed = self._parser.feed_data
 
-    # --- the transport's calls ------------------------------------------------------------------------------
+    # --- transport callbacks --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         shared = self._shared
-        # uvloop's are transports by what they do, not by their class.
+        # uvloop's transports do not derive from asyncio's class.
         self._transport = cast(asyncio.Transport, transport)
         if len(shared.connections) >= 2 * shared.bounds.connections:
             self._transport.abort()
@@ -255,17 +257,17 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._at, self._is_ready, self._is_whole = _At.END, False, False
         self._rest, self._offset = b"", 0
-        # The parsers hold what holds them: without this each connection would be left to the garbage collector.
+        # Break the reference cycle with the parsers, or each connection waits for the garbage collector.
         self._parser = None
         del self._whole, self._feed_whole, self.on_header
 
     def eof_received(self) -> bool:
-        """The client sends no more; what it asked before is answered."""
+        """Note that the client sends no more; requests received before are answered."""
         self._has_eof, self._is_whole = True, False
         return self._at is not _At.END and (self._is_busy or self._is_blocked)
 
     def pause_writing(self) -> None:
-        """The client reads slower than it asks: nothing more is read from it until it has caught up."""
+        """Stop reading from a client that does not read its responses, until it has caught up."""
         self._is_blocked, self._is_ready, self._is_whole = True, False, False
         self._since = self._shared.now
         self._pause_reading()
@@ -299,7 +301,7 @@ class Connection(asyncio.Protocol):
             or headers[shape.host] not in shared.hosts
             or (shape.connection is not None and headers[shape.connection].lower() != b"keep-alive")
             or end < 0
-            or data.count(b"\n", 0, end) != len(headers)  # with the request's line as many as there are
+            or data.count(b"\n", 0, end) != len(headers)  # as many lines as headers, with the request line
             or len(headers) > HEADERS
             or len(data) - end > BODY_BYTES
             or len(body) > 1
@@ -319,19 +321,19 @@ class Connection(asyncio.Protocol):
                 and method == b"POST"
             ):
                 sent_token = headers[shape.authorization].rstrip()
-                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # where there is a target
+                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # set together with shortcut_target
             else:
                 sent = [(name, value.rstrip()) for name, value in headers.items()]
                 answer = shared.handle(method, target, sent, content)
             if isinstance(answer, HttpResponse):
                 written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
-        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception as error:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _fail(error)
             written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
         headers.clear()
         self._since = shared.now
         if isinstance(answer, HttpResponse):
-            self._transport.write(written)  # type: ignore[union-attr]  # it is there while data comes
+            self._transport.write(written)  # type: ignore[union-attr]  # set while data arrives
         else:
             self._request, self._is_last = line, False
             self._is_whole = method != b"HEAD"
@@ -357,7 +359,7 @@ class Connection(asyncio.Protocol):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Reads what has come as far as it may be read now, and sends what there is to be answered."""
+        """Process the received data as far as possible, and send the responses."""
         is_over = False
         try:
             is_over = self._read()
@@ -382,13 +384,16 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _take_turn(self) -> None:
-        """Again, after the other connections."""
+        """Continue after the other connections."""
         self._is_busy = False
         if self._transport is not None and self._at is not _At.END:
             self._go_on()
 
     def _read(self) -> bool:
-        """Until there is no more, or it has to wait, or, which it says, its turn is over. Raises RefusedError."""
+        """Process pieces until data is missing or the connection must wait. Returns True when its turn is over.
+
+        Raises RefusedError.
+        """
         answers, written = len(self._answers), 0
         while not (self._is_busy or self._is_blocked or self._at is _At.END):
             if written >= _BATCH_BYTES or len(self._answers) >= _BATCH:
@@ -401,7 +406,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def _read_piece(self) -> bool:
-        """One line, or what there is of a body; False: more has to come first."""
+        """Process one line, or the available part of a body. Returns False when more data must arrive first."""
         rest, offset = self._rest, self._offset
         if offset == len(rest):
             return False
@@ -466,7 +471,7 @@ class Connection(asyncio.Protocol):
             headers = self._headers[:]
         self._require_short(0 if len(headers) <= HEADERS else HEAD_BYTES + 1)
         self._sent_headers = headers
-        self._headers.clear()  # for trailers, which are read and forgotten
+        self._headers.clear()  # for trailers, which are read and ignored
         framing = judge_headers(headers, self._shared.known, is_modern=self._request[2])
         self._is_last = framing.is_last
         self._since, self._body_bytes = self._shared.now, 0
@@ -481,9 +486,9 @@ class Connection(asyncio.Protocol):
                 self._answers.append(_CONTINUE)
 
     def _pass_over_upgrade(self, headers: list[Header]) -> None:
-        """RFC 9110, 7.8: who does not want to upgrade goes on as if nothing had been said. The parser would stop.
+        """Ignore an Upgrade header, as RFC 9110 (7.8) permits. The parser itself would stop.
 
-        Java's own client asks for h2c with its first request on every plain connection.
+        Java's own client requests h2c with its first request on every plain connection.
         """
         others = [b"%b: %b\r\n" % header for header in headers if header[0].lower() != b"upgrade"]
         self._renew()
@@ -505,10 +510,10 @@ class Connection(asyncio.Protocol):
         elif self._left <= 0:
             self._respond(None)
 
-    # --- answers --------------------------------------------------------------------------------------------
+    # --- responses ------------------------------------------------------------------------------------------
 
     def _respond(self, body: bytes | None) -> None:
-        """The request that was read goes to the handler."""
+        """Pass the request to the handler."""
         method, target, _ = self._request
         headers, self._sent_headers = self._sent_headers, []
         self._events.clear()
@@ -519,7 +524,7 @@ class Connection(asyncio.Protocol):
             self._is_last = True
         try:
             answer = self._shared.handle(method, target, headers, body)
-        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception as error:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _fail(error)
         if isinstance(answer, HttpResponse):
             self._answer(answer)
@@ -527,7 +532,7 @@ class Connection(asyncio.Protocol):
             self._wait_for(answer)
 
     def _wait_for(self, answer: Awaitable[HttpResponse]) -> None:
-        """What comes behind a miss on its connection waits for it, unread; other connections do not."""
+        """Wait for a response. Requests behind it on this connection stay unread; other connections proceed."""
         awaited: Awaited
         if type(answer) is CallbackFuture:
             awaited = answer
@@ -535,7 +540,7 @@ class Connection(asyncio.Protocol):
             try:
                 awaited = asyncio.ensure_future(answer, loop=self._shared.loop)
             except TypeError as error:
-                self._answer(_fail(error))  # neither an answer nor to be awaited
+                self._answer(_fail(error))  # neither a response nor an awaitable
                 return
         self._is_busy, self._is_ready = True, False
         self._awaited = awaited
@@ -548,20 +553,20 @@ class Connection(asyncio.Protocol):
         if type(awaited) is CallbackFuture and awaited.answer is not None:
             answer = awaited.answer
         elif awaited.cancelled() and self._at is _At.END:
-            return  # by us: it took too long
+            return  # canceled by `check`: it took too long
         else:
             try:
                 answer = awaited.result()
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  logged and never shown to the client
                 answer = _fail(error)
         if self._is_whole:
             self._is_whole = False
             try:
                 written = answer.on_the_wire(self._shared.end)
-            except Exception as error:  # noqa: BLE001  a header that is none
+            except Exception as error:  # noqa: BLE001  an invalid header
                 written = _fail(error).on_the_wire(self._shared.end)
             self._since, self._is_ready = self._shared.now, True
-            self._transport.write(written)  # type: ignore[union-attr]  # there is one, see `connection_lost`
+            self._transport.write(written)  # type: ignore[union-attr]  # set, see `connection_lost`
         elif self._transport is not None and self._at is not _At.END:
             self._answer(answer)
             self._go_on()
@@ -578,12 +583,12 @@ class Connection(asyncio.Protocol):
         has_body = method != b"HEAD"
         try:
             written = answer.on_the_wire(end, has_body=has_body)
-        except Exception as error:  # noqa: BLE001  a header that is none
+        except Exception as error:  # noqa: BLE001  an invalid header
             written = _fail(error).on_the_wire(end, has_body=has_body)
         self._answers.append(written)
 
     def _refuse(self, refused: RefusedError) -> None:
-        """Answered by the connection itself; what the client still sends is thrown away."""
+        """Send the connection's own response, and discard what the client still sends."""
         answer = refused.answer()
         _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
         self._request, self._is_last = (b"", b"", True), True
@@ -597,10 +602,10 @@ class Connection(asyncio.Protocol):
             if self._at is _At.END:
                 self._end(lingers=True)
 
-    # --- the end --------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------
 
     def _end(self, *, lingers: bool) -> None:
-        """Once everything is written. Closing with something unread would reset the connection, answer and all."""
+        """Close once everything is written. Closing with unread data would reset the connection, response included."""
         self._at, self._is_ready, self._is_whole = _At.END, False, False
         self._lingers = self._is_sending = lingers and not self._has_eof
         self._since = self._shared.now
@@ -621,7 +626,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def leave(self) -> None:
-        """The next answer is the last."""
+        """Close the connection after the next response."""
         self._is_leaving, self._is_ready, self._is_whole = True, False, False
 
     def close_idle(self) -> None:
@@ -630,7 +635,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def awaited(self) -> Awaited | None:
-        """The answer that it waits for."""
+        """The pending response, if any."""
         return self._awaited
 
     def abort(self) -> None:
@@ -638,11 +643,11 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def check(self, now: float) -> None:
-        """Called some times a second: ends what takes too long."""
+        """Close the connection if a timeout has expired. The server's timer calls this several times a second."""
         bounds, waited = self._shared.bounds, now - self._since
         if self._at is _At.END:
             if self._is_sending and self._transport is not None and not self._transport.get_write_buffer_size():
-                # From here on it lingers: whoever has the whole answer has a while to find that nothing follows.
+                # The response is sent. Linger, so that the client can see the end of the stream.
                 self._is_sending, self._since, waited = False, now, 0.0
             lingers = self._lingers and not self._is_sending
             if waited > (bounds.linger_seconds if lingers else bounds.write_seconds):
@@ -655,7 +660,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The answer took too long."))
                 self._flush()
                 if self._awaited is not None:
-                    # Its client has an answer: nothing may be spent for another one, nor noted.
+                    # The client already has a response: nothing more may be spent or recorded.
                     self._awaited.cancel()
         elif self._at in (_At.BODY, _At.CHUNKS):
             if waited > bounds.body_seconds:

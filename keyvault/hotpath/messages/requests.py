@@ -1,8 +1,8 @@
-"""What verify is asked, read strictly: of two ways to read a body neither is taken.
+"""Strict parsing of verify requests. A body that two parsers could read differently is rejected.
 
-read_asked(body) -> Asked | None           the fast way, for bodies that leave nothing to say
-read_verify(body) -> Asked                 the whole way: raises RequestInvalidError with every fault
-read_batch(body) -> list[Asked]
+decode_verify(body) -> VerifyRequest | None      fast path, for valid bodies without escapes
+read_verify(body) -> VerifyRequest               slow path: raises RequestInvalidError with every fault
+read_batch(body) -> list[VerifyRequest]
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ from keyvault.domain.redaction import redact
 from keyvault.wire.json_bodies import read_object
 
 MOST_REQUESTS: Final = 100
-"""Of one batch."""
+"""Maximum number of requests in one batch."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=100)]
 _Path = Annotated[str, Meta(min_length=1, max_length=8192)]
@@ -30,7 +30,7 @@ _Store = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
-    """One question. UNSET: not there; None where null says so. Bounds are those of the table below."""
+    """One request. A missing field is UNSET; a JSON null is None. The bounds match `_FIELDS` below."""
 
     key: str | None
     environment: Literal["sandbox", "production"]
@@ -47,7 +47,7 @@ class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
     dry_run: bool | UnsetType = UNSET
 
     def __repr__(self) -> str:
-        """Whoever prints it sees neither key nor customer token."""
+        """Omit the key and the customer token."""
         return f"Asked({self.environment}, {self.endpoint or self.method})"
 
 
@@ -67,8 +67,11 @@ _UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecod
 
 
 def read_asked(body: bytes) -> VerifyRequest | None:
-    """None: read it the whole way. A name that came twice is not seen by the decoder: but in a text without escapes
-    there are more quotes then than what was decoded takes."""
+    """Return the request; None when the slow path must parse it.
+
+    The decoder does not detect duplicate names. In a text without escapes they leave more quotes than the decoded
+    fields need.
+    """
     if b"\\" in body:
         return None
     try:
@@ -79,10 +82,11 @@ def read_asked(body: bytes) -> VerifyRequest | None:
 
 
 def read_plain(body: bytes) -> VerifyRequest | None:
-    """Only what nearly every question is made of: key, environment, endpoint and perhaps client_ip, then user_agent.
+    """Return the request if it has the most common shape: key, environment, endpoint, optionally client_ip, then
+    user_agent.
 
-    In a text without escapes a quote begins or ends a string: with as many quotes as these fields have, none came twice
-    and no other field is there, however it is spaced.
+    In a text without escapes each quote begins or ends a string. The expected number of quotes proves that no field is
+    duplicated and no other field is present.
     """
     if b"\\" in body:
         return None
@@ -105,7 +109,7 @@ def read_plain(body: bytes) -> VerifyRequest | None:
 
 
 def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
-    """The same for a batch."""
+    """Return the requests of a batch; None when the slow path must parse it."""
     if b"\\" in body:
         return None
     try:
@@ -118,9 +122,9 @@ def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
 
 
 def split_batch(body: bytes) -> list[msgspec.Raw] | None:
-    """The bytes of each question, of which nothing is known yet; None: read it the whole way."""
+    """Return the unparsed bytes of each request; None when the slow path must parse the batch."""
     if b"\\" in body or body.count(b'"requests"') != 1:
-        return None  # without escapes a name that came twice is there twice
+        return None  # without escapes a duplicate name appears twice
     try:
         return _split(body).requests
     except _UNREADABLE:
@@ -128,7 +132,7 @@ def split_batch(body: bytes) -> list[msgspec.Raw] | None:
 
 
 def _is_plain(asked: VerifyRequest) -> bool:
-    """What the decoder's types cannot say. An address is put into its canonical form."""
+    """Check what the decoder's types cannot express, and put the address into its canonical form."""
     address = asked.client_ip
     if address:
         canonical = _canonical_address(address)
@@ -142,11 +146,11 @@ def _is_plain(asked: VerifyRequest) -> bool:
     return isinstance(asked.method, str) and isinstance(asked.path, str) and _METHOD.fullmatch(asked.method) is not None
 
 
-# --- the whole way ----------------------------------------------------------------------------------------
+# --- slow path --------------------------------------------------------------------------------------------
 
 
 def read_verify(body: bytes) -> VerifyRequest:
-    """Raises RequestInvalidError, listing every fault with its JSON Pointer."""
+    """Parse a request. Raises RequestInvalidError, listing every fault with its JSON Pointer."""
     faults: list[Fault] = []
     asked = _read_one(_read_object(body), "", faults)
     if asked is None:
@@ -155,7 +159,7 @@ def read_verify(body: bytes) -> VerifyRequest:
 
 
 def read_batch(body: bytes) -> list[VerifyRequest]:
-    """One malformed one refuses them all. Raises RequestInvalidError."""
+    """Parse a batch. One malformed request rejects it. Raises RequestInvalidError."""
     value = _read_object(body)
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
@@ -187,7 +191,7 @@ _METHOD = re.compile("[A-Z]{1,16}")
 
 
 def _read_one(value: Any, pointer: str, faults: list[Fault]) -> VerifyRequest | None:
-    """None, and something added to the faults."""
+    """Return the request, or None after adding to `faults`."""
     found = [*_faults_of(value, pointer)]
     faults += found
     if found:
@@ -229,13 +233,13 @@ def _absence(given: object) -> str | None:
 
 
 def _escaped(name: str) -> str:
-    """A JSON Pointer's token. A client's own name of a field may be a key, which no answer repeats, or hold half a
-    surrogate pair, which none can be written with."""
+    """Return a JSON Pointer token. A client's field name may be a key, which must not be echoed, or hold half a
+    surrogate pair, which cannot be encoded."""
     return redact(name.encode(errors="backslashreplace").decode()).replace("~", "~0").replace("/", "~1")
 
 
 def _raw_text(value: object) -> str | None:
-    """Of whatever characters: what is wrong with it is for the verdict to say."""
+    """Accept any characters: the verdict names what is wrong with the text."""
     return None if isinstance(value, str) else "Not a string."
 
 
@@ -272,7 +276,7 @@ def _address(value: object) -> str | None:
 
 @lru_cache(maxsize=16_384)
 def _canonical_address(text: str) -> str | None:
-    """IPv4 or IPv6 in its canonical form, an IPv4-mapped one as IPv4; None for what is none."""
+    """Return IPv4 or IPv6 in canonical form, an IPv4-mapped address as IPv4; None for anything else."""
     if len(text) > 64 or "%" in text:
         return None
     try:
@@ -318,4 +322,4 @@ _FIELDS: dict[str, tuple[bool, Callable[[object], str | None]]] = {
     "cost": (False, _cost),
     "dry_run": (False, _boolean),
 }
-"""Of each field: whether it may be null, and what is wrong with a value that is not."""
+"""For each field: whether it may be null, and a function that returns the fault of a non-null value."""

@@ -1,10 +1,11 @@
-"""The whole way: every question of verify, its batch and forward-auth, with everything that can be wrong with it.
+"""The slow path: every request for verify, its batch and forward-auth, with every possible refusal.
 
-    question = answering.ask(method, target, headers, body)
-    while isinstance(found := answering.step(question), Needs): … read them into the question, and `answering.admit` …
+    question = slow_path.open_request(method, target, headers, body)
+    while isinstance(found := slow_path.step(question), DataRequirements):
+        ...  # read them into the question, and call `slow_path.admit`
 
-A step is made of what is in memory and of what was read for this very question; while nothing may be remembered, of
-the latter alone. What it lacks it says, all at once.
+A step uses memory and the data read for this request; while memory is not fresh, that data alone. It reports all
+missing data together.
 """
 
 import logging
@@ -80,7 +81,7 @@ _log = logging.getLogger("keyvault.requests")
 
 
 class VerificationDeniedError(Exception):
-    """Carries a denial of the whole request out to where answers are written."""
+    """Refuses the whole request with a denial."""
 
     def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(denial.detail)
@@ -89,13 +90,13 @@ class VerificationDeniedError(Exception):
 
 
 class SlowPath:
-    """The service plane's questions, put to one engine."""
+    """Steps through requests of the service plane on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def ask(self, method: str, target: str, headers: Headers, body: bytes | None) -> PendingRequest:
-        """`body` None: it is larger than 64 KiB and was not read."""
+        """Return the request to step through. `body` is None when it was larger than 64 KiB and not read."""
         return PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
 
     def step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
@@ -118,7 +119,7 @@ class SlowPath:
             return self._refuse(question, dialect, error)
 
     def break_off(self, question: PendingRequest) -> HttpResponse:
-        """What is answered when something of ours has failed: called where the exception is, which it tells the log."""
+        """Log the current exception and return the response for an internal error."""
         _log.exception("unhandled", extra={"request_id": question.request_id})
         return self._refuse(question, dialect_of(question), _FaultError("Something went wrong on our side."))
 
@@ -147,7 +148,7 @@ class SlowPath:
         return HttpResponse(200, text, question.request_id)
 
     def _decide_again(self, question: PendingRequest, body: bytes) -> list[bytes]:
-        """A batch whose questions were all granted before; the tags of its questions, where they can be asked again."""
+        """Decide a batch whose requests were all granted before. Returns the tags under which grants can be cached."""
         authorization, pieces = _authorization(question), split_batch(body)
         if pieces is None or authorization is None:
             return []
@@ -164,13 +165,13 @@ class SlowPath:
     def _decide_known(
         self, question: PendingRequest, batch: list[VerifyRequest], service: Service, tags: Sequence[bytes] = ()
     ) -> None:
-        """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
+        """Decide plain grants from memory and from the data read for this request. `tags`: where to cache them."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
         is_single = _is_single(question)
         caller = engine.caller(service)
         with engine.lock:
             engine.catch_up()
-            # Of now and under the lock: no use is noted with a time that a report has passed already.
+            # Read under the lock, so that no use is recorded with a time before the last report.
             wall = engine.ports.wall()
             token = engine.memory.tokens.by_id.get(service.token_id) if tags else None
             if token is not None and token.record.service is not service:
@@ -194,7 +195,7 @@ class SlowPath:
         sources: CachedSources,
         tags: Sequence[bytes],
     ) -> HttpResponse:
-        """Each is decided once: what was spent for one is not spent again while others are read for."""
+        """Decide each request once: nothing is spent twice while data for others is read."""
         if sources.may_remember:
             self._decide_known(question, batch, service, tags)
         lacking: list[MissingDataError] = []
@@ -220,7 +221,7 @@ class SlowPath:
         sources: CachedSources,
         request_id: str,
     ) -> bytes:
-        """One decision as its JSON. Raises MissingDataError, having noted and spent nothing."""
+        """Return one decision as JSON. Raises MissingDataError with nothing recorded or spent."""
         engine = self._engine
         environment = Environment(asked.environment)
         if environment not in engine.ports.environments:
@@ -259,7 +260,7 @@ class SlowPath:
         rules: PolicySnapshot,
         token: TokenRecord | None,
     ) -> None:
-        """The next one like it goes the fast way. `rules` that it was judged by, whatever has become of them."""
+        """Cache the verdict for the fast path. `rules`: the snapshot that it was judged by, current or not."""
         engine, judgement = self._engine, verdict.judgement
         with engine.lock:
             if isinstance(judgement.verdict, Grant):
@@ -271,7 +272,7 @@ class SlowPath:
                 engine.learn_denial(verdict, authorization, question.body or b"", token, rules)
 
     def _bind(self, question: PendingRequest, sources: CachedSources) -> None:
-        """The next request of this caller goes the fast way."""
+        """Cache the proved token, so that the caller's next request takes the fast path."""
         authorization, token = _authorization(question), sources.token
         if token is None or authorization is None or not sources.may_remember:
             return
@@ -286,7 +287,7 @@ class SlowPath:
     # --- forward-auth ---------------------------------------------------------------------------------------
 
     def _authorize(self, question: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
-        # Envoy's URL is the client's: a key in it is attributed by the judgement.
+        # Envoy's URL is the client's; the judgement attributes a key in it.
         if dialect is not Dialect.ENVOY:
             _refuse_exposed(question.target)
         headers = question.headers
@@ -336,19 +337,19 @@ class SlowPath:
         if holder is None:
             raise TypeError("a grant is given after proof")
         identity = identity_headers(holder, judgement.customer, question.request_id)
-        identity.pop(REQUEST_ID)  # every answer has it
+        identity.pop(REQUEST_ID)  # every response has it
         return HttpResponse(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
 
-    # --- what was read for a question ---------------------------------------------------------------------
+    # --- data read for a request ----------------------------------------------------------------------------
 
     def stamp(self) -> int:
-        """To be taken before a reading begins, and given with what it found."""
+        """Return the change count. Take it before a read begins, and pass it to `admit`."""
         with self._engine.lock:
             self._engine.catch_up()
             return self._engine.changes
 
     def admit(self, kind: str, found: Mapping[str, Found | None], stamp: int) -> None:
-        """Remembers what was read, unless something was changed meanwhile, or nothing may be remembered now."""
+        """Cache the records that were read, unless a change overlapped the read or memory is not fresh."""
         engine = self._engine
         with engine.lock:
             if not self._may_admit(stamp):
@@ -374,10 +375,10 @@ class SlowPath:
         self._engine.catch_up()
         return self._engine.changes == stamp and self._engine.may_remember()
 
-    # --- both -----------------------------------------------------------------------------------------------
+    # --- verify and forward-auth ----------------------------------------------------------------------------
 
     def _service(self, sources: CachedSources, presented: str | None, refusal: Denial) -> Service:
-        """Who asks, once that is proved and may verify. Raises DeniedError."""
+        """Authenticate the caller. Raises VerificationDeniedError unless the token is valid and may verify."""
         service = sources.prove_service(presented)
         if service is None:
             raise VerificationDeniedError(refusal)
@@ -408,7 +409,7 @@ class SlowPath:
                 "request_id": request_id,
                 "client_request_id": clean_client_request_id(question.headers.get(REQUEST_ID)) or "",
                 "method": question.method,
-                # Redacted before it is cut: half a key no longer has the shape of one.
+                # Redact before truncating: half a key would no longer be recognized.
                 "path": redact(question.target.partition("?")[0])[:300],
                 "status": answer.status,
                 "code": str(found.body["code"]),
@@ -435,7 +436,7 @@ def _is_single(question: PendingRequest) -> bool:
 
 
 def _authorization(question: PendingRequest) -> bytes | None:
-    """The header as it was sent, for whoever knows it by its tag. None: there is none, or none that a token fits in."""
+    """Return the header as sent, to be tagged; None when it is missing or cannot hold a token."""
     text = question.headers.get("authorization")
     return text.encode() if text is not None and text.isascii() else None
 
@@ -461,7 +462,7 @@ def _refuse_exposed(target: str) -> None:
 
 
 def _refuse_cost(judgement: Judgement) -> None:
-    """A cost that no burst holds is the caller's to mend, not its client's."""
+    """Reject a cost above every burst as the caller's own error, not as a denial of its client."""
     verdict = judgement.verdict
     if isinstance(verdict, Denial) and verdict.code is ErrorCode.REQUEST_INVALID:
         raise RequestInvalidError("The request does not fit.", [Fault("/cost", verdict.detail)])
@@ -526,7 +527,11 @@ _NO_GATEWAY = Denial(
 
 
 def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[Environment, str]) -> Environment:
-    """The one environment of the gateway's token. Raises DeniedError: several, or another one's host was asked for."""
+    """Return the one environment of the gateway's token.
+
+    Raises VerificationDeniedError if the token has several environments, or if the request went to another
+    environment's host.
+    """
     if len(service.environments) != 1:
         detail = "A gateway's service token names exactly one environment, and this one names several."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
