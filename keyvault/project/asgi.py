@@ -10,6 +10,6 @@ from keyvault.project.wsgi import verifier
 # isort: split
 from keyvault.project.asgi_wsgi_bridge import Bridge
 
-application = Bridge(wsgi_application, verifier.door.verify_known)
+application = Bridge(wsgi_application, verifier.frontend.verify_known)
 
 from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

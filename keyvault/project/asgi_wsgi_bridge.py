@@ -41,7 +41,7 @@ from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.messages.questions import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.deadline import Deadline
-from keyvault.project.engine_view import is_welcome
+from keyvault.project.engine_view import serves_host
 from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
 from keyvault.wire.headers import join_headers
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -132,7 +132,7 @@ class Bridge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._serve_lifespan(receive, send)
         elif scope["type"] == "http":
             answer = await self._admit(scope, receive)
             if answer is not None:
@@ -141,7 +141,7 @@ class Bridge:
         else:
             raise ValueError(f"{scope['type']} is not spoken here")
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
         # Answer and record accepted requests before the process deregisters.
@@ -179,7 +179,7 @@ class Bridge:
         except TimeoutError:
             return _refuse_slow_body(self._capacity.body_seconds)
         if raw_path == _VERIFY and not query and scope["method"] == "POST" and isinstance(body, io.BytesIO):
-            known = self._known(headers, body)
+            known = self._verify_from_memory(headers, body)
             if known is not None:
                 return known
         environ = _environ(scope, headers, body, length)
@@ -193,13 +193,13 @@ class Bridge:
             return self._console_pool
         return self._probe_pool if path in PROBES else self._pool
 
-    def _known(self, headers: dict[str, str], body: io.BytesIO) -> WsgiResponse | None:
+    def _verify_from_memory(self, headers: dict[str, str], body: io.BytesIO) -> WsgiResponse | None:
         authorization = headers.get("authorization")
         if self._verify_known is None or authorization is None or not authorization.isascii():
             return None
         if headers.get("content-type") != "application/json":
             return None
-        if not is_welcome(headers.get("host", "")):
+        if not serves_host(headers.get("host", "")):
             return None
         try:
             known = self._verify_known(authorization.encode(), body.getvalue())

@@ -37,7 +37,7 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no 
 
     def all_as_schedule(self) -> dict[str, Any]:
         try:
-            self._put_right()
+            self._sync_rows()
             return dict(super().all_as_schedule())
         except DatabaseError:
             if self._schedule is None:
@@ -45,7 +45,7 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no 
             _log.exception("beat goes on with the entries that it has")
             return dict(self._schedule)
 
-    def _put_right(self) -> None:
+    def _sync_rows(self) -> None:
         entries: dict[str, dict[str, Any]] = self.app.conf.beat_schedule
         try:
             with transaction.atomic():
@@ -61,8 +61,11 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no 
 def _write(row: Any, task: str, schedule: float) -> None:
     """Write an entry of the settings as a row, unless the row is equal already."""
     every = None if row.interval is None else row.interval.schedule.run_every
-    wanted = {field.name: field.get_default() for field in PeriodicTask._meta.fields if field.name in _BY_DEFAULT}
-    wanted |= {"task": task, "interval": row.interval if every == timedelta(seconds=schedule) else _every(schedule)}
+    wanted = {field.name: field.get_default() for field in PeriodicTask._meta.fields if field.name in _DEFAULTED_FIELDS}
+    wanted |= {
+        "task": task,
+        "interval": row.interval if every == timedelta(seconds=schedule) else _find_interval(schedule),
+    }
     if row.pk is not None and all(getattr(row, name) == value for name, value in wanted.items()):
         return
     for name, value in wanted.items():
@@ -70,13 +73,13 @@ def _write(row: Any, task: str, schedule: float) -> None:
     row.save()
 
 
-_BY_DEFAULT = frozenset(
+_DEFAULTED_FIELDS = frozenset(
     {"crontab", "solar", "clocked", "args", "kwargs", "queue", "exchange", "routing_key", "headers", "priority"}
     | {"expires", "expire_seconds", "one_off", "start_time", "enabled", "description"}
 )
 """Fields that no entry of the settings sets."""
 
 
-def _every(seconds: float) -> Any:
+def _find_interval(seconds: float) -> Any:
     found = IntervalSchedule.objects.filter(every=seconds, period=IntervalSchedule.SECONDS).first()
     return found or IntervalSchedule.objects.create(every=seconds, period=IntervalSchedule.SECONDS)

@@ -17,7 +17,7 @@ app.autodiscover_tasks(["keyvault", "rotation"])
 
 
 @worker_init.connect
-def _refuse_to_run_wrong(**_: Any) -> None:
+def _check_startup(**_: Any) -> None:
     """Exit if misconfigured: a wrong keystore would discard keys and issue others that nothing can verify."""
     from keyvault.services.startup.startup_checks import start_or_exit
 

@@ -83,7 +83,7 @@ def _secret_key(text: str) -> str:
 
 
 def _environments(text: str) -> tuple[str, ...]:
-    names = _words(text)
+    names = _split_list(text)
     known = [environment.value for environment in Environment]
     if not names or not set(names) <= set(known):
         raise ValueError(f"one or more of {', '.join(known)}, with commas")
@@ -116,7 +116,7 @@ def _percent(text: str) -> int:
 
 def _networks(text: str) -> tuple[IPNetwork, ...]:
     try:
-        return tuple(parse_network(word) for word in _words(text))
+        return tuple(parse_network(word) for word in _split_list(text))
     except ValueError as error:
         raise ValueError(f"networks such as 10.0.0.0/8,fd00::/8, with commas ({error})") from error
 
@@ -128,7 +128,7 @@ def _staleness(text: str) -> float:
     return float(text)
 
 
-def _words(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -229,7 +229,7 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_ALLOWED_HOSTS",
         "",
         "More host names to answer to, with commas; those of the origin and the base URLs always count.",
-        _words,
+        _split_list,
     ),
     Setting(
         "KEYVAULT_ENVIRONMENTS",
@@ -343,7 +343,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return values
 
 
-_TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
+_RESERVED_SEGMENTS = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
 
 
 def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
@@ -359,7 +359,7 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
     }
     parts = {name: urlsplit(url) for name, url in found.items()}
     for name, base in parts.items():
-        if base.hostname == urlsplit(origin).hostname and base.path.strip("/").partition("/")[0] in _TAKEN:
+        if base.hostname == urlsplit(origin).hostname and base.path.strip("/").partition("/")[0] in _RESERVED_SEGMENTS:
             raise ImproperlyConfigured(
                 f"KEYVAULT_{name.upper()}_BASE_URL: wants a path of its own on the origin's host, such as /{name}"
             )

@@ -13,7 +13,7 @@ from keyvault.hotpath.messages.questions import Headers
 
 
 @lru_cache(maxsize=1024)
-def is_welcome(host: str) -> bool:
+def serves_host(host: str) -> bool:
     """Return whether the service plane is served on that host.
 
     It is on no host that belongs to one environment, see `EnvironmentMiddleware`.
@@ -37,7 +37,7 @@ def verifying_view(request: HttpRequest) -> HttpResponse:
         body = None
     query = request.META.get("QUERY_STRING")
     target = f"{raw_path(request)}?{query}" if query else raw_path(request)
-    answer = load_blocking().door.answer(request.method or "", target, headers, body)
+    answer = load_blocking().frontend.answer(request.method or "", target, headers, body)
     request.request_id = answer.request_id  # type: ignore[attr-defined]  # the middleware's own id would differ
     response = HttpResponse(answer.body, status=answer.status)
     del response["Content-Type"]  # Django's default; an empty response has none

@@ -11,54 +11,54 @@ from keyvault.domain.networks import IPNetwork
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.spool import spool_url
 
-_chosen = read_settings()
+_values = read_settings()
 
 # --- the host's choices -----------------------------------------------------------------------------------
 
 try:
-    DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
+    DATA_DIR = ensure_private_directory(ROOT / Path(_values["KEYVAULT_DATA_DIR"]))
 except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be made: {_error.strerror}") from None
-KEY_PREFIX: str = _chosen["KEYVAULT_KEY_PREFIX"]
-ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
-BASE_URLS = find_base_urls(_chosen)
+KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
+ORIGIN: str = _values["KEYVAULT_ORIGIN"]
+BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
-    "sandbox": _chosen["KEYVAULT_SANDBOX_APPROVALS"],
-    "production": _chosen["KEYVAULT_PRODUCTION_APPROVALS"],
+    "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
+    "production": _values["KEYVAULT_PRODUCTION_APPROVALS"],
 }
-ENVIRONMENTS: tuple[str, ...] = _chosen["KEYVAULT_ENVIRONMENTS"]
-REDIS_URL: str = _chosen["KEYVAULT_REDIS_URL"]
-TRUSTED_PROXIES: int = _chosen["KEYVAULT_TRUSTED_PROXIES"]
+ENVIRONMENTS: tuple[str, ...] = _values["KEYVAULT_ENVIRONMENTS"]
+REDIS_URL: str = _values["KEYVAULT_REDIS_URL"]
+TRUSTED_PROXIES: int = _values["KEYVAULT_TRUSTED_PROXIES"]
 ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
-    "sandbox": _chosen["KEYVAULT_SANDBOX_LIMIT"],
-    "production": _chosen["KEYVAULT_PRODUCTION_LIMIT"],
+    "sandbox": _values["KEYVAULT_SANDBOX_LIMIT"],
+    "production": _values["KEYVAULT_PRODUCTION_LIMIT"],
 }
-LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
-IS_STRICT_LIMITS: bool = _chosen["KEYVAULT_LIMIT_MODE"] == "strict"
-MAX_STALENESS_SECONDS: float = _chosen["KEYVAULT_MAX_STALENESS"]
-VERIFIER_KEYS: int = _chosen["KEYVAULT_VERIFIER_KEYS"]
-JOURNAL = DATA_DIR / _chosen["KEYVAULT_JOURNAL"]
-WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _chosen["KEYVAULT_WEBHOOK_NETWORKS"]
-IS_VAULT: bool = _chosen["KEYVAULT_BACKEND"] == "vault"
-MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
-VAULT_ADDRESS: str = _chosen["VAULT_ADDR"]
-VAULT_CA_FILE = Path(_chosen["VAULT_CACERT"]) if _chosen["VAULT_CACERT"] else None
-VAULT_PREFIX: str = _chosen["KEYVAULT_VAULT_PREFIX"]
-VAULT_AUTH: str = _chosen["KEYVAULT_VAULT_AUTH"]
-VAULT_LOGINS = DATA_DIR / _chosen["KEYVAULT_VAULT_CREDENTIALS_DIR"]
-VAULT_JWT_FILE = Path(_chosen["KEYVAULT_VAULT_JWT_FILE"])
-BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
+LIMIT_FALLBACK_PERCENT: int = _values["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
+IS_STRICT_LIMITS: bool = _values["KEYVAULT_LIMIT_MODE"] == "strict"
+MAX_STALENESS_SECONDS: float = _values["KEYVAULT_MAX_STALENESS"]
+VERIFIER_KEYS: int = _values["KEYVAULT_VERIFIER_KEYS"]
+JOURNAL = DATA_DIR / _values["KEYVAULT_JOURNAL"]
+WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _values["KEYVAULT_WEBHOOK_NETWORKS"]
+IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
+MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
+VAULT_ADDRESS: str = _values["VAULT_ADDR"]
+VAULT_CA_FILE = Path(_values["VAULT_CACERT"]) if _values["VAULT_CACERT"] else None
+VAULT_PREFIX: str = _values["KEYVAULT_VAULT_PREFIX"]
+VAULT_AUTH: str = _values["KEYVAULT_VAULT_AUTH"]
+VAULT_LOGINS = DATA_DIR / _values["KEYVAULT_VAULT_CREDENTIALS_DIR"]
+VAULT_JWT_FILE = Path(_values["KEYVAULT_VAULT_JWT_FILE"])
+BROKER_URL: str = _values["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 
 # --- Django -----------------------------------------------------------------------------------------------
 
-SECRET_KEY = _chosen["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
+SECRET_KEY = _values["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
 DEBUG = False
 ALLOWED_HOSTS = sorted(
     {
         "127.0.0.1",
         "localhost",
         "[::1]",
-        *_chosen["KEYVAULT_ALLOWED_HOSTS"],
+        *_values["KEYVAULT_ALLOWED_HOSTS"],
         *(urlsplit(url).hostname or "" for url in (ORIGIN, *BASE_URLS.values())),
     }
 )
@@ -115,7 +115,7 @@ TEMPLATES = [
 try:
     DATABASES = {
         "default": dj_database_url.parse(
-            _chosen["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
+            _values["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
             conn_max_age=60,
             conn_health_checks=True,
         )
@@ -249,7 +249,7 @@ CELERY_BEAT_SCHEDULE = {
 
 # --- Logs: one JSON object per line, redacted as the last step before it is written ------------------------
 
-_SENT_BY_ANYBODY = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
+_CLIENT_ERRORS = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -257,7 +257,7 @@ LOGGING = {
     "handlers": {
         "stderr": {"class": "logging.StreamHandler", "formatter": "json"},
     },
-    "root": {"handlers": ["stderr"], "level": _chosen["KEYVAULT_LOG_LEVEL"]},
+    "root": {"handlers": ["stderr"], "level": _values["KEYVAULT_LOG_LEVEL"]},
     # Django's own handlers would mail or print settings, headers and locals of a failed request.
     "loggers": {
         "django": {"handlers": [], "propagate": True},
@@ -265,7 +265,7 @@ LOGGING = {
         "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
         # Django logs these as errors with a traceback, though any client can cause them. `keyvault.requests` logs them
         # at INFO.
-        **{f"django.security.{name}": {"level": "CRITICAL"} for name in _SENT_BY_ANYBODY},
+        **{f"django.security.{name}": {"level": "CRITICAL"} for name in _CLIENT_ERRORS},
         # Celery logs every task twice, each second or two. Tasks log their own effects.
         "celery.worker.strategy": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},

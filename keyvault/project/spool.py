@@ -76,7 +76,7 @@ def _new_stem() -> str:
     return f"{time.time_ns():020d}-{uuid4().hex}"
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -106,12 +106,12 @@ def _make_folder(folder: Path) -> None:
             _sync_folder(folder.parent)
 
 
-_turn = threading.RLock()  # held while a lock file is open, so that no fork copies the descriptor
+_fork_lock = threading.RLock()  # held while a lock file is open, so that no fork copies the descriptor
 
 
 @contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[None]:
-    with _turn:
+    with _fork_lock:
         descriptor = _open_private(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -120,20 +120,20 @@ def _locked(path: Path, flags: int = 0) -> Iterator[None]:
             os.close(descriptor)
 
 
-class _Desk:
+class _ClaimsFolder:
     """The claims folder of one process. Its threads share it; a forked child gets its own."""
 
-    _of_this_process: "dict[Path, _Desk]" = {}
+    _of_this_process: "dict[Path, _ClaimsFolder]" = {}
 
     def __init__(self, root: Path) -> None:
         _make_folder(root)
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f"{root}: only its owner may use a spool, and nobody else may write there")
-        self.queues, self.desks, self.exchanges, self.dead = (
+        self.queues, self.all_claims, self.exchanges, self.dead = (
             root / name for name in ("queues", "claims", "exchanges", "dead")
         )
-        self.root, self.path, self.next_sweep = root, self.desks / uuid4().hex, 0.0
+        self.root, self.path, self.next_sweep = root, self.all_claims / uuid4().hex, 0.0
         with self.registry():
             for folder in (self.queues, self.exchanges, self.dead, self.path):
                 _make_folder(folder)
@@ -141,13 +141,13 @@ class _Desk:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @classmethod
-    def at(cls, root: Path) -> "_Desk":
-        desk = cls._of_this_process.get(root)
-        if desk is not None and desk.path.is_dir():
-            return desk
-        with _turn:
-            if cls._of_this_process.get(root) is desk:  # no other thread was faster
-                if desk is not None:  # the folder was emptied: create it again
+    def at(cls, root: Path) -> "_ClaimsFolder":
+        claims = cls._of_this_process.get(root)
+        if claims is not None and claims.path.is_dir():
+            return claims
+        with _fork_lock:
+            if cls._of_this_process.get(root) is claims:  # no other thread was faster
+                if claims is not None:  # the folder was emptied: create it again
                     os.close(cls._of_this_process.pop(root).lock)
                 cls._of_this_process[root] = cls(root)
             return cls._of_this_process[root]
@@ -155,11 +155,11 @@ class _Desk:
     @classmethod
     def forget_all(cls) -> None:
         """In a forked child: the parent's locks must end with the parent, and its claims are not the child's."""
-        for desk in cls._of_this_process.values():
+        for claims in cls._of_this_process.values():
             with suppress(OSError):
-                os.close(desk.lock)  # unlike LOCK_UN this leaves the parent's lock alone
+                os.close(claims.lock)  # unlike LOCK_UN this leaves the parent's lock alone
         cls._of_this_process.clear()
-        _turn.release()
+        _fork_lock.release()
 
     def registry(self) -> Any:
         """Lock the registry while a claims folder or a queue is created or removed, so that none is seen half done."""
@@ -175,7 +175,7 @@ class _Desk:
                 _make_folder(ready.parent)
                 claim.rename(ready)
 
-    def bury(self, claim: Path) -> None:
+    def move_to_dead(self, claim: Path) -> None:
         with suppress(FileNotFoundError):
             claim.rename(self.dead / claim.name)
 
@@ -191,7 +191,7 @@ class _Desk:
         """Put back the messages of dead processes, and drop queues without a process. The caller holds the registry
         lock."""
         self.next_sweep = time.monotonic() + SWEEP_SECONDS
-        for other in self.desks.iterdir():
+        for other in self.all_claims.iterdir():
             try:
                 if other != self.path and other.is_dir():
                     with _locked(other / ".lock", fcntl.LOCK_NB):
@@ -201,27 +201,29 @@ class _Desk:
             except OSError:
                 logger.exception("cannot clear %s, whose process is gone", other)
         stale = f"{time.time_ns() - STALE_SECONDS * 10**9:020d}"
-        for transient in self.desks.glob("*/=*"):
+        for transient in self.all_claims.glob("*/=*"):
             folder = self.queues / transient.name[1:]
-            for name in _names(folder):
+            for name in _list_names(folder):
                 if name < stale:
                     (folder / name).unlink(missing_ok=True)
-        for name in sorted(_names(self.dead))[:-DEAD_FILES]:
+        for name in sorted(_list_names(self.dead))[:-DEAD_FILES]:
             with suppress(OSError):
                 os.unlink(self.dead / name)
 
     def _clear(self, other: Path) -> None:
-        names = _names(other)
+        names = _list_names(other)
         for name in names:
             if "@" in name:
                 self.put_back(other / name)
         for name in names:
-            if name.startswith("=") and len(list(self.desks.glob(f"*/{name}"))) == 1:
+            if name.startswith("=") and len(list(self.all_claims.glob(f"*/{name}"))) == 1:
                 self.drop(name[1:])
         shutil.rmtree(other)
 
 
-os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_Desk.forget_all)
+os.register_at_fork(
+    before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_ClaimsFolder.forget_all
+)
 
 
 class _Claims(virtual.QoS):
@@ -237,8 +239,8 @@ class _Claims(virtual.QoS):
         super().ack(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        desk = self.channel.desk
-        (desk.put_back if requeue else desk.bury)(self.channel.claim(delivery_tag))
+        claims = self.channel.claims
+        (claims.put_back if requeue else claims.move_to_dead)(self.channel.claim(delivery_tag))
         super().ack(delivery_tag)
 
 
@@ -259,14 +261,14 @@ class SpoolChannel(virtual.Channel):
         self._ready: defaultdict[str, deque[str]] = defaultdict(deque)
 
     @property
-    def desk(self) -> _Desk:
-        return _Desk.at(self.root)
+    def claims(self) -> _ClaimsFolder:
+        return _ClaimsFolder.at(self.root)
 
     def claim(self, delivery_tag: str) -> Path:
-        return self.desk.path / delivery_tag
+        return self.claims.path / delivery_tag
 
     def _folder(self, queue: str) -> Path:
-        return self.desk.queues / _quoted(queue)
+        return self.claims.queues / _quoted(queue)
 
     def _put(self, queue: str, message: Any, **kwargs: Any) -> None:
         transient = message["properties"].get("delivery_mode") == 1
@@ -292,25 +294,25 @@ class SpoolChannel(virtual.Channel):
             self._put(queue, message)
 
     def _get(self, queue: str, timeout: float | None = None) -> Any:
-        if time.monotonic() >= self.desk.next_sweep:
-            with self.desk.registry():
-                self.desk.sweep()
+        if time.monotonic() >= self.claims.next_sweep:
+            with self.claims.registry():
+                self.claims.sweep()
         while claim := self._take(queue):
             try:
                 return self._read(claim)
             except Exception as error:
                 if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | PermissionError):
-                    self.desk.put_back(claim)  # an error of the machine, not of the file
+                    self.claims.put_back(claim)  # an error of the machine, not of the file
                     raise
                 logger.error("no message in %s, which goes to dead/: %r", claim.name, error)
-                self.desk.bury(claim)
+                self.claims.move_to_dead(claim)
         raise Empty
 
     def _take(self, queue: str) -> Path | None:
         folder, ready = self._folder(queue), self._ready[queue]
         while True:
             if not ready:
-                ready.extend(heapq.nsmallest(BATCH, _names(folder)))
+                ready.extend(heapq.nsmallest(BATCH, _list_names(folder)))
             if not ready:
                 return None
             name = ready.popleft()
@@ -341,15 +343,15 @@ class SpoolChannel(virtual.Channel):
         return message
 
     def _restore(self, message: Any) -> None:
-        self.desk.put_back(self.claim(message.delivery_tag))
+        self.claims.put_back(self.claim(message.delivery_tag))
 
     def _new_queue(self, queue: str, auto_delete: bool = False, exclusive: bool = False, **kwargs: Any) -> None:
-        desk, folder = self.desk, self._folder(queue)
-        with desk.registry():
+        claims, folder = self.claims, self._folder(queue)
+        with claims.registry():
             if auto_delete or exclusive:
-                desk.sweep()
-                if not any(desk.desks.glob(f"*/={folder.name}")):
-                    desk.drop(folder.name)  # messages for a dead queue of the same name must not be delivered
+                claims.sweep()
+                if not any(claims.all_claims.glob(f"*/={folder.name}")):
+                    claims.drop(folder.name)  # messages for a dead queue of the same name must not be delivered
                 os.close(_open_private(self.claim(f"={folder.name}")))
             _make_folder(folder)
 
@@ -357,11 +359,11 @@ class SpoolChannel(virtual.Channel):
         return self._folder(queue).is_dir()
 
     def _size(self, queue: str) -> int:
-        return len(_names(self._folder(queue)))
+        return len(_list_names(self._folder(queue)))
 
     def _purge(self, queue: str) -> int:
         folder, purged = self._folder(queue), 0
-        for name in _names(folder):
+        for name in _list_names(folder):
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(folder / name)
                 purged += 1
@@ -369,23 +371,23 @@ class SpoolChannel(virtual.Channel):
 
     def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> None:
         """Delete the queue with its messages and bindings; with `if_empty`, only if it has no message."""
-        desk, folder = self.desk, self._folder(queue)
-        with desk.registry():
+        claims, folder = self.claims, self._folder(queue)
+        with claims.registry():
             if if_empty and folder.is_dir():
                 try:
                     folder.rmdir()  # fails if a message has just arrived
                 except OSError:
                     return
-            desk.drop(folder.name)
+            claims.drop(folder.name)
             self.claim(f"={folder.name}").unlink(missing_ok=True)
 
     def _binding(self, exchange: str | None, routing_key: str, queue: str) -> Path:
         name = f"{quote(routing_key, safe='')}@{_quoted(queue)}"
-        return self.desk.exchanges / _quoted(exchange or "amq.direct") / name
+        return self.claims.exchanges / _quoted(exchange or "amq.direct") / name
 
     def queue_bind(self, queue: str, exchange: Any = None, routing_key: str = "", *_: Any, **__: Any) -> None:
         binding = self._binding(exchange, routing_key, queue)
-        with self.desk.registry():
+        with self.claims.registry():
             _make_folder(binding.parent)
             os.close(_open_private(binding))
 
@@ -394,7 +396,7 @@ class SpoolChannel(virtual.Channel):
 
     def get_table(self, exchange: str) -> list[Any]:
         prepare = self.typeof(exchange).prepare_bind
-        names = (name.partition("@") for name in _names(self.desk.exchanges / _quoted(exchange)))
+        names = (name.partition("@") for name in _list_names(self.claims.exchanges / _quoted(exchange)))
         return [prepare(unquote(queue), exchange, unquote(key), None) for key, _, queue in names if queue]
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--listener", type=int, help="descriptor of a socket that listens")
     parser.add_argument("--ready", type=int, required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
     # Models can be imported after django.setup().
@@ -31,9 +31,9 @@ def main() -> None:
     start_or_exit("verifier")
 
     def tell_ready() -> None:
-        os.write(asked.ready, f"{os.getpid()}\n".encode())
+        os.write(options.ready, f"{os.getpid()}\n".encode())
 
-    listening = socket.socket(fileno=asked.listener) if asked.port is None else listen(asked.host, asked.port)
+    listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
     run(load_async, listening, tell_ready)
 
 

@@ -29,9 +29,9 @@ from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import SWITCH_SECONDS, Freshness
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError, ThreadedFrontend
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, ThreadedFrontend
 from keyvault.hotpath.http1.protocol import Shortcut
-from keyvault.hotpath.messages.questions import VERIFY, is_ours
+from keyvault.hotpath.messages.questions import VERIFY, is_engine_path
 from keyvault.hotpath.messages.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Key, ServiceToken
@@ -84,8 +84,8 @@ def make_engine(
     return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
 
 
-def make_follower(engine: Engine, door: str) -> Follower:
-    return Follower(engine.evict, engine.freshness.confirm, engine.freshness.lose, door)
+def make_follower(engine: Engine, entry_point: str) -> Follower:
+    return Follower(engine.evict, engine.freshness.confirm, engine.freshness.mark_lost, entry_point)
 
 
 def uses_of(engine: Engine) -> Collection[Uses]:
@@ -119,7 +119,7 @@ def _note_verdict(verdict: EngineVerdict) -> None:
     refusal_log.note(
         verdict.judgement,
         request_id=verdict.request_id,
-        door=verdict.door,
+        door=verdict.entry_point,
         environment=verdict.environment,
         endpoint=verdict.endpoint,
         source=verdict.source,
@@ -132,7 +132,7 @@ class ThreadedAssembly:
 
     def __init__(self) -> None:
         self.engine = make_engine(lambda address: failed_proofs().note(address), load_peppers)
-        self.door = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
+        self.frontend = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
         self.follower = make_follower(self.engine, "server")
         usage_log.add_source(lambda: uses_of(self.engine))
 
@@ -191,21 +191,21 @@ class AssembledVerifier:
         self.engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
         self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
         self._budgets = budgets()
-        self._door = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
-        self.shortcut = Shortcut(_VERIFY, self._door.verify)
+        self._frontend = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
+        self.shortcut = Shortcut(_VERIFY, self._frontend.verify)
         self._follower = make_follower(self.engine, "verifier")
         self._watching = {path: ShortTimeoutThread(path) for path in _WATCHED}
-        self._noting = ShortTimeoutThread("notes", END_SECONDS)
+        self._recorder_thread = ShortTimeoutThread("notes", END_SECONDS)
         usage_log.add_source(lambda: uses_of(self.engine))
 
     async def start(self) -> None:
-        await self._noting.run(lambda: _begin(self._follower))
+        await self._recorder_thread.run(lambda: _begin(self._follower))
         await self._store.open()
 
     async def stop(self) -> None:
         """Write what was recorded and deregister the process. Bounded by END_SECONDS."""
-        with suppress(StoreAwayError):  # the uses that a crash may lose are lost here too
-            await self._noting.run(lambda: _end(self._follower))
+        with suppress(StoreUnavailableError):  # the uses that a crash may lose are lost here too
+            await self._recorder_thread.run(lambda: _end(self._follower))
         await self._store.close()
         await self._budgets.close_async()
 
@@ -213,12 +213,12 @@ class AssembledVerifier:
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> HttpResponse | Awaitable[HttpResponse]:
         path = target.partition(b"?")[0].decode("latin-1")
-        if is_ours(path):
-            return self._door.answer(method, target, headers, body)
+        if is_engine_path(path):
+            return self._frontend.answer(method, target, headers, body)
         if method in {b"GET", b"HEAD"}:
             if path == _HEALTH:
                 # Answered by the loop itself: the response proves that it is alive.
-                return _tell(200, b'{"status":"ok"}', "application/json")
+                return _respond(200, b'{"status":"ok"}', "application/json")
             if path in _WATCHED:
                 return self._watch(path)
         return unrouted(method.decode("latin-1"), target.decode("latin-1"))
@@ -226,15 +226,15 @@ class AssembledVerifier:
     async def _watch(self, path: str) -> HttpResponse:
         """Answer on a thread for each path, so that health, metrics and verify requests do not delay each other."""
         try:
-            return _tell(*await self._watching[path].run(_WATCHED[path]))
-        except StoreAwayError:
+            return _respond(*await self._watching[path].run(_WATCHED[path]))
+        except StoreUnavailableError:
             request_id = mint_request_id(secrets.token_bytes)
             detail = "This cannot be told right now. Try again."
             found = problem(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request_id, retry_after_seconds=1)
             return problem_answer(found, request_id)
 
 
-def _tell(status: int, body: bytes, content_type: str) -> HttpResponse:
+def _respond(status: int, body: bytes, content_type: str) -> HttpResponse:
     headers = (("Content-Type", content_type), ("Cache-Control", "no-store"))
     return HttpResponse(status, body, mint_request_id(secrets.token_bytes), headers)
 

@@ -18,8 +18,8 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.policy_snapshot import PolicySnapshot
-from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, TellKeys
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, KeysCallback
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.questions import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.keys.records import find_customers, find_keys, find_tokens, key_rows, keys_of_raw
@@ -46,16 +46,16 @@ class _Outage:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
 
-    def tell(self, error: Exception) -> None:
+    def callback(self, error: Exception) -> None:
         now = self._monotonic()
-        if now - self._told_at >= _TOLD_SECONDS:
-            self._told_at = now
+        if now - self._reported_at >= _REPORT_INTERVAL_SECONDS:
+            self._reported_at = now
             _log.error("nothing can be looked up", extra={"why": error})
 
 
-_TOLD_SECONDS: Final = 1.0
+_REPORT_INTERVAL_SECONDS: Final = 1.0
 _outage = _Outage()
 
 
@@ -64,13 +64,13 @@ class DatabaseStore:
 
     def find(self, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         with failed_proofs().look_up(address) if kind == KEY else nullcontext():
-            return _ask(lambda: _FIND[kind](ids))
+            return _read_with_retry(lambda: _FIND[kind](ids))
 
     def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
-        return _ask(lambda: read_rules(known))
+        return _read_with_retry(lambda: read_rules(known))
 
 
-def _ask(read: Callable[[], R]) -> R:
+def _read_with_retry(read: Callable[[], R]) -> R:
     try:
         return read()
     except (OperationalError, InterfaceError):
@@ -81,8 +81,8 @@ def _ask(read: Callable[[], R]) -> R:
         return read()
     except (OperationalError, InterfaceError) as error:
         connection.close()
-        _outage.tell(error)
-        raise StoreAwayError(str(error)) from error
+        _outage.callback(error)
+        raise StoreUnavailableError(str(error)) from error
 
 
 class ShortTimeoutThread:
@@ -98,7 +98,7 @@ class ShortTimeoutThread:
         self._pool = ThreadPoolExecutor(1, name)
         self._turn = asyncio.Lock()
         self._seconds = seconds
-        self._lent: Any = None
+        self._database: Any = None
         """The thread's own connection. Untyped: a backend without type information."""
 
     async def run(self, job: Callable[[], R]) -> R:
@@ -108,26 +108,26 @@ class ShortTimeoutThread:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
         except TimeoutError:
-            raise StoreAwayError("the database does not answer whoever asked before") from None
+            raise StoreUnavailableError("the database does not answer whoever asked before") from None
         try:
             running = asyncio.get_running_loop().run_in_executor(self._pool, self._work, job)
             if not (await asyncio.wait({running}, timeout=seconds))[0]:
                 running.cancel()  # if it has not begun
-                if self._lent is not None:
-                    abort_connection(self._lent.connection)
-                raise StoreAwayError("the database does not answer in time")
+                if self._database is not None:
+                    abort_connection(self._database.connection)
+                raise StoreUnavailableError("the database does not answer in time")
             return running.result()
         finally:
             self._turn.release()
 
     def _work(self, job: Callable[[], R]) -> R:
-        if self._lent is None and connection.vendor == "postgresql":
+        if self._database is None and connection.vendor == "postgresql":
             use_short_timeouts()
-            self._lent = connections["default"]
+            self._database = connections["default"]
         return job()
 
     async def close(self) -> None:
-        with suppress(StoreAwayError):
+        with suppress(StoreUnavailableError):
             await self.run(lambda: connection.close())
         self._pool.shutdown(wait=False)
 
@@ -146,7 +146,7 @@ class ThreadStore(AsyncStore):
         return await self._thread.run(lambda: self._store.read_rules(known))
 
     async def open(self) -> None:
-        with suppress(StoreAwayError):  # the next read tries again
+        with suppress(StoreUnavailableError):  # the next read tries again
             await self._thread.run(lambda: connection.ensure_connection())
 
     async def close(self) -> None:
@@ -173,39 +173,39 @@ class PostgresStore(ThreadStore):
                 reader = reader or await Reader.connect(self._query)
                 rows = await reader.read(wanted)
             except (psycopg.Error, TimeoutError) as error:
-                self._lose(reader)
+                self._discard(reader)
                 if is_last or isinstance(error, TimeoutError):
-                    _outage.tell(error)
-                    raise StoreAwayError(str(error)) from error
+                    _outage.callback(error)
+                    raise StoreUnavailableError(str(error)) from error
             else:
                 self._give_back(reader)
                 return keys_of_raw(rows)
 
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+    def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
         """Find keys on an idle connection, without the coroutines of `find`, which cost more than the query."""
         reader = self._take_idle()
         if reader is None:
-            super().find_keys(ids, tell)
+            super().find_keys(ids, callback)
             return
 
-        def take(rows: Rows | Exception) -> None:
+        def receive(rows: Rows | Exception) -> None:
             if isinstance(rows, TimeoutError):
-                self._lose(reader)
-                _outage.tell(rows)
-                tell(StoreAwayError(str(rows)))
+                self._discard(reader)
+                _outage.callback(rows)
+                callback(StoreUnavailableError(str(rows)))
             elif isinstance(rows, Exception):
-                self._lose(reader)
-                super(PostgresStore, self).find_keys(ids, tell)
+                self._discard(reader)
+                super(PostgresStore, self).find_keys(ids, callback)
             else:
                 self._give_back(reader)
                 try:
                     found = keys_of_raw(rows)
                 except Exception as error:  # noqa: BLE001  rows that do not convert to records
-                    tell(error)
+                    callback(error)
                 else:
-                    tell(found)
+                    callback(found)
 
-        reader.read_async(_array(ids), take)
+        reader.read_async(_array(ids), receive)
 
     def _take_idle(self) -> "Reader | None":
         while self._idle:
@@ -220,7 +220,7 @@ class PostgresStore(ThreadStore):
         else:
             self._idle.append(reader)
 
-    def _lose(self, reader: "Reader | None") -> None:
+    def _discard(self, reader: "Reader | None") -> None:
         """Close all connections: the others were lost too, or hold a plan for tables that have changed."""
         for lost in (reader, *self._idle):
             if lost is not None:
@@ -247,12 +247,12 @@ class Reader:
         self._decoded = Transformer.from_context(connection)
         self._loop = asyncio.get_running_loop()
         self._results: list[PGresult] = []
-        self._tell: Callable[[list[PGresult] | Exception], None] | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._callback: Callable[[list[PGresult] | Exception], None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
         # A duplicate, which stays open when libpq closes its own after a lost connection.
         self._socket = os.dup(self._wire.socket)
         self._is_closed = False
-        self._loop.add_reader(self._socket, self._take)
+        self._loop.add_reader(self._socket, self._receive)
 
     @classmethod
     async def connect(cls, query: bytes) -> Self:
@@ -261,8 +261,8 @@ class Reader:
         connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as raw bytes
         reader = cls(connection)
         wire = reader._wire
-        await reader._ask(lambda: wire.send_query(_SETTINGS))
-        await reader._ask(lambda: wire.send_prepare(_STATEMENT, query, [_TEXTS]))
+        await reader._run(lambda: wire.send_query(_SETTINGS))
+        await reader._run(lambda: wire.send_prepare(_STATEMENT, query, [_TEXT_ARRAY_OID]))
         return reader
 
     @property
@@ -271,12 +271,12 @@ class Reader:
 
     async def read(self, wanted: bytes) -> Rows:
         """Return the statement's rows for this array."""
-        return self._rows(await self._ask(partial(self._send, wanted)))
+        return self._rows(await self._run(partial(self._send, wanted)))
 
-    def read_async(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
+    def read_async(self, wanted: bytes, callback: Callable[[Rows | Exception], None]) -> None:
         """Read as `read` does, and call `callback` once, after this method has returned. On an error the connection is
         closed."""
-        self._begin(partial(self._send, wanted), partial(self._tell_rows, tell))
+        self._begin(partial(self._send, wanted), partial(self._return_rows, callback))
 
     def _send(self, wanted: bytes) -> None:
         self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
@@ -286,50 +286,50 @@ class Reader:
         self._decoded.set_pgresult(result)
         return self._decoded.load_rows(0, result.ntuples, tuple)
 
-    def _tell_rows(self, tell: Callable[[Rows | Exception], None], told: list[PGresult] | Exception) -> None:
-        if isinstance(told, Exception):
-            tell(told)
+    def _return_rows(self, callback: Callable[[Rows | Exception], None], results: list[PGresult] | Exception) -> None:
+        if isinstance(results, Exception):
+            callback(results)
             return
         try:
-            rows = self._rows(checked(told))
+            rows = self._rows(checked(results))
         except Exception as error:  # noqa: BLE001  passed on unchanged
             self.close()
-            tell(error)
+            callback(error)
         else:
-            tell(rows)
+            callback(rows)
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._patience is not None:
-                self._patience.cancel()
+            if self._timeout is not None:
+                self._timeout.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             os.close(self._socket)
             self._wire.finish()
 
-    async def _ask(self, send: Callable[[], None]) -> list[PGresult]:
+    async def _run(self, send: Callable[[], None]) -> list[PGresult]:
         answer: asyncio.Future[list[PGresult]] = self._loop.create_future()
 
-        def take(told: list[PGresult] | Exception) -> None:
+        def receive(results: list[PGresult] | Exception) -> None:
             if answer.done():
                 return
-            if isinstance(told, Exception):
-                answer.set_exception(told)
+            if isinstance(results, Exception):
+                answer.set_exception(results)
             else:
-                answer.set_result(told)
+                answer.set_result(results)
 
         try:
-            self._begin(send, take)
+            self._begin(send, receive)
             return checked(await answer)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, send: Callable[[], None], tell: Callable[[list[PGresult] | Exception], None]) -> None:
+    def _begin(self, send: Callable[[], None], callback: Callable[[list[PGresult] | Exception], None]) -> None:
         """Send a query. `callback` is called once, after this method has returned."""
-        self._tell = tell
-        self._patience = self._loop.call_later(
+        self._callback = callback
+        self._timeout = self._loop.call_later(
             ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
         )
         try:
@@ -339,12 +339,12 @@ class Reader:
         except Exception as error:  # noqa: BLE001  passed on unchanged
             self._loop.call_soon(self._fail, error)
 
-    def _end(self, told: list[PGresult] | Exception) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        tell, self._tell, self._patience = self._tell, None, None
-        if tell is not None:
-            tell(told)
+    def _end(self, results: list[PGresult] | Exception) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+        callback, self._callback, self._timeout = self._callback, None, None
+        if callback is not None:
+            callback(results)
 
     def _send_on(self) -> None:
         """Continue sending: a long query does not fit into one write."""
@@ -354,7 +354,7 @@ class Reader:
         except psycopg.Error as error:
             self._fail(error)
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         """Receive data. Also called without a query, which is how a lost connection is noticed."""
         wire = self._wire
         try:
@@ -378,7 +378,7 @@ class Reader:
 
 
 _STATEMENT: Final = b"keys"
-_TEXTS: Final = 1009
+_TEXT_ARRAY_OID: Final = 1009
 """OID of the type text[]."""
 
 _SETTINGS: Final = b"""

@@ -20,8 +20,8 @@ from keyvault.hotpath.engine.ports import EngineBudgets, EngineVerdict
 from keyvault.hotpath.messages.rendering import Template, denial_template, identity_template
 from keyvault.hotpath.messages.requests import VerifyRequest
 
-MOST_WAYS: Final = 4_096
-_MOST_ADDRESSES: Final = 256
+MAX_TEMPLATES: Final = 4_096
+_MAX_ADDRESSES: Final = 256
 
 
 class Caller:
@@ -59,7 +59,7 @@ class GrantTemplate:
         limits = tuple(bucket.limit for bucket in buckets)
         found = self._templates.get(limits)
         if found is None:
-            if len(self._templates) >= MOST_WAYS:
+            if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
             found = self._templates[limits] = Template(self._judgement, buckets)
         return found
@@ -71,13 +71,13 @@ class SpendPlan:
 
     __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
 
-    def __init__(self, way: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
+    def __init__(self, grant_template: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
         self.pay = budgets.payer(buckets) if buckets else _pay_nothing
         self.is_single = len(buckets) == 1
         self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
-        self.name = way.name
-        self.rules = way.rules
-        self.template = way.template(buckets)
+        self.name = grant_template.name
+        self.rules = grant_template.rules
+        self.template = grant_template.template(buckets)
         self.text = self.template.text
 
 
@@ -89,11 +89,11 @@ class SpendPlans:
     """Spend plans of one account and key kind, by grant template and by endpoint name alone. `identity` is the identity
     part of the response, with the key id left open."""
 
-    __slots__ = ("__weakref__", "by_name", "by_way", "identity")
+    __slots__ = ("__weakref__", "by_name", "by_template", "identity")
 
     def __init__(self, record: KeyRecord) -> None:
         self.identity = identity_template(record)
-        self.by_way: dict[GrantTemplate, SpendPlan] = {}
+        self.by_template: dict[GrantTemplate, SpendPlan] = {}
         self.by_name: dict[str | UnsetType, SpendPlan] = {}
 
 
@@ -105,7 +105,7 @@ class EligibleKey(Struct, gc=False, eq=False):
     kind: KeyKind
     merchant: str
     networks: tuple[IPNetwork, ...]
-    purses: SpendPlans
+    spend_plans: SpendPlans
     within: dict[str, bool] | None
     """Whether each address is inside the key's networks. None for a key without networks."""
 
@@ -114,7 +114,7 @@ class EligibleKey(Struct, gc=False, eq=False):
             return False
         found = self.within.get(address)
         if found is None:
-            if len(self.within) >= _MOST_ADDRESSES:
+            if len(self.within) >= _MAX_ADDRESSES:
                 self.within.clear()
             found = self.within[address] = is_within(address, self.networks)
         return found
@@ -123,7 +123,7 @@ class EligibleKey(Struct, gc=False, eq=False):
 class CacheMiss(Struct, gc=False, eq=False):
     """A request whose key is not in memory. `changes` is the engine's change count when the request arrived."""
 
-    asked: VerifyRequest
+    request: VerifyRequest
     caller: Caller
     keystring: KeyString
     request_id: bytes
@@ -145,17 +145,17 @@ class CachedGrant:
     Valid only while its token, key and rules are cached.
     """
 
-    __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
+    __slots__ = ("cost", "entry", "identity", "period", "spend_plan", "tally", "token", "use")
 
     def __init__(
-        self, token: CacheEntry[TokenRecord], known: CacheEntry[KeyRecord], purse: SpendPlan, cost: int, use: Use
+        self, token: CacheEntry[TokenRecord], entry: CacheEntry[KeyRecord], spend_plan: SpendPlan, cost: int, use: Use
     ) -> None:
         self.token = token
-        self.known = known
-        self.purse = purse
+        self.entry = entry
+        self.spend_plan = spend_plan
         self.cost = cost
         self.use = use
-        self.identity: bytes = known.about.identity
+        self.identity: bytes = entry.about.identity
         self.period = 0
         self.tally: Tally = []
         """Counter of this use in the reporting period numbered `period`."""
@@ -168,17 +168,17 @@ class CachedDenial:
     are cached.
     """
 
-    __slots__ = ("known", "rules", "text", "token", "verdict")
+    __slots__ = ("entry", "rules", "text", "token", "verdict")
 
     def __init__(
         self,
         token: CacheEntry[TokenRecord],
-        known: CacheEntry[KeyRecord],
+        entry: CacheEntry[KeyRecord],
         rules: PolicySnapshot,
         verdict: EngineVerdict,
     ) -> None:
         self.token = token
-        self.known = known
+        self.entry = entry
         self.rules = rules
         self.verdict = verdict
         self.text = denial_template(verdict.judgement)

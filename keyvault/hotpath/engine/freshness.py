@@ -19,12 +19,12 @@ class Freshness:
     next confirmation.
     """
 
-    __slots__ = ("_confirmed_at", "bound_seconds", "is_lost", "vouched")
+    __slots__ = ("_confirmed_at", "bound_seconds", "fresh_window", "is_lost")
 
     def __init__(self, bound_seconds: float) -> None:
         self.bound_seconds = bound_seconds
         self._confirmed_at = float("-inf")
-        self.vouched = _NEVER
+        self.fresh_window = _NEVER
         """End of freshness in monotonic seconds, and the accepted range of the difference between the clocks."""
         self.is_lost = False
         """Whether the database lacks changes that this process has already applied."""
@@ -34,9 +34,9 @@ class Freshness:
         if not self.is_lost:
             offset = wall - monotonic
             self._confirmed_at = monotonic
-            self.vouched = (monotonic + self.bound_seconds, offset - _STEP_SECONDS, offset + _STEP_SECONDS)
+            self.fresh_window = (monotonic + self.bound_seconds, offset - _STEP_SECONDS, offset + _STEP_SECONDS)
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Record that the feed went back: neither memory nor the database can justify a grant any more.
 
         Only a restart ends this state. The restart is refused while the revocation journal has an entry that the
@@ -44,10 +44,10 @@ class Freshness:
         """
         self.is_lost = True
         self._confirmed_at = float("-inf")
-        self.vouched = _NEVER
+        self.fresh_window = _NEVER
 
-    def may_vouch(self, monotonic: float, wall: float) -> bool:
-        until, least, most = self.vouched
+    def is_fresh(self, monotonic: float, wall: float) -> bool:
+        until, least, most = self.fresh_window
         return monotonic < until and least < wall - monotonic < most
 
     def age_seconds(self, monotonic: float) -> float:

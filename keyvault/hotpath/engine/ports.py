@@ -40,7 +40,7 @@ class EngineVerdict:
 
     judgement: Judgement
     request_id: str
-    door: str
+    entry_point: str
     environment: Environment
     endpoint: str
     source: str

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_ours
+from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_engine_path
 from keyvault.hotpath.messages.responses import JSON, HttpResponse
 from keyvault.wire.headers import REQUEST_ID
 
@@ -44,7 +44,7 @@ class Frontend(Protocol):
     def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse: ...
 
 
-def mounted(behind: WSGIApplication, door: Frontend, is_welcome: Callable[[str], bool]) -> WSGIApplication:
+def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable[[str], bool]) -> WSGIApplication:
     """Return a WSGI application that answers the engine's paths and passes all others to `fallback`.
 
     `serves_host` decides from a Host header whether the service plane is served there.
@@ -56,17 +56,17 @@ def mounted(behind: WSGIApplication, door: Frontend, is_welcome: Callable[[str],
     A server that forks must call this after the fork: the engine's lock and request ids belong to one process.
     """
     # A function, not a callable object: calling an object takes longer than its own work here.
-    verify_known, answer = door.verify_known, door.answer
+    verify_known, answer = frontend.verify_known, frontend.answer
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         find = environ.get
         path = find(RAW_PATH) or environ["PATH_INFO"]
         if path == VERIFY:
-            is_led_here = is_welcome(find("HTTP_HOST", ""))
+            is_engine_request = serves_host(find("HTTP_HOST", ""))
         else:  # Envoy sends its client's own Host, which is none of ours
-            is_led_here = is_ours(path) and (path.startswith(ENVOY) or is_welcome(find("HTTP_HOST", "")))
-        if not is_led_here:
-            return behind(environ, start_response)
+            is_engine_request = is_engine_path(path) and (path.startswith(ENVOY) or serves_host(find("HTTP_HOST", "")))
+        if not is_engine_request:
+            return fallback(environ, start_response)
         length = find("CONTENT_LENGTH", "")
         if (
             len(length) < _FEW_DIGITS
@@ -111,14 +111,14 @@ def _headers(environ: WSGIEnvironment) -> Headers:
     headers = Headers()
     for name, value in environ.items():
         if name.startswith("HTTP_"):
-            headers[_names(name)] = value
+            headers[_header_name(name)] = value
     if content_type := environ.get("CONTENT_TYPE"):
         headers["content-type"] = content_type
     return headers
 
 
 @lru_cache(maxsize=1024)
-def _names(name: str) -> str:
+def _header_name(name: str) -> str:
     return name[5:].lower().replace("_", "-")
 
 

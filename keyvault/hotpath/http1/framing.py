@@ -27,10 +27,10 @@ BODY_BYTES: Final = 64 * 1024
 CHUNKED_BYTES: Final = 8 * BODY_BYTES
 """Maximum size of a chunked body as sent, in bytes, with chunk sizes, extensions and trailers."""
 
-_KNOWN: Final = 512
-_KNOWN_NAMES: Final = 32
-_KNOWN_NAME_BYTES: Final = 40
-_KNOWN_BYTES: Final = 90
+_MAX_CACHED: Final = 512
+_MAX_CACHED_NAMES: Final = 32
+_MAX_CACHED_NAME_BYTES: Final = 40
+_MAX_CACHED_BYTES: Final = 90
 """Maximum length of a cached request line or host, in bytes. Too short for a key with anything around it, as 40 bytes
 are for a header name. A key in the wrong place is therefore not cached."""
 
@@ -101,8 +101,8 @@ class RequestLine:
         if len(lower) != len(names) or b"host" not in lower or b"transfer-encoding" in lower:
             return None
         shape = Shape(lower)
-        if len(names) <= _KNOWN_NAMES and max(map(len, names)) <= _KNOWN_NAME_BYTES:
-            if len(self.shapes) >= _KNOWN:
+        if len(names) <= _MAX_CACHED_NAMES and max(map(len, names)) <= _MAX_CACHED_NAME_BYTES:
+            if len(self.shapes) >= _MAX_CACHED:
                 self.shapes.clear()
             self.shapes[names] = shape
         return shape
@@ -112,8 +112,8 @@ class RequestLine:
         line = self.lines.get(text)
         if line is None:
             line = _read_line(text)
-            if line is not None and len(text) <= _KNOWN_BYTES:
-                if len(self.lines) >= _KNOWN:
+            if line is not None and len(text) <= _MAX_CACHED_BYTES:
+                if len(self.lines) >= _MAX_CACHED:
                     self.lines.clear()
                 self.lines[text] = line
         return line
@@ -123,8 +123,8 @@ class RequestLine:
             return True
         if _HOST.fullmatch(value) is None:
             return False
-        if len(value) <= _KNOWN_BYTES:
-            if len(self.hosts) >= _KNOWN:
+        if len(value) <= _MAX_CACHED_BYTES:
+            if len(self.hosts) >= _MAX_CACHED:
                 self.hosts.clear()
             self.hosts.add(value)
         return True

@@ -125,7 +125,7 @@ class Shared:
         self.shapes = self.known.shapes
 
 
-class _At(Enum):
+class _State(Enum):
     """Next element to read on a connection that is parsed line by line."""
 
     LINE = auto()
@@ -141,7 +141,6 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_answers",
-        "_at",
         "_awaited",
         "_body",
         "_body_bytes",
@@ -153,8 +152,8 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_is_blocked",
         "_is_busy",
+        "_is_closing",
         "_is_last",
-        "_is_leaving",
         "_is_paused",
         "_is_ready",
         "_is_sending",
@@ -168,6 +167,7 @@ class Connection(asyncio.Protocol):
         "_sent_headers",
         "_shared",
         "_since",
+        "_state",
         "_transport",
         "_whole",
         "_whole_headers",
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
         self._shared = shared
         self._transport: asyncio.Transport | None = None
         self._since = shared.now
-        self._at = _At.LINE
+        self._state = _State.LINE
         self._rest, self._offset = b"", 0
         self._answers: list[bytes] = []
         self._awaited: Awaited | None = None
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
         """Whether the awaited response is the only work: its request was read as a whole, and nothing arrived since.
         Never for HEAD."""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
-        self._is_last = self._is_leaving = self._lingers = False
+        self._is_last = self._is_closing = self._lingers = False
         self._is_sending = False
         """Whether part of the last response is still unsent."""
         self._headers: list[Header] = []
@@ -208,9 +208,9 @@ class Connection(asyncio.Protocol):
         self.on_message_complete = partial(self._events.append, _ENDED)
         self._parser: HttpRequestParser | None = None
         self._feed: Callable[[bytes], None]
-        self._renew_whole()
+        self._reset_whole_parser()
 
-    def _renew_whole(self) -> None:
+    def _reset_whole_parser(self) -> None:
         """Create the parser for whole requests, also after a read that was no whole request."""
         self._whole_headers.clear()
         self._body.clear()
@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol):
         self._whole = HttpRequestParser(self)
         self._feed_whole = self._whole.feed_data
 
-    def _renew(self) -> None:
+    def _reset_parser(self) -> None:
         """Create the parser for single lines."""
         self._headers.clear()
         self._body.clear()
@@ -255,7 +255,7 @@ class Connection(asyncio.Protocol):
         if self._awaited is not None:
             self._shared.orphans.add(self._awaited)
         self._transport = None
-        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._state, self._is_ready, self._is_whole = _State.END, False, False
         self._rest, self._offset = b"", 0
         # Break the reference cycle with the parsers, or each connection waits for the garbage collector.
         self._parser = None
@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Note that the client sends no more; requests received before are answered."""
         self._has_eof, self._is_whole = True, False
-        return self._at is not _At.END and (self._is_busy or self._is_blocked)
+        return self._state is not _State.END and (self._is_busy or self._is_blocked)
 
     def pause_writing(self) -> None:
         """Stop reading from a client that does not read its responses, until it has caught up."""
@@ -275,11 +275,11 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_blocked = False
         self._since = self._shared.now
-        self._go_on()
+        self._resume()
 
     def data_received(self, data: bytes) -> None:
         if not self._is_ready:
-            self._take(data)
+            self._receive(data)
             return
         shared, headers, body = self._shared, self._whole_headers, self._body
         try:
@@ -306,8 +306,8 @@ class Connection(asyncio.Protocol):
             or len(data) - end > BODY_BYTES
             or len(body) > 1
         ):
-            self._renew_whole()
-            self._take(data)
+            self._reset_whole_parser()
+            self._receive(data)
             return
         self._events.clear()
         method, target, _ = line
@@ -339,26 +339,26 @@ class Connection(asyncio.Protocol):
             self._is_whole = method != b"HEAD"
             self._wait_for(answer)
             if self._answers:
-                self._go_on()
+                self._resume()
 
     # --- line by line ---------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         self._is_whole = False
-        if self._at is _At.END:
+        if self._state is _State.END:
             return
-        if not self._rest and self._at is _At.LINE and not self._head_bytes:
+        if not self._rest and self._state is _State.LINE and not self._head_bytes:
             self._since = self._shared.now
         self._rest = self._rest + data if self._rest else data
         self._is_ready = False
         if self._parser is None:
-            self._renew()
+            self._reset_parser()
         if self._is_busy or self._is_blocked:
             self._pause_reading()
         else:
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Process the received data as far as possible, and send the responses."""
         is_over = False
         try:
@@ -370,24 +370,24 @@ class Connection(asyncio.Protocol):
         if self._answers:
             self._flush()
         self._rest, self._offset = self._rest[self._offset :], 0
-        if self._transport is None or self._at is _At.END or self._is_busy or self._is_blocked:
+        if self._transport is None or self._state is _State.END or self._is_busy or self._is_blocked:
             return
         if is_over:
             self._is_busy = True
-            self._shared.loop.call_soon(self._take_turn)
+            self._shared.loop.call_soon(self._resume_turn)
             return
-        self._is_ready = self._at is _At.LINE and not self._rest and not self._head_bytes and not self._is_leaving
+        self._is_ready = self._state is _State.LINE and not self._rest and not self._head_bytes and not self._is_closing
         if self._has_eof:
             self._end(lingers=False)
         elif self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
-    def _take_turn(self) -> None:
+    def _resume_turn(self) -> None:
         """Continue after the other connections."""
         self._is_busy = False
-        if self._transport is not None and self._at is not _At.END:
-            self._go_on()
+        if self._transport is not None and self._state is not _State.END:
+            self._resume()
 
     def _read(self) -> bool:
         """Process pieces until data is missing or the connection must wait. Returns True when its turn is over.
@@ -395,7 +395,7 @@ class Connection(asyncio.Protocol):
         Raises RefusedError.
         """
         answers, written = len(self._answers), 0
-        while not (self._is_busy or self._is_blocked or self._at is _At.END):
+        while not (self._is_busy or self._is_blocked or self._state is _State.END):
             if written >= _BATCH_BYTES or len(self._answers) >= _BATCH:
                 return True
             if not self._read_piece():
@@ -410,19 +410,19 @@ class Connection(asyncio.Protocol):
         rest, offset = self._rest, self._offset
         if offset == len(rest):
             return False
-        if self._at is _At.BODY:
+        if self._state is _State.BODY:
             end = min(len(rest), offset + self._left)
         else:
             end = rest.find(b"\n", offset) + 1
-            if not end and self._at is not _At.CHUNKS:
+            if not end and self._state is not _State.CHUNKS:
                 self._require_short(self._head_bytes + len(rest) - offset)
                 return False
             end = end or len(rest)
         self._offset = end
         piece = rest[offset:end]
-        if self._at is _At.LINE:
+        if self._state is _State.LINE:
             self._read_line(piece)
-        elif self._at is _At.HEAD:
+        elif self._state is _State.HEAD:
             self._read_header(piece)
         else:
             self._read_body(piece)
@@ -430,7 +430,7 @@ class Connection(asyncio.Protocol):
 
     def _require_short(self, head_bytes: int) -> None:
         if head_bytes > HEAD_BYTES:
-            if self._at is _At.LINE:
+            if self._state is _State.LINE:
                 raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
             detail = "Request line and headers together are longer than 16 KiB, or the headers are more than 100."
             raise RefusedError(431, ErrorCode.REQUEST_INVALID, detail)
@@ -451,7 +451,7 @@ class Connection(asyncio.Protocol):
         self._request = request
         self._headers.clear()
         self._head_bytes += len(line)
-        self._at = _At.HEAD
+        self._state = _State.HEAD
 
     def _read_header(self, line: bytes) -> None:
         self._head_bytes += len(line)
@@ -466,7 +466,7 @@ class Connection(asyncio.Protocol):
             self._feed(b"\r\n")
         except HttpParserUpgrade:
             headers = self._headers[:]
-            self._pass_over_upgrade(headers)
+            self._ignore_upgrade(headers)
         else:
             headers = self._headers[:]
         self._require_short(0 if len(headers) <= HEADERS else HEAD_BYTES + 1)
@@ -480,18 +480,18 @@ class Connection(asyncio.Protocol):
         elif framing.length is not None and framing.length > BODY_BYTES:
             self._respond(None)
         else:
-            self._at = _At.CHUNKS if framing.length is None else _At.BODY
+            self._state = _State.CHUNKS if framing.length is None else _State.BODY
             self._left = CHUNKED_BYTES if framing.length is None else framing.length
             if framing.is_continued and self._offset == len(self._rest):
                 self._answers.append(_CONTINUE)
 
-    def _pass_over_upgrade(self, headers: list[Header]) -> None:
+    def _ignore_upgrade(self, headers: list[Header]) -> None:
         """Ignore an Upgrade header, as RFC 9110 (7.8) permits. The parser itself would stop.
 
         Java's own client requests h2c with its first request on every plain connection.
         """
         others = [b"%b: %b\r\n" % header for header in headers if header[0].lower() != b"upgrade"]
-        self._renew()
+        self._reset_parser()
         method, target, is_modern = self._request
         self._feed(b"%b %b HTTP/1.%d\r\n" % (method, target, is_modern))
         self._feed(b"".join(others) + b"\r\n")
@@ -519,7 +519,7 @@ class Connection(asyncio.Protocol):
         self._events.clear()
         self._body.clear()
         self._headers.clear()
-        self._at, self._head_bytes = _At.LINE, 0
+        self._state, self._head_bytes = _State.LINE, 0
         if body is None:
             self._is_last = True
         try:
@@ -544,15 +544,15 @@ class Connection(asyncio.Protocol):
                 return
         self._is_busy, self._is_ready = True, False
         self._awaited = awaited
-        awaited.add_done_callback(self._arrive)
+        awaited.add_done_callback(self._on_response)
 
-    def _arrive(self, awaited: Awaited) -> None:
+    def _on_response(self, awaited: Awaited) -> None:
         if self._transport is None:
             self._shared.orphans.discard(awaited)
         self._is_busy, self._awaited = False, None
         if type(awaited) is CallbackFuture and awaited.answer is not None:
             answer = awaited.answer
-        elif awaited.cancelled() and self._at is _At.END:
+        elif awaited.cancelled() and self._state is _State.END:
             return  # canceled by `check`: it took too long
         else:
             try:
@@ -567,16 +567,16 @@ class Connection(asyncio.Protocol):
                 written = _fail(error).on_the_wire(self._shared.end)
             self._since, self._is_ready = self._shared.now, True
             self._transport.write(written)  # type: ignore[union-attr]  # set, see `connection_lost`
-        elif self._transport is not None and self._at is not _At.END:
+        elif self._transport is not None and self._state is not _State.END:
             self._answer(answer)
-            self._go_on()
+            self._resume()
 
     def _answer(self, answer: HttpResponse) -> None:
         method, _, is_modern = self._request
         self._since = self._shared.now
         end = self._shared.end
-        if self._is_last or self._is_leaving:
-            self._at = _At.END
+        if self._is_last or self._is_closing:
+            self._state = _State.END
             end = _CLOSE + end
         elif not is_modern:
             end = _KEEP + end
@@ -599,14 +599,14 @@ class Connection(asyncio.Protocol):
         self._answers.clear()
         if self._transport is not None:
             self._transport.write(written)
-            if self._at is _At.END:
+            if self._state is _State.END:
                 self._end(lingers=True)
 
     # --- closing --------------------------------------------------------------------------------------------
 
     def _end(self, *, lingers: bool) -> None:
         """Close once everything is written. Closing with unread data would reset the connection, response included."""
-        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._state, self._is_ready, self._is_whole = _State.END, False, False
         self._lingers = self._is_sending = lingers and not self._has_eof
         self._since = self._shared.now
         transport = self._transport
@@ -621,16 +621,16 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _pause_reading(self) -> None:
-        if not self._is_paused and self._transport is not None and self._at is not _At.END:
+        if not self._is_paused and self._transport is not None and self._state is not _State.END:
             self._is_paused = True
             self._transport.pause_reading()
 
-    def leave(self) -> None:
+    def close_after_response(self) -> None:
         """Close the connection after the next response."""
-        self._is_leaving, self._is_ready, self._is_whole = True, False, False
+        self._is_closing, self._is_ready, self._is_whole = True, False, False
 
     def close_idle(self) -> None:
-        if self._at is _At.LINE and not (self._rest or self._head_bytes or self._is_busy):
+        if self._state is _State.LINE and not (self._rest or self._head_bytes or self._is_busy):
             self._end(lingers=False)
 
     @property
@@ -645,7 +645,7 @@ class Connection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Close the connection if a timeout has expired. The server's timer calls this several times a second."""
         bounds, waited = self._shared.bounds, now - self._since
-        if self._at is _At.END:
+        if self._state is _State.END:
             if self._is_sending and self._transport is not None and not self._transport.get_write_buffer_size():
                 # The response is sent. Linger, so that the client can see the end of the stream.
                 self._is_sending, self._since, waited = False, now, 0.0
@@ -662,10 +662,10 @@ class Connection(asyncio.Protocol):
                 if self._awaited is not None:
                     # The client already has a response: nothing more may be spent or recorded.
                     self._awaited.cancel()
-        elif self._at in (_At.BODY, _At.CHUNKS):
+        elif self._state in (_State.BODY, _State.CHUNKS):
             if waited > bounds.body_seconds:
                 self.abort()
-        elif self._at is _At.HEAD or self._rest or self._head_bytes:
+        elif self._state is _State.HEAD or self._rest or self._head_bytes:
             if waited > bounds.head_seconds:
                 self.abort()
         elif waited > bounds.idle_seconds:

@@ -82,7 +82,7 @@ class Http1Server:
         for listener in self._listeners:
             listener.close()
         for connection in list(shared.connections):
-            connection.leave()
+            connection.close_after_response()
         now = loop.time()
         is_idle_closed = False
         while shared.connections and loop.time() < now + drain_seconds:
@@ -145,9 +145,9 @@ async def _serve(
     engine: RequestHandler, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    is_told = asyncio.Event()
+    stop_requested = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, is_told.set)
+        loop.add_signal_handler(number, stop_requested.set)
     await engine.start()
     server = Http1Server(engine.handle, bounds, engine.shortcut)
     try:
@@ -156,7 +156,7 @@ async def _serve(
         gc.collect()
         gc.freeze()
         tell_ready()
-        await is_told.wait()
+        await stop_requested.wait()
         await server.stop()
     finally:
         await engine.stop()

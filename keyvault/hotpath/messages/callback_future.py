@@ -38,30 +38,30 @@ class CallbackFuture(Struct, eq=False):
         """Set the response; ignored after cancellation."""
         if self.is_open:
             self.is_open, self.answer = False, answer
-            self._tell()
+            self._run_callbacks()
 
     def cancel(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._tell()
+            self._run_callbacks()
 
     def add_done_callback(self, callback: "Callable[[CallbackFuture], object]") -> None:
         self.callbacks = (*self.callbacks, callback) if self.callbacks else (callback,)
         if not self.is_open:
-            self._tell()
+            self._run_callbacks()
 
     def __await__(self) -> Generator[object, None, HttpResponse]:
         if self.is_open:
-            told = asyncio.Event()
-            self.add_done_callback(lambda _: told.set())
+            finished = asyncio.Event()
+            self.add_done_callback(lambda _: finished.set())
             try:
-                yield from told.wait().__await__()
+                yield from finished.wait().__await__()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
         return self.result()
 
-    def _tell(self) -> None:
+    def _run_callbacks(self) -> None:
         callbacks, self.callbacks = self.callbacks, ()
         for callback in callbacks:
             try:

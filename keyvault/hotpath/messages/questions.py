@@ -27,12 +27,12 @@ KEY, CUSTOMER, TOKEN, RULES = "key", "customer_token", "service_token", "rules"
 Found = KeyRecord | CustomerRecord | TokenRecord
 
 
-def is_ours(path: str) -> bool:
+def is_engine_path(path: str) -> bool:
     """Return whether the engine answers this path. `path` has no query."""
-    return path in _OURS or path.startswith(ENVOY)
+    return path in _ENGINE_PATHS or path.startswith(ENVOY)
 
 
-_OURS: Final = frozenset({VERIFY, BATCH, *GATEWAYS})
+_ENGINE_PATHS: Final = frozenset({VERIFY, BATCH, *GATEWAYS})
 
 
 class Headers(dict[str, str]):
@@ -88,16 +88,16 @@ class SeveralMissingDataError(Exception):
         self.each = each
 
 
-def needs_of(each: Iterable[MissingDataError]) -> DataRequirements:
+def merge_requirements(each: Iterable[MissingDataError]) -> DataRequirements:
     ids: dict[str, set[str]] = {}
     payments = []
     address = None
-    for lacking in each:
-        address = address or lacking.address
-        if lacking.payment is not None:
-            payments.append(lacking.payment)
+    for missing in each:
+        address = address or missing.address
+        if missing.payment is not None:
+            payments.append(missing.payment)
         else:
-            ids.setdefault(lacking.kind, set()).add(lacking.identity)
+            ids.setdefault(missing.kind, set()).add(missing.identity)
     return DataRequirements({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
 
 
@@ -121,13 +121,13 @@ class PendingRequest:
         self.at = datetime.min.replace(tzinfo=UTC)
 
 
-def dialect_of(question: PendingRequest) -> Dialect | None:
+def find_dialect(question: PendingRequest) -> Dialect | None:
     """Return the gateway dialect of the path; None for verify and its batch."""
     path = question.target.partition("?")[0]
     return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 
-def body_of(question: PendingRequest) -> bytes:
+def read_json_body(question: PendingRequest) -> bytes:
     """Return the JSON body. Raises KeyvaultError when it is too large or has another media type."""
     body = question.body
     if body is None:
@@ -144,7 +144,7 @@ class _BodyError(KeyvaultError):
         self.code = code
 
 
-def forwarded_of(question: PendingRequest, dialect: Dialect) -> Forwarded:
+def read_forwarded_request(question: PendingRequest, dialect: Dialect) -> Forwarded:
     if dialect is Dialect.ENVOY:
         return Forwarded(
             method=question.method,

@@ -70,8 +70,8 @@ def _limit(spend: Spend | None) -> dict[str, Any]:
     if spend is None:
         return {}
     binding = spend.binding
-    standing = {"policy": binding.policy, "remaining": binding.remaining, "reset_seconds": binding.reset_seconds}
-    return {"limit": standing}
+    balances = {"policy": binding.policy, "remaining": binding.remaining, "reset_seconds": binding.reset_seconds}
+    return {"limit": balances}
 
 
 def _identity(holder: KeyHolder | KeyRecord | None, customer: Customer | None) -> dict[str, Any]:
@@ -131,16 +131,16 @@ class Template:
         if holder is None or judgement.customer is not None:
             raise TypeError("a template is of a grant to a key alone")
         self._policies = tuple(bucket.policy.encode() for bucket in buckets)
-        standings = tuple(
+        statuses = tuple(
             BucketStatus(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
             for index, bucket in enumerate(buckets)
         )
-        spend = Spend(True, standings, 0) if standings else None
+        spend = Spend(True, statuses, 0) if statuses else None
         body = decision(replace(judgement, spend=spend), _REQUEST_ID)
         # Replace the identity first: an endpoint name must not be taken for a placeholder.
         holes = [(identity_text(holder), b"%b"), (_REQUEST_ID.encode(), b"%b")]
-        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(standings))]
-        if len(standings) > 1:
+        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(statuses))]
+        if len(statuses) > 1:
             body["limit"]["policy"] = _POLICY
             holes.append((_POLICY.encode(), b"%b"))
         text = encode(body).replace(b"%", b"%%")
@@ -150,19 +150,19 @@ class Template:
         """Format string. Under one limit its arguments are remaining, reset_seconds, request id, identity, remaining,
         reset_seconds."""
 
-    def fill(self, standing: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
+    def fill(self, balances: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
         """Return the response.
 
         Args:
             balances: Remaining requests and reset in seconds of each limit, as a payer of `budgets` returns them.
             identity: The result of `identity_text`.
         """
-        if not standing:
+        if not balances:
             return self.text % (request_id, identity)
-        if len(standing) == 2:
-            remaining, reset_seconds = standing
+        if len(balances) == 2:
+            remaining, reset_seconds = balances
             return self.text % (remaining, reset_seconds, request_id, identity, remaining, reset_seconds)
         # The limit with the least remaining binds; on a tie the first.
-        first = min(range(0, len(standing), 2), key=standing.__getitem__)
-        binding = (self._policies[first // 2], standing[first], standing[first + 1])
-        return self.text % (*standing, request_id, identity, *binding)
+        first = min(range(0, len(balances), 2), key=balances.__getitem__)
+        binding = (self._policies[first // 2], balances[first], balances[first + 1])
+        return self.text % (*balances, request_id, identity, *binding)

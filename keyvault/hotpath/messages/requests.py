@@ -20,7 +20,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.redaction import redact
 from keyvault.wire.json_bodies import read_object
 
-MOST_REQUESTS: Final = 100
+MAX_BATCH_REQUESTS: Final = 100
 """Maximum number of requests in one batch."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=100)]
@@ -48,15 +48,15 @@ class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
 
     def __repr__(self) -> str:
         """Omit the key and the customer token."""
-        return f"Asked({self.environment}, {self.endpoint or self.method})"
+        return f"VerifyRequest({self.environment}, {self.endpoint or self.method})"
 
 
 class VerifyBatch(Struct, forbid_unknown_fields=True, gc=False):
-    requests: Annotated[list[VerifyRequest], Meta(min_length=1, max_length=MOST_REQUESTS)]
+    requests: Annotated[list[VerifyRequest], Meta(min_length=1, max_length=MAX_BATCH_REQUESTS)]
 
 
 class _Pieces(Struct, forbid_unknown_fields=True, gc=False):
-    requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MOST_REQUESTS)]
+    requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_BATCH_REQUESTS)]
 
 
 _decode = msgspec.json.Decoder(VerifyRequest).decode
@@ -66,7 +66,7 @@ _encode = msgspec.json.Encoder().encode
 _UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_asked(body: bytes) -> VerifyRequest | None:
+def decode_verify(body: bytes) -> VerifyRequest | None:
     """Return the request; None when the slow path must parse it.
 
     The decoder does not detect duplicate names. In a text without escapes they leave more quotes than the decoded
@@ -75,13 +75,13 @@ def read_asked(body: bytes) -> VerifyRequest | None:
     if b"\\" in body:
         return None
     try:
-        asked = _decode(body)
+        request = _decode(body)
     except _UNREADABLE:
         return None
-    return asked if _encode(asked).count(b'"') == body.count(b'"') and _is_plain(asked) else None
+    return request if _encode(request).count(b'"') == body.count(b'"') and _is_plain(request) else None
 
 
-def read_plain(body: bytes) -> VerifyRequest | None:
+def decode_plain_verify(body: bytes) -> VerifyRequest | None:
     """Return the request if it has the most common shape: key, environment, endpoint, optionally client_ip, then
     user_agent.
 
@@ -91,24 +91,24 @@ def read_plain(body: bytes) -> VerifyRequest | None:
     if b"\\" in body:
         return None
     try:
-        asked = _decode(body)
+        request = _decode(body)
     except _UNREADABLE:
         return None
-    if asked.endpoint is UNSET or asked.key is None:
+    if request.endpoint is UNSET or request.key is None:
         return None
-    quotes, address, agent = body.count(b'"'), asked.client_ip, asked.user_agent
+    quotes, address, agent = body.count(b'"'), request.client_ip, request.user_agent
     if address is UNSET:
-        return asked if quotes == 12 else None
+        return request if quotes == 12 else None
     if quotes != (16 if agent is UNSET else 18 if agent is None else 20):
         return None
     canonical = _canonical_address(address) if address else None
     if canonical is None:
         return None
-    asked.client_ip = canonical
-    return asked
+    request.client_ip = canonical
+    return request
 
 
-def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
+def decode_batch(body: bytes) -> list[VerifyRequest] | None:
     """Return the requests of a batch; None when the slow path must parse it."""
     if b"\\" in body:
         return None
@@ -131,19 +131,23 @@ def split_batch(body: bytes) -> list[msgspec.Raw] | None:
         return None
 
 
-def _is_plain(asked: VerifyRequest) -> bool:
+def _is_plain(request: VerifyRequest) -> bool:
     """Check what the decoder's types cannot express, and put the address into its canonical form."""
-    address = asked.client_ip
+    address = request.client_ip
     if address:
         canonical = _canonical_address(address)
         if canonical is None:
             return False
-        asked.client_ip = canonical
+        request.client_ip = canonical
     elif address == "":
         return False
-    if asked.endpoint is not UNSET:
-        return asked.method is UNSET and asked.path is UNSET
-    return isinstance(asked.method, str) and isinstance(asked.path, str) and _METHOD.fullmatch(asked.method) is not None
+    if request.endpoint is not UNSET:
+        return request.method is UNSET and request.path is UNSET
+    return (
+        isinstance(request.method, str)
+        and isinstance(request.path, str)
+        and _METHOD.fullmatch(request.method) is not None
+    )
 
 
 # --- slow path --------------------------------------------------------------------------------------------
@@ -152,10 +156,10 @@ def _is_plain(asked: VerifyRequest) -> bool:
 def read_verify(body: bytes) -> VerifyRequest:
     """Parse a request. Raises RequestInvalidError, listing every fault with its JSON Pointer."""
     faults: list[Fault] = []
-    asked = _read_one(_read_object(body), "", faults)
-    if asked is None:
+    request = _read_one(_read_object(body), "", faults)
+    if request is None:
         raise RequestInvalidError("The request does not fit.", faults)
-    return asked
+    return request
 
 
 def read_batch(body: bytes) -> list[VerifyRequest]:
@@ -164,19 +168,19 @@ def read_batch(body: bytes) -> list[VerifyRequest]:
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
         raise RequestInvalidError("The request does not fit.", faults)
-    asked: list[VerifyRequest | None] = []
+    request: list[VerifyRequest | None] = []
     match value.get("requests", UNSET):
-        case [*each] if 1 <= len(each) <= MOST_REQUESTS:
-            asked = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
+        case [*each] if 1 <= len(each) <= MAX_BATCH_REQUESTS:
+            request = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
         case []:
             faults.append(Fault("/requests", "Ensure this field has at least 1 elements."))
         case [*_]:
-            faults.append(Fault("/requests", f"Ensure this field has no more than {MOST_REQUESTS} elements."))
+            faults.append(Fault("/requests", f"Ensure this field has no more than {MAX_BATCH_REQUESTS} elements."))
         case other:
             faults.append(Fault("/requests", _absence(other) or "Not a list."))
     if faults:
         raise RequestInvalidError("The request does not fit.", faults)
-    return [one for one in asked if one is not None]
+    return [one for one in request if one is not None]
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -196,10 +200,10 @@ def _read_one(value: Any, pointer: str, faults: list[Fault]) -> VerifyRequest | 
     faults += found
     if found:
         return None
-    asked = VerifyRequest(**value)
-    if isinstance(asked.client_ip, str):
-        asked.client_ip = _canonical_address(asked.client_ip)
-    return asked
+    request = VerifyRequest(**value)
+    if isinstance(request.client_ip, str):
+        request.client_ip = _canonical_address(request.client_ip)
+    return request
 
 
 def _faults_of(value: Any, pointer: str) -> Iterator[Fault]:

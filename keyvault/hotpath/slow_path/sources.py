@@ -106,7 +106,7 @@ class CachedSources:
         self,
         kind: str,
         identity: str,
-        shelf: Mapping[str, CacheEntry[KeyRecord] | CacheEntry[CustomerRecord] | CacheEntry[TokenRecord]],
+        cache: Mapping[str, CacheEntry[KeyRecord] | CacheEntry[CustomerRecord] | CacheEntry[TokenRecord]],
         address: str | None = None,
     ) -> Found | None:
         """Return the record. Raises MissingDataError, or VerifierStaleError when it could not be read or trusted."""
@@ -125,10 +125,10 @@ class CachedSources:
                 )
             return found
         if self.may_remember:
-            known = shelf.get(identity)
-            if known is not None:
-                known.is_asked_for = True
-                return known.record
+            entry = cache.get(identity)
+            if entry is not None:
+                entry.is_referenced = True
+                return entry.record
             if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
                 return None
         raise MissingDataError(kind, identity, address=address)
