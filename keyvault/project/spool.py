@@ -403,7 +403,7 @@ class SpoolChannel(virtual.Channel):
 class Transport(virtual.Transport):
     """The transport that kombu loads. Raises ValueError when the URL names a host or no path."""
 
-    SpoolChannel = SpoolChannel
+    Channel = SpoolChannel
     polling_interval = 0.1
     driver_type = driver_name = "spool"
     connection_errors = (*virtual.Transport.connection_errors, OSError)  # a full disk: workers wait and try again
