@@ -139,7 +139,7 @@ class Bridge:
                 await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
                 await send({"type": "http.response.body", "body": answer.body})
         else:
-            raise ValueError(f"{scope['type']} is not spoken here")
+            raise ValueError(f"unsupported ASGI scope: {scope['type']}")
 
     async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
@@ -174,7 +174,7 @@ class Bridge:
         try:
             body, length = await self._body_deadline.bound(_read_body(headers, receive))
         except BodyUnreadableError:
-            detail = "The body cannot be read: it broke off, or is not framed well."
+            detail = "The body is incomplete, or its framing is invalid. Send it again."
             return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
         except TimeoutError:
             return _refuse_slow_body(self._capacity.body_seconds)
@@ -331,7 +331,7 @@ def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiR
 def _refuse_slow_body(seconds: float) -> WsgiResponse:
     """Answer 408 and close the connection: the rest of the body may still come."""
     detail = (
-        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
+        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, with the whole body."
     )
     answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
     answer.headers.append((b"connection", b"close"))
@@ -340,8 +340,8 @@ def _refuse_slow_body(seconds: float) -> WsgiResponse:
 
 def _refuse_as_busy(scope: Scope) -> WsgiResponse:
     """Answer 503: a page in the console, a problem document elsewhere."""
-    busy = "The service has as many requests in progress as it can take. Nothing was done."
-    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait as long as Retry-After says, then send it again.")
+    busy = "The service has too many requests in progress. Nothing was done."
+    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait for the time in Retry-After, then send it again.")
     if not is_console_path(_path_info(scope)):
         return answer
     headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}

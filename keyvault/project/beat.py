@@ -42,7 +42,7 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no 
         except DatabaseError:
             if self._schedule is None:
                 raise
-            _log.exception("beat goes on with the entries that it has")
+            _log.exception("the schedule cannot be read; beat continues with its current entries")
             return dict(self._schedule)
 
     def _sync_rows(self) -> None:
@@ -55,7 +55,7 @@ class Scheduler(DatabaseScheduler):  # type: ignore[misc]  # the package has no 
                 for name, entry in entries.items():
                     _write(rows.get(name) or PeriodicTask(name=name), **entry)
         except (IntegrityError, ValidationError):
-            _log.info("another beat has put the entries right at the same moment")
+            _log.info("another beat has corrected the entries at the same time")
 
 
 def _write(row: Any, task: str, schedule: float) -> None:

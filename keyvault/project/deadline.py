@@ -23,7 +23,7 @@ class Deadline:
         """Return the result of `work`. Raises TimeoutError when its time is over."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if task is None:
-            raise RuntimeError("a deadline needs a task that it can cancel")
+            raise RuntimeError("a deadline must run in a task")
         self._ends[task] = loop.time() + self.seconds
         if not self._is_timed:
             self._is_timed = True

@@ -36,4 +36,4 @@ def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError) as error:
-        return f"{record.msg!r} with {record.args!r} cannot be put together: {error}"
+        return f"{record.msg!r} with {record.args!r} cannot be formatted: {error}"

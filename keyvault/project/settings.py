@@ -18,7 +18,7 @@ _values = read_settings()
 try:
     DATA_DIR = ensure_private_directory(ROOT / Path(_values["KEYVAULT_DATA_DIR"]))
 except OSError as _error:
-    raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be made: {_error.strerror}") from None
+    raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
 BASE_URLS = find_base_urls(_values)
@@ -204,7 +204,7 @@ REST_FRAMEWORK = {
 
 SPECTACULAR_SETTINGS = {
     "TITLE": "Keyvault",
-    "DESCRIPTION": "Keys of a merchant payments platform: are they good here, now, for this endpoint?",
+    "DESCRIPTION": "Issues, rotates, revokes and verifies the API keys of a merchant payments platform.",
     "VERSION": "1",
     "OAS_VERSION": "3.1.0",
     "PREPROCESSING_HOOKS": ["keyvault.api.openapi_unrouted.add_unrouted"],

@@ -61,7 +61,7 @@ def register() -> None:
 def spool_url(root: str | os.PathLike[str]) -> str:
     """Return the broker URL of the spool in `root`. Raises ValueError if the path is not absolute."""
     if not os.path.isabs(root):
-        raise ValueError(f"a spool needs an absolute path, not {os.fspath(root)!r}")
+        raise ValueError(f"the path of a spool must be absolute, not {os.fspath(root)!r}")
     return f"spool://{quote(os.fspath(root))}"
 
 
@@ -129,7 +129,7 @@ class _ClaimsFolder:
         _make_folder(root)
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PermissionError(f"{root}: only its owner may use a spool, and nobody else may write there")
+            raise PermissionError(f"{root}: the spool folder must belong to this user and be writable by no other user")
         self.queues, self.all_claims, self.exchanges, self.dead = (
             root / name for name in ("queues", "claims", "exchanges", "dead")
         )
@@ -199,7 +199,7 @@ class _ClaimsFolder:
             except BlockingIOError:
                 continue  # its process is alive
             except OSError:
-                logger.exception("cannot clear %s, whose process is gone", other)
+                logger.exception("cannot clear %s, the claims folder of a dead process", other)
         stale = f"{time.time_ns() - STALE_SECONDS * 10**9:020d}"
         for transient in self.all_claims.glob("*/=*"):
             folder = self.queues / transient.name[1:]
@@ -304,7 +304,7 @@ class SpoolChannel(virtual.Channel):
                 if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | PermissionError):
                     self.claims.put_back(claim)  # an error of the machine, not of the file
                     raise
-                logger.error("no message in %s, which goes to dead/: %r", claim.name, error)
+                logger.error("%s holds no valid message and is moved to dead/: %r", claim.name, error)
                 self.claims.move_to_dead(claim)
         raise Empty
 

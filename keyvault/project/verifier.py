@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m keyvault.project.verifier")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--listener", type=int, help="descriptor of a socket that listens")
+    parser.add_argument("--listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("--ready", type=int, required=True)
     options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")

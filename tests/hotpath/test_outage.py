@@ -38,7 +38,7 @@ def test_outage_is_told_once_a_second_however_many_ask(
         for _ in range(20):
             with pytest.raises(StoreUnavailableError):
                 DatabaseStore().find(KEY, frozenset({"x"}), None)
-        lines = [record for record in caplog.records if record.msg == "nothing can be looked up"]
+        lines = [record for record in caplog.records if record.msg == "the database cannot be read"]
         assert len(lines) == expected
         assert all(record.exc_info is None and str(record.__dict__["why"]) == "away" for record in lines)
         clock(0.6)

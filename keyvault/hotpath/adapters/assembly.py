@@ -160,11 +160,11 @@ def unrouted(method: str, target: str) -> HttpResponse:
     if exposed is not None:
         return problem_answer(denial_problem(exposed, request_id), request_id)
     if target.partition("?")[0] in {_HEALTH, *_WATCHED}:
-        detail = f"{method} is not one of its methods."
+        detail = f"This path does not support {method}. Use GET or HEAD."
         return problem_answer(
             problem(ErrorCode.METHOD_NOT_ALLOWED, detail, request_id, allowed_methods=("GET", "HEAD")), request_id
         )
-    return problem_answer(problem(ErrorCode.NOT_FOUND, "There is no such address.", request_id), request_id)
+    return problem_answer(problem(ErrorCode.NOT_FOUND, "No resource exists at this URL.", request_id), request_id)
 
 
 def _readyz() -> tuple[int, bytes, str]:
@@ -229,7 +229,7 @@ class AssembledVerifier:
             return _respond(*await self._watching[path].run(_WATCHED[path]))
         except StoreUnavailableError:
             request_id = mint_request_id(secrets.token_bytes)
-            detail = "This cannot be told right now. Try again."
+            detail = "The status cannot be determined right now. Try again."
             found = problem(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request_id, retry_after_seconds=1)
             return problem_answer(found, request_id)
 
@@ -259,7 +259,7 @@ def _end(follower: Follower) -> None:
             try:
                 stop()
             except Exception:  # noqa: BLE001  the process ends in any case
-                _log.exception("not all that was noted could be written")
+                _log.exception("recorded data could not be written at exit")
     finally:
         connection.close()
 

@@ -52,7 +52,7 @@ class _Outage:
         now = self._monotonic()
         if now - self._reported_at >= _REPORT_INTERVAL_SECONDS:
             self._reported_at = now
-            _log.error("nothing can be looked up", extra={"why": error})
+            _log.error("the database cannot be read", extra={"why": error})
 
 
 _REPORT_INTERVAL_SECONDS: Final = 1.0
@@ -108,14 +108,14 @@ class ShortTimeoutThread:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
         except TimeoutError:
-            raise StoreUnavailableError("the database does not answer whoever asked before") from None
+            raise StoreUnavailableError("the previous read has not ended in time") from None
         try:
             running = asyncio.get_running_loop().run_in_executor(self._pool, self._work, job)
             if not (await asyncio.wait({running}, timeout=seconds))[0]:
                 running.cancel()  # if it has not begun
                 if self._database is not None:
                     abort_connection(self._database.connection)
-                raise StoreUnavailableError("the database does not answer in time")
+                raise StoreUnavailableError("the database did not answer in time")
             return running.result()
         finally:
             self._turn.release()
@@ -330,7 +330,7 @@ class Reader:
         """Send a query. `callback` is called once, after this method has returned."""
         self._callback = callback
         self._timeout = self._loop.call_later(
-            ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
+            ANSWER_SECONDS, self._fail, TimeoutError("the database did not answer in time")
         )
         try:
             send()
@@ -402,7 +402,7 @@ def _keys_query() -> bytes:
     """Return Django's key query with an array parameter: a list of another length would be planned anew."""
     text, _ = key_rows(["id"]).query.sql_with_params()
     if text.count("IN (%s)") != 1 or text.count("%") != 1:
-        raise RuntimeError(f"the query of keys is not as it was: {text}")
+        raise RuntimeError(f"unexpected form of the key query: {text}")
     return text.replace("IN (%s)", "= ANY($1)").encode()
 
 

@@ -85,7 +85,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
                 try:
                     known = verify_known(authorization.encode(), body)
                 except Exception:  # noqa: BLE001  the slow path handles the same error
-                    _log.exception("the fast way failed")
+                    _log.exception("the fast path failed")
                     known = None
                 if type(known) is HttpResponse:
                     text = known.body

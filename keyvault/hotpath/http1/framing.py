@@ -166,18 +166,18 @@ def judge_headers(headers: Sequence[Header], known: RequestLine, *, is_modern: b
             case b"host":
                 hosts += 1
                 if not known.is_host(value):
-                    raise malformed("Host is not a host.")
+                    raise malformed("Host is not a valid host name.")
             case b"connection":
                 connection |= {option.strip(b" \t") for option in value.lower().split(b",")}
             case b"content-length":
                 length = int(value)
             case b"transfer-encoding":
                 if not is_modern or value.lower() != b"chunked":
-                    raise malformed("Transfer-Encoding is something else than chunked, or in HTTP/1.0.")
+                    raise malformed("Transfer-Encoding must be chunked, in HTTP/1.1 only.")
                 is_chunked = True
             case b"expect":
                 is_continued = is_modern and value.lower() == b"100-continue"
     if hosts > 1 or (is_modern and not hosts):
-        raise malformed("Host has to be there once.")
+        raise malformed("Send exactly one Host header.")
     is_last = b"close" in connection or not (is_modern or b"keep-alive" in connection)
     return Framing(None if is_chunked else length, is_continued, is_last)

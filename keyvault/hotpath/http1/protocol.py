@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
         is_full = len(shared.connections) >= shared.bounds.connections
         shared.connections.add(self)
         if is_full:
-            detail = "This verifier has as many connections as it takes."
+            detail = "This verifier has reached its maximum number of connections. Try again."
             self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, detail))
             self._flush()
 
@@ -366,7 +366,7 @@ class Connection(asyncio.Protocol):
         except RefusedError as refused:
             self._refuse(refused)
         except _PARSER_ERRORS:
-            self._refuse(malformed("The request is no well-formed HTTP/1.1."))
+            self._refuse(malformed("The request is not valid HTTP/1.1."))
         if self._answers:
             self._flush()
         self._rest, self._offset = self._rest[self._offset :], 0
@@ -432,7 +432,7 @@ class Connection(asyncio.Protocol):
         if head_bytes > HEAD_BYTES:
             if self._state is _State.LINE:
                 raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
-            detail = "Request line and headers together are longer than 16 KiB, or the headers are more than 100."
+            detail = "Request line and headers are longer than 16 KiB, or there are more than 100 headers."
             raise RefusedError(431, ErrorCode.REQUEST_INVALID, detail)
 
     def _read_line(self, line: bytes) -> None:
@@ -444,7 +444,7 @@ class Connection(asyncio.Protocol):
         self._require_short(self._head_bytes + len(line))
         request = self._shared.known.read_line(line[:-1])
         if request is None:
-            raise malformed("The request line is none of HTTP/1.1.")
+            raise malformed("The request line is not valid HTTP/1.1.")
         if len(request[1]) > TARGET_BYTES:
             raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
         self._feed(line)
@@ -657,7 +657,9 @@ class Connection(asyncio.Protocol):
                 self.abort()
         elif self._is_busy:
             if waited > bounds.answer_seconds:
-                self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The answer took too long."))
+                self._refuse(
+                    RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The request took too long. Try again.")
+                )
                 self._flush()
                 if self._awaited is not None:
                     # The client already has a response: nothing more may be spent or recorded.

@@ -67,4 +67,4 @@ class CallbackFuture(Struct, eq=False):
             try:
                 callback(self)
             except Exception:  # noqa: BLE001  isolate errors of one callback from the others
-                _log.exception("an answer could not be handed over")
+                _log.exception("a response callback failed")

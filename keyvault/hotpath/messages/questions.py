@@ -154,6 +154,6 @@ def read_forwarded_request(question: PendingRequest, dialect: Dialect) -> Forwar
         )
     read = read_forwarded(NAMES[dialect], question.headers)
     if isinstance(read, Misread):
-        fault = Fault("", f"{read.header} is missing, or cannot be read.")
-        raise RequestInvalidError("The gateway does not say which request it asks about.", [fault])
+        fault = Fault("", f"{read.header} is missing or malformed.")
+        raise RequestInvalidError("The gateway did not identify the request to check.", [fault])
     return read

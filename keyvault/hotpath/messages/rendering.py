@@ -129,7 +129,7 @@ class Template:
     def __init__(self, judgement: Judgement, buckets: tuple[Bucket, ...]) -> None:
         holder = judgement.holder
         if holder is None or judgement.customer is not None:
-            raise TypeError("a template is of a grant to a key alone")
+            raise TypeError("a template needs a grant to a key without a customer")
         self._policies = tuple(bucket.policy.encode() for bucket in buckets)
         statuses = tuple(
             BucketStatus(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)

@@ -40,6 +40,6 @@ class HttpResponse(Struct, gc=False):
             return b"".join((_JSON_HEAD, self.request_id.encode(), line, end, body))
         lines = "".join([f"{name.lower()}: {value}\r\n" for name, value in self.headers])
         if lines.count("\n") != len(self.headers) or lines.count("\r") != len(self.headers):
-            raise ValueError("a header of the answer holds a line break")
+            raise ValueError("a response header contains a line break")
         head = f"{lines}x-request-id: {self.request_id}\r\ncontent-length: {len(body)}\r\n"
         return b"".join((_HEADS[self.status], head.encode("latin-1"), end, body if has_body else b""))

@@ -335,7 +335,7 @@ class SlowPath:
         if isinstance(verdict, Denial):
             raise VerificationDeniedError(verdict, limits)
         if holder is None:
-            raise TypeError("a grant is given after proof")
+            raise TypeError("a grant needs a proved key")
         identity = identity_headers(holder, judgement.customer, question.request_id)
         identity.pop(REQUEST_ID)  # every response has it
         return HttpResponse(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
@@ -429,7 +429,7 @@ class _MethodError(KeyvaultError):
     code = ErrorCode.METHOD_NOT_ALLOWED
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
-        super().__init__("The method is not one of this path.")
+        super().__init__(f"This path does not support the method. Use {' or '.join(allowed)}.")
         self.allowed = allowed
 
 
@@ -535,12 +535,12 @@ def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[E
     environment's host.
     """
     if len(service.environments) != 1:
-        detail = "A gateway's service token names exactly one environment, and this one names several."
+        detail = "This service token has several environments. Use a token for exactly one environment in a gateway."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     (environment,) = service.environments
     hosts = {name: urlsplit(url).hostname for name, url in base_urls.items()}
     is_unreadable = forwarded.hostname == "" and len(set(hosts.values())) > 1
     if is_unreadable or (forwarded.hostname != hosts[environment] and forwarded.hostname in hosts.values()):
-        detail = f"The gateway's token is for {environment}, and the request did not go to a host of it."
+        detail = f"The gateway's token is for {environment}, but the request went to a host of another environment."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     return environment

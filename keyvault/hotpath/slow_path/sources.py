@@ -74,7 +74,7 @@ class CachedSources:
         """Return the policy snapshot. Raises MissingDataError, or VerifierStaleError when it could not be read."""
         read, remembered = self._question.rules, self._engine.rules
         if isinstance(read, Exception):
-            raise VerifierStaleError("The rules cannot be looked up right now.")
+            raise VerifierStaleError("The rules cannot be read right now. Try again.")
         if read is not None:
             return read
         if remembered is not None and self.may_remember:
@@ -112,7 +112,8 @@ class CachedSources:
         """Return the record. Raises MissingDataError, or VerifierStaleError when it could not be read or trusted."""
         if self._engine.freshness.is_lost:
             raise VerifierStaleError(
-                "The verifier knows of changes that its database lacks, and vouches for nothing until it is restarted.",
+                "The verifier's database lacks changes that the verifier has seen. "
+                "It verifies no key until it is restarted.",
                 internal="the change feed went back",
             )
         if (kind, identity) in self._question.found:
