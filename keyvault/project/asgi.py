@@ -1,7 +1,7 @@
 """The ASGI application for Granian: Django's WSGI application behind a bridge that loses nothing of a request.
 
-Loading fails where serving would go wrong: `keyvault.project.wsgi` checks the process, and routes that do not match
-the catalog fail here and not at the first request.
+Loading fails where serving would go wrong: `keyvault.project.wsgi` checks the process, and routes that do not match the
+catalog fail here and not at the first request.
 """
 
 from keyvault.project.wsgi import application as wsgi_application

@@ -1,7 +1,7 @@
 """From ASGI to WSGI: read each request as it was sent, and have a WSGI application answer it in a few threads.
 
-The environ of a WSGI server loses information: it has one name for `X-Api-Key` and `X_Api_Key`, a decoded path, and
-no body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is built here:
+The environ of a WSGI server loses information: it has one name for `X-Api-Key` and `X_Api_Key`, a decoded path, and no
+body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is built here:
 
 - a header whose name holds an underscore is dropped; a repeated header is joined with a comma;
 - `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
@@ -10,13 +10,13 @@ no body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is 
 - the body is read before a thread is taken, so that slow senders hold none. A body above the limit is not read: code
   that reads it gets RequestDataTooBig. Credentials are thus judged before the body, whatever its size.
 
-The bridge bounds what one process accepts (see `Capacity`). The console has its own threads and queue, since
-sign-ins compute password hashes for anonymous clients: the other planes keep their threads. So do probes. The bridge
-answers 503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request
-when its client disconnects.
+The bridge bounds what one process accepts (see `Capacity`). The console has its own threads and queue, since sign-ins
+compute password hashes for anonymous clients: the other planes keep their threads. So do probes. The bridge answers 503
+with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
+disconnects.
 
-Granian (2.8) itself refuses a request line or header that is not HTTP with an empty 400, and a target above 64 KiB
-with an empty 414. It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
+Granian (2.8) itself refuses a request line or header that is not HTTP with an empty 400, and a target above 64 KiB with
+an empty 414. It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
 """
 
 import io

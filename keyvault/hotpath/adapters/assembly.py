@@ -252,8 +252,8 @@ def _begin(follower: Follower) -> None:
 
 
 def _end(follower: Follower) -> None:
-    """Write the uses first, which rotations rely on, then deregister, which receipts wait for. An error in one
-    step does not prevent the others."""
+    """Write the uses first, which rotations rely on, then deregister, which receipts wait for. An error in one step
+    does not prevent the others."""
     try:
         for stop in (usage_log.stop, follower.stop, refusal_log.stop):
             try:

@@ -92,9 +92,7 @@ class ShortTimeoutThread:
     """
 
     def __init__(self, name: str, seconds: float | None = None) -> None:
-        """Args:
-        seconds: Maximum duration of a job, and maximum wait for the job before it. Default: ANSWER_SECONDS.
-        """
+        """Set the maximum duration of a job, also for the job before it, in `seconds`. Default: ANSWER_SECONDS."""
         self._pool = ThreadPoolExecutor(1, name)
         self._turn = asyncio.Lock()
         self._seconds = seconds

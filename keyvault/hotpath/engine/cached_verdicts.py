@@ -30,10 +30,7 @@ class Caller:
     __slots__ = ("environments", "merchants", "outcome", "source")
 
     def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
-        """Args:
-        served: Environments that this process serves.
-        outcome: Outcome under which a use by this caller is counted.
-        """
+        """Derive the data. `served`: environments of this process. `outcome`: how uses by this caller are counted."""
         may_verify = Permission.KEYS_VERIFY in service.permissions
         environments = service.environments & served if may_verify else frozenset[Environment]()
         self.environments = frozenset(environment.value for environment in environments)

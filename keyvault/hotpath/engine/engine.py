@@ -6,8 +6,8 @@
 `slow_path` answers every other request.
 
 A cached entry is valid until a change concerns it. Before each decision the engine compares the host's generation
-counter and evicts what changed. `evict` applies changes of other hosts. `Freshness` tracks how long ago the feed
-was complete. A record whose read overlapped a change serves the request that it was read for, and is not cached.
+counter and evicts what changed. `evict` applies changes of other hosts. `Freshness` tracks how long ago the feed was
+complete. A record whose read overlapped a change serves the request that it was read for, and is not cached.
 """
 
 import threading
@@ -85,8 +85,7 @@ class Engine:
         """Includes plans of evicted accounts whose keys are still cached."""
         self._uses: dict[Use, Tally] = {}
         self._clean_texts: dict[str, str] = {}
-        """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few texts.
-        """
+        """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few."""
         self._period = 1
         self._generation_words = ports.generation.words
         self._seen_generation = ports.generation.since(-1)[0]
@@ -103,10 +102,9 @@ class Engine:
         self.verify_known = self._make_verify_known()
         """Answer POST /v1/keys/verify from memory, for a grant or for a denial of a terminated key.
 
-        Args: the whole Authorization header, and the body. No other header of the request may make a difference.
-        Returns: the response. A CacheMiss when only the key is missing; pass it to `verify_missed` once the key was
-        read.
-        None when the slow path must decide; nothing was spent or recorded.
+        Takes the whole Authorization header and the body. No other header of the request may make a difference. Returns
+        a CacheMiss when only the key is missing; pass it to `verify_missed` once the key was read. Returns None when
+        the slow path must decide; nothing was spent or recorded.
         """
 
     # --- cache and freshness --------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 class CacheEntry(Generic[R]):
     """A cached record.
 
-    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it.
-    `about` holds what the engine derived from the record. `account` is set for a cached key.
+    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it. `about`
+    holds what the engine derived from the record. `account` is set for a cached key.
     """
 
     __slots__ = ("about", "account", "deadline", "identity", "is_referenced", "record", "tag")
@@ -54,10 +54,9 @@ class Doorkeeper:
     """Admission filter, as in TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017).
 
     It reports whether an id has been seen among the last `most` ids at least, and twice as many at most. False
-    positives
-    are possible: several ids share one byte. The byte holds the number of the period in which one of them was last
-    seen.
-    A period ends after `most` new ids. Period numbers repeat after _PERIODS, and so do bytes unchanged since then.
+    positives are possible: several ids share one byte. The byte holds the number of the period in which one of them was
+    last seen. A period ends after `most` new ids. Period numbers repeat after _PERIODS, and so do bytes unchanged since
+    then.
     """
 
     __slots__ = ("_before", "_mask", "_now", "_period_length", "_remaining", "_slots")

@@ -1,7 +1,7 @@
 """The event loop's frontend: requests wait for data together, and one read serves all that are waiting.
 
-A request joins the next read, never one in progress: that one may have begun before a change which this request
-must see.
+A request joins the next read, never one in progress: that one may have begun before a change which this request must
+see.
 """
 
 import asyncio

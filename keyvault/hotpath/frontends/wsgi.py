@@ -50,8 +50,7 @@ def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable
     `serves_host` decides from a Host header whether the service plane is served there.
 
     A WSGI server maps both `X_Api_Key` and `X-Api-Key` to one name, and decodes the path. Directly behind such a
-    server,
-    a gateway must drop headers with underscores. `keyvault.project.asgi_wsgi_bridge` distinguishes them.
+    server, a gateway must drop headers with underscores. `keyvault.project.asgi_wsgi_bridge` distinguishes them.
 
     A server that forks must call this after the fork: the engine's lock and request ids belong to one process.
     """

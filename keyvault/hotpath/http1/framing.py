@@ -76,9 +76,7 @@ class Shape:
     __slots__ = ("authorization", "connection", "content_type", "host")
 
     def __init__(self, names: Mapping[bytes, bytes]) -> None:
-        """Args:
-        names: Names as sent, by their lower case. Raises KeyError without a Host.
-        """
+        """Read the names as sent, by their lower case. Raises KeyError without a Host."""
         self.host = names[b"host"]
         self.connection = names.get(b"connection")
         self.authorization = names.get(b"authorization")

@@ -80,8 +80,7 @@ class Bounds:
     answer_seconds: float = 30.0
     """Timeout for an awaited response; then the client gets 503. Longer than the handler's own timeouts."""
     linger_seconds: float = 2.0
-    """Time in which a client may go on sending after its last response before the connection is reset (RFC 9112, 9.6).
-    """
+    """Time in which a client may still send after its last response, before the reset (RFC 9112, 9.6)."""
     connections: int = 8192
     """Maximum number of connections of a process. Those above it get 503; above twice the number they are closed."""
 

@@ -30,8 +30,7 @@ class HttpResponse(Struct, gc=False):
         """Return the whole response, or its head alone if not `has_body` (HEAD).
 
         `end` completes the head: header lines of the connection, and the empty line. Raises ValueError for a header
-        that
-        contains a line break or a character beyond latin-1.
+        that contains a line break or a character beyond latin-1.
         """
         body = self.body
         if self.status == 200 and self.headers is JSON and has_body:

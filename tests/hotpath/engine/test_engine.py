@@ -783,10 +783,10 @@ class BrokenStore(HeldStore):
 
     breaks = ""
 
-    def find_keys(self, ids: frozenset[str], tell: KeysCallback) -> None:
+    def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
         if self.breaks == "asked":
             raise ZeroDivisionError
-        super().find_keys(ids, tell)
+        super().find_keys(ids, callback)
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         if self.breaks == "reading" and kind == KEY:
