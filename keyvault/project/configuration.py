@@ -78,7 +78,7 @@ def _prefix(text: str) -> str:
 def _secret_key(text: str) -> str:
     """Reject a short key: an attacker who guesses it can sign sessions."""
     if text and len(text) < 50:
-        raise ValueError("50 random characters or more")
+        raise ValueError("50 characters or more, generated at random")
     return text
 
 
