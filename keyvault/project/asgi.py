@@ -1,6 +1,6 @@
-"""The ASGI application, for Granian: Django's WSGI application behind a bridge that loses nothing of a request.
+"""The ASGI application for Granian: Django's WSGI application behind a bridge that loses nothing of a request.
 
-Loading it fails where serving would go wrong: `keyvault.project.wsgi` sees to that, and routes that do not fit to the
+Loading fails where serving would go wrong: `keyvault.project.wsgi` checks the process, and routes that do not match the
 catalog fail here and not at the first request.
 """
 
@@ -10,6 +10,6 @@ from keyvault.project.wsgi import verifier
 # isort: split
 from keyvault.project.asgi_wsgi_bridge import Bridge
 
-application = Bridge(wsgi_application, verifier.door.verify_known)
+application = Bridge(wsgi_application, verifier.frontend.verify_known)
 
 from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

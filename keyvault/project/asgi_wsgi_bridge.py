@@ -1,24 +1,22 @@
-"""From ASGI to WSGI: reads each request as it was sent, and has a WSGI application answer it in a few threads.
+"""From ASGI to WSGI: read each request as it was sent, and have a WSGI application answer it in a few threads.
 
-A WSGI server hands on an environ that tells less than what came: one name for `X-Api-Key` and `X_Api_Key`, a
-path with its escapes undone, no body where its length was not announced. ASGI has the bytes, so the environ
-(PEP 3333) is made here:
+The environ of a WSGI server loses information: it has one name for `X-Api-Key` and `X_Api_Key`, a decoded path, and no
+body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is built here:
 
-- a header whose name holds an underscore is dropped; one that came twice is joined with a comma;
+- a header whose name holds an underscore is dropped; a repeated header is joined with a comma;
 - `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
 - a path and query above 8 KiB are refused;
-- a Content-Type that cannot be read is left out, and so are its parameters with a charset other than UTF-8;
-- the body is read before a thread is taken, so that slow senders hold none. One above the limit is not read: who
-  asks for it gets RequestDataTooBig. So credentials are judged before the body, whatever its size.
+- an unreadable Content-Type is omitted, and so are its parameters with a charset other than UTF-8;
+- the body is read before a thread is taken, so that slow senders hold none. A body above the limit is not read: code
+  that reads it gets RequestDataTooBig. Credentials are thus judged before the body, whatever its size.
 
-The bridge bounds what one process takes on (see `Capacity`). The console has threads and a queue of its own, since
-sign-ins compute password hashes for anybody: the other planes keep their threads. So do probes. The bridge answers
-503 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its
-client disconnects.
+The bridge bounds what one process accepts (see `Capacity`). The console has its own threads and queue, since sign-ins
+compute password hashes for anonymous clients: the other planes keep their threads. So do probes. The bridge answers 503
+with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
+disconnects.
 
-What Granian (2.8) settles before anything of ours is asked: it refuses a request line or header that is no HTTP, with
-an empty 400, and a target above 64 KiB, with an empty 414; it drops a fragment; it takes Transfer-Encoding before
-Content-Length, as RFC 9112 (6.3) has it.
+Granian (2.8) itself refuses a request line or header that is not HTTP with an empty 400, and a target above 64 KiB with
+an empty 414. It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
 """
 
 import io
@@ -43,7 +41,7 @@ from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.messages.questions import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.deadline import Deadline
-from keyvault.project.engine_view import is_welcome
+from keyvault.project.engine_view import serves_host
 from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
 from keyvault.wire.headers import join_headers
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -55,7 +53,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one process takes on at once."""
+    """Limits of one process."""
 
     threads: int = 4
     """Threads for everything but the console. Few, since SQLite has one writer and Python one interpreter; each keeps
@@ -80,7 +78,7 @@ PROBES = frozenset({"/healthz", "/readyz"})
 """Paths that a load balancer or an orchestrator asks for."""
 
 TARGET_BYTES = 8192
-"""Of path and query. RFC 9112 (3) recommends that every server take a request line of 8,000."""
+"""Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
 
 _VERIFY = VERIFY.encode()
 
@@ -95,11 +93,11 @@ class WsgiResponse:
 
 
 class BodyUnreadableError(Exception):
-    """The body broke off, or its framing cannot be followed."""
+    """The body ended early, or its framing is invalid."""
 
 
 class TooLargeBody:
-    """Stands for a body that was not read; raises RequestDataTooBig at whoever wants it."""
+    """A body that was not read. Reading it raises RequestDataTooBig."""
 
     def read(self, size: int = -1) -> NoReturn:
         raise RequestDataTooBig("the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE")
@@ -117,7 +115,7 @@ VerifyKnown = Callable[[bytes, bytes], object]
 class Bridge:
     """One WSGI application in three fixed pools of threads that live as long as the process.
 
-    `verify_known` is asked first, in the loop: what the engine has in memory is not worth a thread.
+    `verify_known` runs first, in the loop: an answer from memory needs no thread.
     """
 
     def __init__(
@@ -134,26 +132,26 @@ class Bridge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._serve_lifespan(receive, send)
         elif scope["type"] == "http":
             answer = await self._admit(scope, receive)
             if answer is not None:
                 await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
                 await send({"type": "http.response.body", "body": answer.body})
         else:
-            raise ValueError(f"{scope['type']} is not spoken here")
+            raise ValueError(f"unsupported ASGI scope: {scope['type']}")
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
-        # What was accepted is answered, and noted, before the process says its farewell.
+        # Answer and record accepted requests before the process deregisters.
         await self._pool.close()
         await self._console_pool.close()
         await self._probe_pool.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _admit(self, scope: Scope, receive: Receive) -> WsgiResponse | None:
-        """Answer the request unless too many are in progress; None where nobody waits for the answer."""
+        """Answer the request unless too many are in progress; None when the client is gone."""
         if self._in_progress >= self._capacity.requests:
             return _refuse_as_busy(scope)
         self._in_progress += 1
@@ -176,17 +174,17 @@ class Bridge:
         try:
             body, length = await self._body_deadline.bound(_read_body(headers, receive))
         except BodyUnreadableError:
-            detail = "The body cannot be read: it broke off, or is not framed well."
+            detail = "The body is incomplete, or its framing is invalid. Send it again."
             return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
         except TimeoutError:
             return _refuse_slow_body(self._capacity.body_seconds)
         if raw_path == _VERIFY and not query and scope["method"] == "POST" and isinstance(body, io.BytesIO):
-            known = self._known(headers, body)
+            known = self._verify_from_memory(headers, body)
             if known is not None:
                 return known
         environ = _environ(scope, headers, body, length)
         pool = self._pool_for(environ["PATH_INFO"])
-        # An oversized body was left unread, and only behind it would the client's end be seen.
+        # An oversized body stays unread, and the client's disconnect arrives only behind it.
         watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
         return await pool.run(partial(self._run, environ), watch)
 
@@ -195,17 +193,17 @@ class Bridge:
             return self._console_pool
         return self._probe_pool if path in PROBES else self._pool
 
-    def _known(self, headers: dict[str, str], body: io.BytesIO) -> WsgiResponse | None:
+    def _verify_from_memory(self, headers: dict[str, str], body: io.BytesIO) -> WsgiResponse | None:
         authorization = headers.get("authorization")
         if self._verify_known is None or authorization is None or not authorization.isascii():
             return None
         if headers.get("content-type") != "application/json":
             return None
-        if not is_welcome(headers.get("host", "")):
+        if not serves_host(headers.get("host", "")):
             return None
         try:
             known = self._verify_known(authorization.encode(), body.getvalue())
-        except Exception:  # noqa: BLE001  whatever it was: the whole way answers, be it with a problem
+        except Exception:  # noqa: BLE001  the slow path answers, if only with a problem document
             _log.exception("unhandled")
             return None
         if not isinstance(known, HttpResponse):
@@ -215,7 +213,7 @@ class Bridge:
     def _run(self, environ: dict[str, Any]) -> WsgiResponse:
         try:
             return _call(self._wsgi, environ)
-        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
             _log.exception("unhandled", extra={"request_id": dict(answer.headers)[b"x-request-id"].decode()})
             return answer
@@ -235,7 +233,7 @@ def _call(wsgi: WSGIApplication, environ: dict[str, Any]) -> WsgiResponse:
         written.extend(response)
     finally:
         if close := getattr(response, "close", None):
-            close()  # Django's, which puts the thread's database connection in order
+            close()  # Django's resets the thread's database connection
     code, encoded = started[-1]
     return WsgiResponse(code, encoded, b"".join(written))
 
@@ -306,7 +304,10 @@ def _environ(scope: Scope, headers: dict[str, str], body: Body, length: int) -> 
 
 
 def _content_type(sent: str) -> str:
-    """One that Django can read: it fails on some, and reads the query in a charset that Python knows (`rot13`)."""
+    """Return a Content-Type that Django can read.
+
+    Django fails on some, and decodes the query in any charset that Python knows (`rot13`).
+    """
     try:
         charset = parse_header_parameters(sent)[1].get("charset", "utf-8")
     except (LookupError, ValueError):
@@ -321,7 +322,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiResponse:
-    """An answer without Django: nothing of the request is looked at."""
+    """Refuse without Django and without examining the request."""
     found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)
@@ -330,7 +331,7 @@ def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiR
 def _refuse_slow_body(seconds: float) -> WsgiResponse:
     """Answer 408 and close the connection: the rest of the body may still come."""
     detail = (
-        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, all of it at once."
+        f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, with the whole body."
     )
     answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
     answer.headers.append((b"connection", b"close"))
@@ -339,8 +340,8 @@ def _refuse_slow_body(seconds: float) -> WsgiResponse:
 
 def _refuse_as_busy(scope: Scope) -> WsgiResponse:
     """Answer 503: a page in the console, a problem document elsewhere."""
-    busy = "The service has as many requests in progress as it can take. Nothing was done."
-    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait as long as Retry-After says, then send it again.")
+    busy = "The service has too many requests in progress. Nothing was done."
+    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait for the time in Retry-After, then send it again.")
     if not is_console_path(_path_info(scope)):
         return answer
     headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}

@@ -1,4 +1,4 @@
-"""Celery's app. Messages are wake-ups and carry ids only; a lost or doubled one changes nothing."""
+"""The Celery app. Messages are wake-ups and carry ids only; a lost or repeated one changes nothing."""
 
 import os
 from typing import Any
@@ -17,8 +17,8 @@ app.autodiscover_tasks(["keyvault", "rotation"])
 
 
 @worker_init.connect
-def _refuse_to_run_wrong(**_: Any) -> None:
-    """A worker with the wrong keystore would burn keys and mint others that nobody can verify."""
+def _check_startup(**_: Any) -> None:
+    """Exit if misconfigured: a wrong keystore would discard keys and issue others that nothing can verify."""
     from keyvault.services.startup.startup_checks import start_or_exit
 
-    start_or_exit("worker")  # Celery swallows what a signal handler raises, but for this
+    start_or_exit("worker")  # Celery ignores other exceptions of a signal handler

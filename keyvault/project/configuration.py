@@ -1,7 +1,7 @@
-"""Every setting of the service: its environment variable, what unset means, what it does.
+"""Every setting of the service: its environment variable, its default, its effect.
 
-The one list: `settings` reads its values here, and the README's table is held equal to it by a test.
-A value that cannot be meant stops the process at start with the variable's name and what to write instead.
+This is the only list: `settings` reads its values here, and a test compares the README's table with it. An invalid
+value stops the process at start with the variable's name and the accepted values.
 """
 
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`read` turns the text into a value; ValueError says what was wrong with it."""
+    """A setting. `read` converts the text; its ValueError states what is accepted."""
 
     name: str
     unset: str
@@ -57,15 +57,15 @@ def _brand(text: str) -> str:
 
 
 def _origin(text: str) -> str:
-    """Plain HTTP never leaves the machine: elsewhere keys and sessions would travel in the clear."""
+    """Return the origin. Plain HTTP is for this machine only: elsewhere it would expose keys and sessions."""
     if text == "":
         return text
     parts = urlsplit(text)
     loopback = parts.hostname in {"127.0.0.1", "localhost", "::1"}
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError("an address such as https://keys.example.com")
+        raise ValueError("a URL such as https://keys.example.com")
     if parts.scheme == "http" and not loopback:
-        raise ValueError("https: plain http is for 127.0.0.1, localhost and ::1 only")
+        raise ValueError("https; plain http is for 127.0.0.1, localhost and ::1 only")
     return text.rstrip("/")
 
 
@@ -76,22 +76,22 @@ def _prefix(text: str) -> str:
 
 
 def _secret_key(text: str) -> str:
-    """A short one is guessed, and whoever has guessed it signs sessions of their own."""
+    """Reject a short key: an attacker who guesses it can sign sessions."""
     if text and len(text) < 50:
-        raise ValueError("50 characters or more, at random")
+        raise ValueError("50 characters or more, generated at random")
     return text
 
 
 def _environments(text: str) -> tuple[str, ...]:
-    names = _words(text)
+    names = _split_list(text)
     known = [environment.value for environment in Environment]
     if not names or not set(names) <= set(known):
-        raise ValueError(f"one or more of {', '.join(known)}, with commas")
+        raise ValueError(f"one or more of {', '.join(known)}, separated by commas")
     return tuple(name for name in known if name in names)
 
 
 def _limit(text: str) -> tuple[int, int]:
-    """`<requests>/<seconds>` as the two numbers."""
+    """Return the two numbers of `<requests>/<seconds>`."""
     count, slash, seconds = text.partition("/")
     if not slash or not count.isdecimal() or not seconds.isdecimal() or find_limit_fault(int(count), int(seconds)):
         raise ValueError(f"requests/seconds such as 25/1, up to {LARGEST_COUNT} in up to {LONGEST_SECONDS} seconds")
@@ -100,9 +100,9 @@ def _limit(text: str) -> tuple[int, int]:
 
 def _url(*schemes: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        scheme, _, rest = text.partition("://")  # whatever else is wrong is not told: there is a password in it
+        scheme, _, rest = text.partition("://")  # the text contains a password: never quote it
         if text and (not rest or scheme.lower() not in schemes):
-            raise ValueError(f"an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
+            raise ValueError(f"a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
         return text
 
     return read
@@ -116,19 +116,19 @@ def _percent(text: str) -> int:
 
 def _networks(text: str) -> tuple[IPNetwork, ...]:
     try:
-        return tuple(parse_network(word) for word in _words(text))
+        return tuple(parse_network(word) for word in _split_list(text))
     except ValueError as error:
-        raise ValueError(f"networks such as 10.0.0.0/8,fd00::/8, with commas ({error})") from error
+        raise ValueError(f"networks such as 10.0.0.0/8,fd00::/8, separated by commas ({error})") from error
 
 
 def _staleness(text: str) -> float:
-    """Above the pace of the feed, or no verifier would ever be fresh."""
+    """Return the maximum staleness. Below the feed's interval no verifier would ever be fresh."""
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", text) or not 0.5 <= float(text) <= 60:
         raise ValueError("seconds, 0.5 to 60")
     return float(text)
 
 
-def _words(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -147,70 +147,68 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_REDIS_URL",
         "",
-        "`redis://…`: rate limits that several server processes share, and the broker unless that is set by itself. "
-        "Unset: each process counts for itself; the ordinary server is one, and each worker of `verifier` is another.",
+        "`redis://…`: rate limits shared by several server processes, and the broker unless that is set separately. "
+        "Unset: each process counts separately; the ordinary server is one, and each worker of `verifier` is another.",
         _url("redis", "rediss"),
     ),
     Setting(
         "KEYVAULT_BROKER_URL",
         "",
-        "Celery's broker. Unset: Redis where given, else the spool in the data folder.",
+        "Celery's broker. Unset: Redis if set, else the spool in the data folder.",
     ),
     Setting(
         "KEYVAULT_BACKEND",
         "local",
-        "Where readable secrets are kept: `local`, the encrypted keystore in the data folder, or `vault`, a HashiCorp "
+        "Storage of readable secrets: `local`, the encrypted keystore in the data folder, or `vault`, a HashiCorp "
         "Vault or an OpenBao.",
         _choice("local", "vault"),
     ),
     Setting(
         "VAULT_ADDR",
         "",
-        "Address of the Vault: its active node, or a balancer in front of it; redirects are not followed. Plain http "
+        "URL of the Vault: its active node, or a load balancer in front of it; redirects are not followed. Plain http "
         "on this machine only. `VAULT_TOKEN` is never read.",
     ),
-    Setting(
-        "VAULT_CACERT", "", "File of the CA that the Vault's certificate is checked with. Unset: this machine's CAs."
-    ),
+    Setting("VAULT_CACERT", "", "CA file that verifies the Vault's certificate. Unset: this machine's CAs."),
     Setting(
         "KEYVAULT_VAULT_PREFIX",
         "keyvault",
-        "First word of every mount, policy and role of ours in the Vault, so that several services can share one.",
+        "Prefix of every mount, policy and role of this service in the Vault, so that several services can share one.",
         _prefix,
     ),
     Setting(
         "KEYVAULT_VAULT_AUTH",
         "approle",
-        "How a process logs in there: `approle`, `kubernetes`, or `token_file` (kept fresh by an agent).",
+        "How a process logs in to the Vault: `approle`, `kubernetes`, or `token_file` (renewed by an agent).",
         _choice("approle", "kubernetes", "token_file"),
     ),
     Setting(
         "KEYVAULT_VAULT_CREDENTIALS_DIR",
         "vault",
-        "Folder of the logins that this host has, a file or two for each: `<role>.role_id` with `<role>.secret_id` or "
+        "Folder of this host's logins, one or two files for each: `<role>.role_id` with `<role>.secret_id` or "
         "`<role>.wrapped_secret_id`, or `<role>.token`. Relative to the data folder.",
     ),
     Setting(
         "KEYVAULT_VAULT_JWT_FILE",
         "/var/run/secrets/kubernetes.io/serviceaccount/token",
-        "The service account's token that `kubernetes` logs in with.",
+        "File of the service account's token for `kubernetes`.",
     ),
     Setting(
         "KEYVAULT_MASTER_KEY",
         "",
         "Master key of the local keystore, 32 bytes in base64. Unset: `master.key` in the data folder, "
-        "made at the first run and readable by its owner only.",
+        "created at the first run and readable by its owner only.",
     ),
     Setting(
         "KEYVAULT_SECRET_KEY",
         "",
-        "Signs admin sessions, 50 characters or more. Unset: `django.key` in the data folder, made alike.",
+        "Signs admin sessions, 50 characters or more. Unset: `django.key` in the data folder, created likewise.",
         _secret_key,
     ),
     Setting(
         "KEYVAULT_ORIGIN",
         "http://127.0.0.1:8000",
-        "Scheme and host under which the service is reached. Plain http on this machine only.",
+        "Scheme and host of the service's public URL. Plain http on this machine only.",
         _origin,
     ),
     Setting(
@@ -228,8 +226,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_ALLOWED_HOSTS",
         "",
-        "More host names to answer to, with commas; those of the origin and the base URLs always count.",
-        _words,
+        "Additional host names, separated by commas; those of the origin and the base URLs are always allowed.",
+        _split_list,
     ),
     Setting(
         "KEYVAULT_ENVIRONMENTS",
@@ -241,14 +239,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_TRUSTED_PROXIES",
         "0",
-        "How many proxies stand before the integration plane and the console: the client's address is that many from "
-        "the right of X-Forwarded-For. 0: it is the peer's own.",
+        "Number of proxies before the integration plane and the console: the client's address is at that position from "
+        "the right of X-Forwarded-For. 0: the address of the connection.",
         _count(0),
     ),
     Setting(
         "KEYVAULT_SANDBOX_LIMIT",
         str(DEFAULT_LIMITS[Environment.SANDBOX]),
-        "Limit of an account in the sandbox unless it has its own: requests/seconds.",
+        "Default limit of an account in the sandbox: requests/seconds.",
         _limit,
     ),
     Setting(
@@ -257,29 +255,29 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_LIMIT_FALLBACK_PERCENT",
         "25",
-        "While Redis is lost, each server process counts for itself up to this share of every limit: 100 divided by "
-        "the number of processes keeps the sum.",
+        "While Redis is unavailable, each server process counts separately, up to this share of every limit: 100 "
+        "divided by the number of processes keeps the sum.",
         _percent,
     ),
     Setting(
         "KEYVAULT_LIMIT_MODE",
         "leased",
-        "How verifiers share limits in Redis: `leased`, each takes a small budget at a time and spends it in memory, "
-        "or `strict`, each request is counted there, exactly.",
+        "How verifiers share limits in Redis: `leased`, each leases a small budget at a time and spends it in memory, "
+        "or `strict`, Redis counts each request exactly.",
         _choice("leased", "strict"),
     ),
     Setting(
         "KEYVAULT_MAX_STALENESS",
         "2",
-        "Seconds, 0.5 to 60: a process that has not confirmed the change feed for so long judges nothing from memory "
-        "any more. It asks the database, and answers 503 `verifier_stale` where that does not answer.",
+        "Maximum age of cached data, in seconds, 0.5 to 60. A process that has not confirmed the change feed for "
+        "longer reads the database, and answers 503 `verifier_stale` if that is unavailable.",
         _staleness,
     ),
     Setting(
         "KEYVAULT_VERIFIER_KEYS",
         "100000",
-        "So many keys, customer tokens and service tokens each process that verifies keeps in memory. Where there are "
-        "more, those that are asked for again and again are kept, and the others are read each time.",
+        "Maximum number of keys, customer tokens and service tokens, each, that a verifying process caches. Beyond it, "
+        "frequently used ones stay cached, and the others are read each time.",
         _count(1),
     ),
     Setting(
@@ -290,21 +288,21 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_WEBHOOK_NETWORKS",
         "",
-        "Networks of your own that webhooks may be sent to, over plain http too, with commas: `10.1.0.0/16`. Unset: "
-        "to public addresses only, over https. A CA of your own is trusted through `SSL_CERT_FILE`.",
+        "Your own networks that webhooks may be sent to, also over plain http, separated by commas: `10.1.0.0/16`. "
+        "Unset: public addresses only, over https. `SSL_CERT_FILE` adds a CA of your own.",
         _networks,
     ),
     Setting("KEYVAULT_KEY_PREFIX", "kv", "First field of every key string.", _brand),
     Setting(
         "KEYVAULT_SANDBOX_APPROVALS",
         "0",
-        "Approvals by other persons that a sandbox request needs.",
+        "Number of approvals by other operators that a sandbox request needs.",
         _count(0),
     ),
     Setting(
         "KEYVAULT_PRODUCTION_APPROVALS",
         "1",
-        "The same in production, where it cannot be less than 1.",
+        "The same in production; at least 1.",
         _count(1),
     ),
     Setting(
@@ -317,14 +315,14 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The value of every setting. Raises ImproperlyConfigured naming each variable that cannot be meant.
+    """Return the value of every setting. Raises ImproperlyConfigured, naming each invalid variable.
 
-    A misspelt `KEYVAULT_…` variable is refused too, rather than silently without effect; those that begin
-    with `KEYVAULT_TEST_`, and `KEYVAULT_REQUIRE`, belong to the test suite.
+    An unknown `KEYVAULT_…` variable is rejected, so that a misspelled one is not ignored. `KEYVAULT_TEST_…` and
+    `KEYVAULT_REQUIRE` belong to the test suite.
     """
     known = {setting.name for setting in SETTINGS}
     wrong = [
-        f"{name}: there is no such setting"
+        f"{name}: unknown setting; the README lists all settings"
         for name in sorted(environ)
         if name.startswith("KEYVAULT_")
         and name not in known
@@ -337,18 +335,21 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         try:
             values[setting.name] = setting.read(text)
         except ValueError as error:
-            wrong.append(f"{setting.name}: wants {error}")
+            wrong.append(f"{setting.name}: invalid value, expected {error}")
     if wrong:
         raise ImproperlyConfigured("; ".join(wrong))
     return values
 
 
-_TAKEN = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
+_RESERVED_SEGMENTS = frozenset({"", "v1", "admin", "static", "healthz", "readyz", "metrics"})
 
 
 def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
-    """Every environment's base URL. Raises ImproperlyConfigured where a request could belong to two of them,
-    or to one of them and to the service plane or the console."""
+    """Return every environment's base URL.
+
+    Raises ImproperlyConfigured if a request could belong to two environments, or to one of them and to the service
+    plane or the console.
+    """
     origin = values["KEYVAULT_ORIGIN"]
     found = {
         environment.value: values[f"KEYVAULT_{environment.name}_BASE_URL"] or f"{origin}/{environment}"
@@ -356,20 +357,22 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
     }
     parts = {name: urlsplit(url) for name, url in found.items()}
     for name, base in parts.items():
-        if base.hostname == urlsplit(origin).hostname and base.path.strip("/").partition("/")[0] in _TAKEN:
+        if base.hostname == urlsplit(origin).hostname and base.path.strip("/").partition("/")[0] in _RESERVED_SEGMENTS:
             raise ImproperlyConfigured(
-                f"KEYVAULT_{name.upper()}_BASE_URL: wants a path of its own on the origin's host, such as /{name}"
+                f"KEYVAULT_{name.upper()}_BASE_URL: invalid value, "
+                f"expected its own path on the origin's host, such as /{name}"
             )
         for other, its in parts.items():
             if name != other and base.hostname == its.hostname and f"{its.path}/".startswith(f"{base.path}/"):
                 raise ImproperlyConfigured(
-                    f"KEYVAULT_{name.upper()}_BASE_URL: wants another host or path than {other}'s"
+                    f"KEYVAULT_{name.upper()}_BASE_URL: invalid value, "
+                    f"expected another host or path than that of {other}"
                 )
     return found
 
 
 def settings_table() -> str:
-    """The README's table."""
+    """Return the README's table of settings."""
     rows = ["| variable | unset means | what it does |", "|---|---|---|"]
     for setting in SETTINGS:
         unset = f"`{setting.unset}`" if setting.unset else "-"

@@ -1,4 +1,4 @@
-"""Django's own apps as this project runs them."""
+"""Django's own apps as this project configures them."""
 
 from django.contrib.admin.apps import AdminConfig
 from django.contrib.auth.apps import AuthConfig
@@ -7,7 +7,7 @@ from django.contrib.auth.signals import user_logged_in
 
 class OperatorsConfig(AuthConfig):
     def ready(self) -> None:
-        """Disconnects Django's own write to the user: `services.sign_in` records the time of a sign-in."""
+        """Disconnect Django's own write to the user: `services.sign_in` records the time of a sign-in."""
         super().ready()
         user_logged_in.disconnect(dispatch_uid="update_last_login")
 

@@ -8,22 +8,22 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The same maximum time for each of many awaitables, with one timer for all of them.
+    """The same timeout for many awaitables, with one timer for all of them.
 
-    `asyncio.timeout` sets a timer for each, which the fast path of verify would notice.
+    `asyncio.timeout` sets a timer for each, which would slow the fast path of verify.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._ends: dict[asyncio.Task[object], float] = {}
-        """When each task's time is over, soonest first: all have the same time."""
+        """When each task's time ends, in the loop's seconds, earliest first: all have the same timeout."""
         self._is_timed = False
 
     async def bound(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises TimeoutError when its time is over."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if task is None:
-            raise RuntimeError("a deadline needs a task that it can cancel")
+            raise RuntimeError("a deadline must run in a task")
         self._ends[task] = loop.time() + self.seconds
         if not self._is_timed:
             self._is_timed = True
@@ -32,7 +32,7 @@ class Deadline:
             return await work
         except asyncio.CancelledError:
             if task in self._ends or task.uncancel() > 0:
-                raise  # canceled by somebody else
+                raise  # canceled by other code
             raise TimeoutError from None
         finally:
             self._ends.pop(task, None)

@@ -1,4 +1,4 @@
-"""The engine in the ordinary server process: in front of Django, and for whoever comes through Django all the same."""
+"""The engine in the ordinary server process: in front of Django, and as a view for requests that reach Django."""
 
 from functools import lru_cache
 
@@ -13,8 +13,11 @@ from keyvault.hotpath.messages.questions import Headers
 
 
 @lru_cache(maxsize=1024)
-def is_welcome(host: str) -> bool:
-    """Whether the service plane is on that host: on none that is an environment's own, see `EnvironmentMiddleware`."""
+def serves_host(host: str) -> bool:
+    """Return whether the service plane is served on that host.
+
+    It is on no host that belongs to one environment, see `EnvironmentMiddleware`.
+    """
     domain, _ = split_domain_port(host)
     if not domain or not validate_host(domain, settings.ALLOWED_HOSTS):
         return False
@@ -24,7 +27,7 @@ def is_welcome(host: str) -> bool:
 
 
 def verifying_view(request: HttpRequest) -> HttpResponse:
-    """What a server that was not told of the engine leads here; Django's own test client, too."""
+    """Answer a request that reached Django: from a server without the engine in front, or from Django's test client."""
     headers = Headers({name.lower(): value for name, value in request.headers.items()})
     if FORWARDED_HOST in request.META:
         headers["host"] = request.META[FORWARDED_HOST]
@@ -34,10 +37,10 @@ def verifying_view(request: HttpRequest) -> HttpResponse:
         body = None
     query = request.META.get("QUERY_STRING")
     target = f"{raw_path(request)}?{query}" if query else raw_path(request)
-    answer = load_blocking().door.answer(request.method or "", target, headers, body)
-    request.request_id = answer.request_id  # type: ignore[attr-defined]  # the middleware's own would be another one
+    answer = load_blocking().frontend.answer(request.method or "", target, headers, body)
+    request.request_id = answer.request_id  # type: ignore[attr-defined]  # the middleware's own id would differ
     response = HttpResponse(answer.body, status=answer.status)
-    del response["Content-Type"]  # Django's own; of an empty answer there is none
+    del response["Content-Type"]  # Django's default; an empty response has none
     for name, value in answer.headers:
         response[name] = value
     response.is_logged = True  # type: ignore[attr-defined]  # by the engine

@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, redacted after everything has been put together."""
+"""Log lines: one JSON object each, redacted as the last step."""
 
 import json
 import logging
@@ -10,9 +10,9 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 class RedactedJSONFormatter(logging.Formatter):
-    """Message, arguments, extra fields and traceback in one line; control characters stay escaped.
+    """Formats message, arguments, extra fields and traceback as one line; control characters stay escaped.
 
-    Redaction is the last step, so that no way into a log line goes round it.
+    Redaction is the last step, so that nothing reaches a log line without it.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -27,13 +27,13 @@ class RedactedJSONFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = record.stack_info
-        # Redacted before the JSON escapes too: a quote inside a header would read differently afterwards.
+        # Redact before the JSON escapes too: a quote inside a header would read differently afterwards.
         return redact(json.dumps({name: redact(text) for name, text in line.items()}))
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Logging itself would print the arguments of a record that it cannot put together, past every redactor."""
+    """Return the message. If formatting fails, logging itself would print the arguments unredacted."""
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError) as error:
-        return f"{record.msg!r} with {record.args!r} cannot be put together: {error}"
+        return f"{record.msg!r} with {record.args!r} cannot be formatted: {error}"

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class QueueFullError(Exception):
-    """As many requests as the queue takes are waiting."""
+    """The queue is full."""
 
 
 class ClientGoneError(Exception):
@@ -17,9 +17,9 @@ class ClientGoneError(Exception):
 
 
 class RequestPool:
-    """Threads that one event loop hands requests to, in the order of their arrival.
+    """Threads that run one event loop's requests in the order of their arrival.
 
-    The executor's own queue has no bound and keeps what was cancelled, so requests wait here: the executor gets one
+    The executor's own queue is unbounded and keeps canceled work. Requests therefore wait here: the executor gets one
     only when a thread is free.
     """
 
@@ -34,12 +34,12 @@ class RequestPool:
         """Run `call` in a thread and return its result.
 
         Args:
-            call: what to run.
-            wait_for_disconnect: returns when the client is gone; None where nobody can tell.
+            call: The function to run.
+            wait_for_disconnect: Returns when the client is gone; None where a disconnect cannot be detected.
 
         Raises:
-            QueueFullError: `call` would have to wait, and the queue is full.
-            ClientGoneError: the client disconnected while `call` waited.
+            QueueFullError: No thread is free, and the queue is full.
+            ClientGoneError: The client disconnected while `call` waited.
         """
         if self._free.locked():
             await self._wait(wait_for_disconnect)
@@ -51,14 +51,14 @@ class RequestPool:
             self._free.release()
 
     async def close(self) -> None:
-        """Refuse what is new, finish what waits and runs, end the threads."""
+        """Refuse new requests, finish queued and running ones, and stop the threads."""
         self._queue = 0
         for _ in range(self._threads):
             await self._free.acquire()
         self._executor.shutdown()
 
     async def _wait(self, wait_for_disconnect: Callable[[], Awaitable[None]] | None) -> None:
-        """Take a thread when it is this request's turn. Raises QueueFullError, ClientGoneError."""
+        """Wait for a free thread. Raises QueueFullError, ClientGoneError."""
         if self._waiting >= self._queue:
             raise QueueFullError
         self._waiting += 1

@@ -1,4 +1,4 @@
-"""Django's settings, safe when nothing is set. Every choice of the host comes through `configuration`."""
+"""Django's settings, safe by default. Every choice of the host comes from `configuration`."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,54 +11,54 @@ from keyvault.domain.networks import IPNetwork
 from keyvault.project.configuration import ROOT, find_base_urls, read_settings
 from keyvault.project.spool import spool_url
 
-_chosen = read_settings()
+_values = read_settings()
 
 # --- the host's choices -----------------------------------------------------------------------------------
 
 try:
-    DATA_DIR = ensure_private_directory(ROOT / Path(_chosen["KEYVAULT_DATA_DIR"]))
+    DATA_DIR = ensure_private_directory(ROOT / Path(_values["KEYVAULT_DATA_DIR"]))
 except OSError as _error:
-    raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be made: {_error.strerror}") from None
-KEY_PREFIX: str = _chosen["KEYVAULT_KEY_PREFIX"]
-ORIGIN: str = _chosen["KEYVAULT_ORIGIN"]
-BASE_URLS = find_base_urls(_chosen)
+    raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
+KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
+ORIGIN: str = _values["KEYVAULT_ORIGIN"]
+BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
-    "sandbox": _chosen["KEYVAULT_SANDBOX_APPROVALS"],
-    "production": _chosen["KEYVAULT_PRODUCTION_APPROVALS"],
+    "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
+    "production": _values["KEYVAULT_PRODUCTION_APPROVALS"],
 }
-ENVIRONMENTS: tuple[str, ...] = _chosen["KEYVAULT_ENVIRONMENTS"]
-REDIS_URL: str = _chosen["KEYVAULT_REDIS_URL"]
-TRUSTED_PROXIES: int = _chosen["KEYVAULT_TRUSTED_PROXIES"]
+ENVIRONMENTS: tuple[str, ...] = _values["KEYVAULT_ENVIRONMENTS"]
+REDIS_URL: str = _values["KEYVAULT_REDIS_URL"]
+TRUSTED_PROXIES: int = _values["KEYVAULT_TRUSTED_PROXIES"]
 ACCOUNT_LIMITS: dict[str, tuple[int, int]] = {
-    "sandbox": _chosen["KEYVAULT_SANDBOX_LIMIT"],
-    "production": _chosen["KEYVAULT_PRODUCTION_LIMIT"],
+    "sandbox": _values["KEYVAULT_SANDBOX_LIMIT"],
+    "production": _values["KEYVAULT_PRODUCTION_LIMIT"],
 }
-LIMIT_FALLBACK_PERCENT: int = _chosen["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
-IS_STRICT_LIMITS: bool = _chosen["KEYVAULT_LIMIT_MODE"] == "strict"
-MAX_STALENESS_SECONDS: float = _chosen["KEYVAULT_MAX_STALENESS"]
-VERIFIER_KEYS: int = _chosen["KEYVAULT_VERIFIER_KEYS"]
-JOURNAL = DATA_DIR / _chosen["KEYVAULT_JOURNAL"]
-WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _chosen["KEYVAULT_WEBHOOK_NETWORKS"]
-IS_VAULT: bool = _chosen["KEYVAULT_BACKEND"] == "vault"
-MASTER_KEY: str = _chosen["KEYVAULT_MASTER_KEY"]
-VAULT_ADDRESS: str = _chosen["VAULT_ADDR"]
-VAULT_CA_FILE = Path(_chosen["VAULT_CACERT"]) if _chosen["VAULT_CACERT"] else None
-VAULT_PREFIX: str = _chosen["KEYVAULT_VAULT_PREFIX"]
-VAULT_AUTH: str = _chosen["KEYVAULT_VAULT_AUTH"]
-VAULT_LOGINS = DATA_DIR / _chosen["KEYVAULT_VAULT_CREDENTIALS_DIR"]
-VAULT_JWT_FILE = Path(_chosen["KEYVAULT_VAULT_JWT_FILE"])
-BROKER_URL: str = _chosen["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
+LIMIT_FALLBACK_PERCENT: int = _values["KEYVAULT_LIMIT_FALLBACK_PERCENT"]
+IS_STRICT_LIMITS: bool = _values["KEYVAULT_LIMIT_MODE"] == "strict"
+MAX_STALENESS_SECONDS: float = _values["KEYVAULT_MAX_STALENESS"]
+VERIFIER_KEYS: int = _values["KEYVAULT_VERIFIER_KEYS"]
+JOURNAL = DATA_DIR / _values["KEYVAULT_JOURNAL"]
+WEBHOOK_NETWORKS: tuple[IPNetwork, ...] = _values["KEYVAULT_WEBHOOK_NETWORKS"]
+IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
+MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
+VAULT_ADDRESS: str = _values["VAULT_ADDR"]
+VAULT_CA_FILE = Path(_values["VAULT_CACERT"]) if _values["VAULT_CACERT"] else None
+VAULT_PREFIX: str = _values["KEYVAULT_VAULT_PREFIX"]
+VAULT_AUTH: str = _values["KEYVAULT_VAULT_AUTH"]
+VAULT_LOGINS = DATA_DIR / _values["KEYVAULT_VAULT_CREDENTIALS_DIR"]
+VAULT_JWT_FILE = Path(_values["KEYVAULT_VAULT_JWT_FILE"])
+BROKER_URL: str = _values["KEYVAULT_BROKER_URL"] or REDIS_URL or spool_url(DATA_DIR / "spool")
 
 # --- Django -----------------------------------------------------------------------------------------------
 
-SECRET_KEY = _chosen["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
+SECRET_KEY = _values["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
 DEBUG = False
 ALLOWED_HOSTS = sorted(
     {
         "127.0.0.1",
         "localhost",
         "[::1]",
-        *_chosen["KEYVAULT_ALLOWED_HOSTS"],
+        *_values["KEYVAULT_ALLOWED_HOSTS"],
         *(urlsplit(url).hostname or "" for url in (ORIGIN, *BASE_URLS.values())),
     }
 )
@@ -72,7 +72,7 @@ LANGUAGE_CODE = "en"
 APPEND_SLASH = False
 
 INSTALLED_APPS = [
-    # First: its commands take the place of those of Django's that would go round the services.
+    # First: its commands replace those of Django's that would bypass the services.
     "keyvault",
     "keyvault.project.console.OperatorsConfig",
     "django.contrib.contenttypes",
@@ -115,7 +115,7 @@ TEMPLATES = [
 try:
     DATABASES = {
         "default": dj_database_url.parse(
-            _chosen["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
+            _values["KEYVAULT_DATABASE_URL"] or f"sqlite:///{DATA_DIR}/keyvault.sqlite3",
             conn_max_age=60,
             conn_health_checks=True,
         )
@@ -126,17 +126,17 @@ except ValueError:
     ) from None
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     ensure_private_file(Path(DATABASES["default"]["NAME"]))
-    # IMMEDIATE: a transaction that will write takes the write lock at its start, so that what it read is
-    # still so when it writes. FULL: a commit that was answered survives a power cut.
+    # IMMEDIATE: a writing transaction takes the write lock at its start, so that its reads stay valid until it writes.
+    # FULL: an acknowledged commit survives a power cut.
     DATABASES["default"]["OPTIONS"] = {
         "transaction_mode": "IMMEDIATE",
         "timeout": 20,
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;",
     }
 else:
-    # What is read through is read from the primary, whatever the host's name leads to: a standby is behind. And a
-    # server that acknowledges nothing is gone: TCP itself waits a quarter of an hour for it, or two hours where
-    # nothing is sent. One that computes for long acknowledges all the same. What the URL says stands.
+    # Read from the primary, whatever server the host name leads to: a standby lags behind. The TCP limits detect a
+    # server that is gone: by default TCP waits a quarter of an hour, or two hours on an idle connection. A server that
+    # computes for long still acknowledges. The URL's own options take precedence.
     DATABASES["default"]["OPTIONS"] = {
         "target_session_attrs": "read-write",
         "connect_timeout": 5,
@@ -165,12 +165,11 @@ CSRF_COOKIE_SAMESITE = "Strict"
 # In a cookie, not in the session: an anonymous request for the sign-in page must not create a session row.
 CSRF_COOKIE_HTTPONLY = True
 CSRF_COOKIE_AGE = None
-# Over plain http the origin is this machine itself (see `configuration`), where a browser would not send a
-# Secure cookie back.
+# Over plain http the origin is this machine (see `configuration`). A browser would not return a Secure cookie there.
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
 SESSION_COOKIE_NAME = "__Host-session" if _https else "session"
 CSRF_COOKIE_NAME = "__Host-csrf" if _https else "csrf"
-# Its path is the console's, which a __Host- cookie cannot have.
+# Its path is the console's; a __Host- cookie requires the path "/".
 DEVICE_COOKIE = "__Secure-device" if _https else "device"
 SECURE_HSTS_SECONDS = 31_536_000 if _https else 0
 SECURE_HSTS_INCLUDE_SUBDOMAINS = _https
@@ -196,7 +195,7 @@ REST_FRAMEWORK = {
     "DEFAULT_CONTENT_NEGOTIATION_CLASS": "keyvault.api.negotiation.AlwaysJSON",
     "DEFAULT_PARSER_CLASSES": ["keyvault.api.parsers.StrictJSONParser"],
     "EXCEPTION_HANDLER": "keyvault.api.exceptions.handle_exception",
-    # OPTIONS would tell names and docstrings of views: it is answered as any other method that a view lacks.
+    # OPTIONS would disclose names and docstrings of views: it is answered like any unsupported method.
     "DEFAULT_METADATA_CLASS": None,
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
     "UNAUTHENTICATED_USER": None,
@@ -205,7 +204,7 @@ REST_FRAMEWORK = {
 
 SPECTACULAR_SETTINGS = {
     "TITLE": "Keyvault",
-    "DESCRIPTION": "Keys of a merchant payments platform: are they good here, now, for this endpoint?",
+    "DESCRIPTION": "Issues, rotates, revokes and verifies the API keys of a merchant payments platform.",
     "VERSION": "1",
     "OAS_VERSION": "3.1.0",
     "PREPROCESSING_HOOKS": ["keyvault.api.openapi_unrouted.add_unrouted"],
@@ -213,7 +212,7 @@ SPECTACULAR_SETTINGS = {
     "ENUM_GENERATE_CHOICE_DESCRIPTION": False,
 }
 
-# --- Celery (namespace CELERY_): messages carry ids only and are mere wake-ups, the rows are the truth -----
+# --- Celery (namespace CELERY_): messages carry ids only and are wake-ups; the database rows are authoritative
 
 CELERY_BROKER_URL = BROKER_URL
 CELERY_TASK_IGNORE_RESULT = True
@@ -225,14 +224,14 @@ CELERY_ACCEPT_CONTENT = ["json"]
 CELERY_TASK_SOFT_TIME_LIMIT = 60
 CELERY_TASK_TIME_LIMIT = 90
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-# A broker that is away for an hour is no reason to give up: the rows are the truth, and wait.
+# Never give up on a broker: the work is in the rows, and waits there.
 CELERY_BROKER_CONNECTION_MAX_RETRIES = None
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_SEND_TASK_EVENTS = False
 CELERY_TIMEZONE = "UTC"
 if BROKER_URL.startswith("redis"):
     CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 600}
-# Rows of the database, which no crash can tear. Beat writes to them every few minutes and when it ends, not each tick.
+# Database rows, which a crash cannot corrupt. Beat writes them every few minutes and at exit, not on each tick.
 CELERY_BEAT_SCHEDULER = "keyvault.project.beat:Scheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 CELERY_BEAT_SCHEDULE = {
@@ -244,13 +243,13 @@ CELERY_BEAT_SCHEDULE = {
     "begin-scheduled-rotations": {"task": "rotation.tasks.begin_scheduled", "schedule": 30.0},
     "watch-backend": {"task": "keyvault.tasks.watch_backend", "schedule": 15.0},
     "sign-checkpoints": {"task": "keyvault.tasks.sign_checkpoints", "schedule": 60.0},
-    # It asks whether the night has come.
+    # It checks whether the nightly run is due.
     "reconcile-backend": {"task": "keyvault.tasks.reconcile_backend", "schedule": 600.0},
 }
 
-# --- Logs: one JSON object a line, redacted as the last step before it is written --------------------------
+# --- Logs: one JSON object per line, redacted as the last step before it is written ------------------------
 
-_SENT_BY_ANYBODY = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
+_CLIENT_ERRORS = ("DisallowedHost", "RequestDataTooBig", "TooManyFieldsSent")
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -258,16 +257,16 @@ LOGGING = {
     "handlers": {
         "stderr": {"class": "logging.StreamHandler", "formatter": "json"},
     },
-    "root": {"handlers": ["stderr"], "level": _chosen["KEYVAULT_LOG_LEVEL"]},
+    "root": {"handlers": ["stderr"], "level": _values["KEYVAULT_LOG_LEVEL"]},
     # Django's own handlers would mail or print settings, headers and locals of a failed request.
     "loggers": {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
         "django.request": {"handlers": [], "propagate": True, "level": "ERROR"},
-        # Django takes these for errors and adds a traceback, though anybody can send one at will. The line of
-        # `keyvault.requests` at INFO stays.
-        **{f"django.security.{name}": {"level": "CRITICAL"} for name in _SENT_BY_ANYBODY},
-        # Every task a second or two, twice; what a task did is logged by what it did.
+        # Django logs these as errors with a traceback, though any client can cause them. `keyvault.requests` logs them
+        # at INFO.
+        **{f"django.security.{name}": {"level": "CRITICAL"} for name in _CLIENT_ERRORS},
+        # Celery logs every task twice, each second or two. Tasks log their own effects.
         "celery.worker.strategy": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},
         "celery.beat": {"level": "WARNING"},

@@ -1,24 +1,25 @@
 """The embedded default's broker: a kombu transport that keeps messages in a folder and needs no server.
 
-What lives here: that folder, and the classes that show it to kombu. What must not: Django, the Celery app,
-settings, or anything that knows what a message means.
+This module holds that folder and the classes that present it to kombu. It does not import Django, the Celery app or the
+settings, and does not interpret messages.
 
-    queues/<queue>/<time>-<uuid>     a message that is ready; a final "r" says that it was delivered before
-    claims/<uuid>/                   one process's desk: `.lock` is flock-held for the process's life
+    queues/<queue>/<time>-<uuid>     a message that is ready; a final "r" marks a redelivery
+    claims/<uuid>/                   the claims of one process: `.lock` is flock-held for the process's life
         .<uuid>                        a message being written; its rename into a queue publishes it
         <time>-<uuid>@<queue>          a message that this process took and has not acknowledged
         =<queue>                       "this process declared that exclusive or auto-delete queue"
-    exchanges/<exchange>/<routing key>@<queue>   a binding, all in its name: no content, nothing to tear
-    dead/                            files that hold no message, and messages rejected for good
+    exchanges/<exchange>/<routing key>@<queue>   a binding, all in its name: an empty file cannot be half written
+    dead/                            files that hold no message, and rejected messages
 
-Each step is one rename or unlink, so kill -9 at any point leaves every message in exactly one place. A desk whose
-lock can be taken belonged to a dead process: consumers put its messages back and drop the queues that nobody else
-declared, or the mailboxes of dead workers would grow for ever. Delivery is at least once; tasks are idempotent.
-Local file systems only: network shares do not keep the promises of flock and rename. One user owns the folder.
+Each step is one rename or unlink, so kill -9 at any point leaves every message in exactly one place. If the lock of a
+claims folder can be taken, its process is dead: consumers put its messages back and drop the queues that no other
+process declared, or the mailboxes of dead workers would grow without limit. Delivery is at least once; tasks are
+idempotent. Use local file systems only: network shares do not implement flock and rename reliably. One user owns the
+folder.
 
-The URL is `spool://` and the percent-encoded absolute path, which `spool_url` writes: `spool:///var/lib/kv/spool`.
-A fourth slash, as other kombu URLs have it, changes nothing. The one transport option is kombu's
-`polling_interval`, in seconds, 0.1 unless told.
+The URL is `spool://` and the percent-encoded absolute path, which `spool_url` writes: `spool:///var/lib/kv/spool`. A
+fourth slash, as in other kombu URLs, changes nothing. The one transport option is kombu's `polling_interval`, in
+seconds; its default is 0.1.
 """
 
 import fcntl
@@ -43,9 +44,9 @@ from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.utils.json import dumps, loads
 
 SWEEP_SECONDS = 2.0
-STALE_SECONDS = 3600  # what waits longer in an exclusive or auto-delete queue waits for nobody
-DEAD_FILES = 1000  # dead/ keeps the newest
-BATCH = 64  # names read ahead, so that a long queue is not listed once per message
+STALE_SECONDS = 3600  # Maximum age, in seconds, of a message in an exclusive or auto-delete queue
+DEAD_FILES = 1000  # Maximum number of files in dead/; the newest are kept
+BATCH = 64  # Number of names read ahead, so that a long queue is not listed once per message
 
 _STEM = re.compile(r"\d{20}-[0-9a-f]{32}r?")
 
@@ -53,14 +54,14 @@ logger = get_logger(__name__)
 
 
 def register() -> None:
-    """Teach kombu `spool://` URLs. Idempotent; call it before the first connection is made."""
+    """Register `spool://` URLs with kombu. Idempotent; call it before the first connection is made."""
     TRANSPORT_ALIASES["spool"] = f"{__name__}:Transport"
 
 
 def spool_url(root: str | os.PathLike[str]) -> str:
-    """The broker URL of the spool in `root`. Raises ValueError if the path is not absolute."""
+    """Return the broker URL of the spool in `root`. Raises ValueError if the path is not absolute."""
     if not os.path.isabs(root):
-        raise ValueError(f"a spool needs an absolute path, not {os.fspath(root)!r}")
+        raise ValueError(f"the path of a spool must be absolute, not {os.fspath(root)!r}")
     return f"spool://{quote(os.fspath(root))}"
 
 
@@ -68,14 +69,14 @@ def _quoted(name: str) -> str:
     if not name:
         raise ValueError("a queue or an exchange needs a name")
     quoted = quote(name, safe="")
-    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted  # "." and ".." would lead elsewhere
+    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted  # "." and ".." would leave the folder
 
 
 def _new_stem() -> str:
     return f"{time.time_ns():020d}-{uuid4().hex}"
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +85,7 @@ def _names(folder: Path) -> list[str]:
 
 def _open_private(path: Path, flags: int = os.O_RDWR) -> int:
     descriptor = os.open(path, flags | os.O_CREAT, 0o600)
-    os.fchmod(descriptor, 0o600)  # whatever the umask took away
+    os.fchmod(descriptor, 0o600)  # regardless of the umask
     return descriptor
 
 
@@ -105,12 +106,12 @@ def _make_folder(folder: Path) -> None:
             _sync_folder(folder.parent)
 
 
-_turn = threading.RLock()  # held while a lock file is open, so that no fork copies one unseen
+_fork_lock = threading.RLock()  # held while a lock file is open, so that no fork copies the descriptor
 
 
 @contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[None]:
-    with _turn:
+    with _fork_lock:
         descriptor = _open_private(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -119,20 +120,20 @@ def _locked(path: Path, flags: int = 0) -> Iterator[None]:
             os.close(descriptor)
 
 
-class _Desk:
-    """What one process has in hand. Shared by its threads; a forked child gets a desk of its own."""
+class _ClaimsFolder:
+    """The claims folder of one process. Its threads share it; a forked child gets its own."""
 
-    _of_this_process: "dict[Path, _Desk]" = {}
+    _of_this_process: "dict[Path, _ClaimsFolder]" = {}
 
     def __init__(self, root: Path) -> None:
         _make_folder(root)
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PermissionError(f"{root}: only its owner may use a spool, and nobody else may write there")
-        self.queues, self.desks, self.exchanges, self.dead = (
+            raise PermissionError(f"{root}: the spool folder must belong to this user and be writable by no other user")
+        self.queues, self.all_claims, self.exchanges, self.dead = (
             root / name for name in ("queues", "claims", "exchanges", "dead")
         )
-        self.root, self.path, self.next_sweep = root, self.desks / uuid4().hex, 0.0
+        self.root, self.path, self.next_sweep = root, self.all_claims / uuid4().hex, 0.0
         with self.registry():
             for folder in (self.queues, self.exchanges, self.dead, self.path):
                 _make_folder(folder)
@@ -140,28 +141,28 @@ class _Desk:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @classmethod
-    def at(cls, root: Path) -> "_Desk":
-        desk = cls._of_this_process.get(root)
-        if desk is not None and desk.path.is_dir():
-            return desk
-        with _turn:
-            if cls._of_this_process.get(root) is desk:  # no other thread was faster
-                if desk is not None:  # somebody emptied the folder under us: begin anew
+    def at(cls, root: Path) -> "_ClaimsFolder":
+        claims = cls._of_this_process.get(root)
+        if claims is not None and claims.path.is_dir():
+            return claims
+        with _fork_lock:
+            if cls._of_this_process.get(root) is claims:  # no other thread was faster
+                if claims is not None:  # the folder was emptied: create it again
                     os.close(cls._of_this_process.pop(root).lock)
                 cls._of_this_process[root] = cls(root)
             return cls._of_this_process[root]
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child: the parent's locks must end with the parent, and its claims are not ours."""
-        for desk in cls._of_this_process.values():
+        """In a forked child: the parent's locks must end with the parent, and its claims are not the child's."""
+        for claims in cls._of_this_process.values():
             with suppress(OSError):
-                os.close(desk.lock)  # unlike LOCK_UN this leaves the parent's lock alone
+                os.close(claims.lock)  # unlike LOCK_UN this leaves the parent's lock alone
         cls._of_this_process.clear()
-        _turn.release()
+        _fork_lock.release()
 
     def registry(self) -> Any:
-        """Taken to make or clear a desk and to make or drop a queue, so that none meets half of another."""
+        """Lock the registry while a claims folder or a queue is created or removed, so that none is seen half done."""
         return _locked(self.root / ".lock")
 
     def put_back(self, claim: Path) -> None:
@@ -170,11 +171,11 @@ class _Desk:
         try:
             claim.rename(ready)
         except FileNotFoundError:
-            if claim.exists():  # then the queue is gone, and the message must not go with it
+            if claim.exists():  # the queue is gone, and the message must not be lost with it
                 _make_folder(ready.parent)
                 claim.rename(ready)
 
-    def bury(self, claim: Path) -> None:
+    def move_to_dead(self, claim: Path) -> None:
         with suppress(FileNotFoundError):
             claim.rename(self.dead / claim.name)
 
@@ -183,49 +184,52 @@ class _Desk:
             binding.unlink(missing_ok=True)
         trash = self.path / f".{uuid4().hex}"
         with suppress(FileNotFoundError):
-            os.rename(self.queues / queue, trash)  # whole, so that no publisher meets half a queue
+            os.rename(self.queues / queue, trash)  # atomically, so that no publisher sees half a queue
             shutil.rmtree(trash)
 
     def sweep(self) -> None:
-        """Put back what dead processes held, and drop what has become nobody's. Needs the registry."""
+        """Put back the messages of dead processes, and drop queues without a process. The caller holds the registry
+        lock."""
         self.next_sweep = time.monotonic() + SWEEP_SECONDS
-        for other in self.desks.iterdir():
+        for other in self.all_claims.iterdir():
             try:
                 if other != self.path and other.is_dir():
                     with _locked(other / ".lock", fcntl.LOCK_NB):
                         self._clear(other)
             except BlockingIOError:
-                continue  # its process lives
+                continue  # its process is alive
             except OSError:
-                logger.exception("cannot clear %s, whose process is gone", other)
+                logger.exception("cannot clear %s, the claims folder of a dead process", other)
         stale = f"{time.time_ns() - STALE_SECONDS * 10**9:020d}"
-        for transient in self.desks.glob("*/=*"):
+        for transient in self.all_claims.glob("*/=*"):
             folder = self.queues / transient.name[1:]
-            for name in _names(folder):
+            for name in _list_names(folder):
                 if name < stale:
                     (folder / name).unlink(missing_ok=True)
-        for name in sorted(_names(self.dead))[:-DEAD_FILES]:
+        for name in sorted(_list_names(self.dead))[:-DEAD_FILES]:
             with suppress(OSError):
                 os.unlink(self.dead / name)
 
     def _clear(self, other: Path) -> None:
-        names = _names(other)
+        names = _list_names(other)
         for name in names:
             if "@" in name:
                 self.put_back(other / name)
         for name in names:
-            if name.startswith("=") and len(list(self.desks.glob(f"*/{name}"))) == 1:
+            if name.startswith("=") and len(list(self.all_claims.glob(f"*/{name}"))) == 1:
                 self.drop(name[1:])
         shutil.rmtree(other)
 
 
-os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_Desk.forget_all)
+os.register_at_fork(
+    before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_ClaimsFolder.forget_all
+)
 
 
 class _Claims(virtual.QoS):
-    """Counting what is unacknowledged is kombu's; what becomes of the file is ours. A tag is a claim's name.
+    """Unacknowledged messages. kombu counts them, and this class moves the files. A tag is the name of a claim.
 
-    A claim that this process does not hold (a forked child's, an emptied folder's) is left alone.
+    A claim that this process does not hold (a forked child's, or from an emptied folder) is ignored.
     """
 
     channel: "SpoolChannel"
@@ -235,16 +239,16 @@ class _Claims(virtual.QoS):
         super().ack(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        desk = self.channel.desk
-        (desk.put_back if requeue else desk.bury)(self.channel.claim(delivery_tag))
+        claims = self.channel.claims
+        (claims.put_back if requeue else claims.move_to_dead)(self.channel.claim(delivery_tag))
         super().ack(delivery_tag)
 
 
 class SpoolChannel(virtual.Channel):
     """kombu's virtual channel with queues, claims and bindings in the folder.
 
-    Publishing returns once the message survives kill -9 and, unless its delivery_mode is transient, a power cut.
-    Whatever the file system refuses is raised as OSError, which kombu counts as a connection error.
+    Publishing returns once the message survives kill -9 and, unless its delivery_mode is transient, a power cut. Any
+    error of the file system is raised as OSError, which kombu counts as a connection error.
     """
 
     QoS = _Claims
@@ -253,18 +257,18 @@ class SpoolChannel(virtual.Channel):
 
     def __init__(self, connection: "Transport", **kwargs: Any) -> None:
         super().__init__(connection, **kwargs)
-        self.root = connection.root  # acknowledgements may come when the connection is closed
+        self.root = connection.root  # acknowledgements may follow the closing of the connection
         self._ready: defaultdict[str, deque[str]] = defaultdict(deque)
 
     @property
-    def desk(self) -> _Desk:
-        return _Desk.at(self.root)
+    def claims(self) -> _ClaimsFolder:
+        return _ClaimsFolder.at(self.root)
 
     def claim(self, delivery_tag: str) -> Path:
-        return self.desk.path / delivery_tag
+        return self.claims.path / delivery_tag
 
     def _folder(self, queue: str) -> Path:
-        return self.desk.queues / _quoted(queue)
+        return self.claims.queues / _quoted(queue)
 
     def _put(self, queue: str, message: Any, **kwargs: Any) -> None:
         transient = message["properties"].get("delivery_mode") == 1
@@ -280,7 +284,7 @@ class SpoolChannel(virtual.Channel):
             if not transient:
                 _sync_folder(folder)
         except FileNotFoundError:
-            if not transient:  # such a message to a queue that is not there is dropped, as AMQP does
+            if not transient:  # a transient message to a queue that does not exist is dropped, as AMQP does
                 raise
         finally:
             draft.unlink(missing_ok=True)
@@ -290,25 +294,25 @@ class SpoolChannel(virtual.Channel):
             self._put(queue, message)
 
     def _get(self, queue: str, timeout: float | None = None) -> Any:
-        if time.monotonic() >= self.desk.next_sweep:
-            with self.desk.registry():
-                self.desk.sweep()
+        if time.monotonic() >= self.claims.next_sweep:
+            with self.claims.registry():
+                self.claims.sweep()
         while claim := self._take(queue):
             try:
                 return self._read(claim)
             except Exception as error:
                 if isinstance(error, OSError) and not isinstance(error, IsADirectoryError | PermissionError):
-                    self.desk.put_back(claim)  # the machine's fault, not the file's
+                    self.claims.put_back(claim)  # an error of the machine, not of the file
                     raise
-                logger.error("no message in %s, which goes to dead/: %r", claim.name, error)
-                self.desk.bury(claim)
+                logger.error("%s holds no valid message and is moved to dead/: %r", claim.name, error)
+                self.claims.move_to_dead(claim)
         raise Empty
 
     def _take(self, queue: str) -> Path | None:
         folder, ready = self._folder(queue), self._ready[queue]
         while True:
             if not ready:
-                ready.extend(heapq.nsmallest(BATCH, _names(folder)))
+                ready.extend(heapq.nsmallest(BATCH, _list_names(folder)))
             if not ready:
                 return None
             name = ready.popleft()
@@ -322,11 +326,11 @@ class SpoolChannel(virtual.Channel):
         properties = message["properties"]
         properties["delivery_tag"] = claim.name
         properties["delivery_info"]["redelivered"] = "r@" in claim.name
-        self.Message(message, channel=self)  # what this would raise in the consumer, it raises here
+        self.Message(message, channel=self)  # raise here what the consumer would raise
         return message
 
     def basic_consume(self, queue: str, no_ack: bool, callback: Any, *args: Any, **kwargs: Any) -> Any:
-        def forget_first(message: Any) -> Any:  # an order to shut down raises in the callback and must not return
+        def forget_first(message: Any) -> Any:  # a shutdown request raises in the callback: delete first
             self.claim(message.delivery_tag).unlink(missing_ok=True)
             return callback(message)
 
@@ -339,15 +343,15 @@ class SpoolChannel(virtual.Channel):
         return message
 
     def _restore(self, message: Any) -> None:
-        self.desk.put_back(self.claim(message.delivery_tag))
+        self.claims.put_back(self.claim(message.delivery_tag))
 
     def _new_queue(self, queue: str, auto_delete: bool = False, exclusive: bool = False, **kwargs: Any) -> None:
-        desk, folder = self.desk, self._folder(queue)
-        with desk.registry():
+        claims, folder = self.claims, self._folder(queue)
+        with claims.registry():
             if auto_delete or exclusive:
-                desk.sweep()
-                if not any(desk.desks.glob(f"*/={folder.name}")):
-                    desk.drop(folder.name)  # what was meant for a dead namesake must not reach us
+                claims.sweep()
+                if not any(claims.all_claims.glob(f"*/={folder.name}")):
+                    claims.drop(folder.name)  # messages for a dead queue of the same name must not be delivered
                 os.close(_open_private(self.claim(f"={folder.name}")))
             _make_folder(folder)
 
@@ -355,35 +359,35 @@ class SpoolChannel(virtual.Channel):
         return self._folder(queue).is_dir()
 
     def _size(self, queue: str) -> int:
-        return len(_names(self._folder(queue)))
+        return len(_list_names(self._folder(queue)))
 
     def _purge(self, queue: str) -> int:
         folder, purged = self._folder(queue), 0
-        for name in _names(folder):
+        for name in _list_names(folder):
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(folder / name)
                 purged += 1
         return purged
 
     def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> None:
-        """Delete the queue with its messages and bindings; `if_empty` spares one that has messages."""
-        desk, folder = self.desk, self._folder(queue)
-        with desk.registry():
+        """Delete the queue with its messages and bindings; with `if_empty`, only if it has no message."""
+        claims, folder = self.claims, self._folder(queue)
+        with claims.registry():
             if if_empty and folder.is_dir():
                 try:
-                    folder.rmdir()  # refuses even what came in this very moment
+                    folder.rmdir()  # fails if a message has just arrived
                 except OSError:
                     return
-            desk.drop(folder.name)
+            claims.drop(folder.name)
             self.claim(f"={folder.name}").unlink(missing_ok=True)
 
     def _binding(self, exchange: str | None, routing_key: str, queue: str) -> Path:
         name = f"{quote(routing_key, safe='')}@{_quoted(queue)}"
-        return self.desk.exchanges / _quoted(exchange or "amq.direct") / name
+        return self.claims.exchanges / _quoted(exchange or "amq.direct") / name
 
     def queue_bind(self, queue: str, exchange: Any = None, routing_key: str = "", *_: Any, **__: Any) -> None:
         binding = self._binding(exchange, routing_key, queue)
-        with self.desk.registry():
+        with self.claims.registry():
             _make_folder(binding.parent)
             os.close(_open_private(binding))
 
@@ -392,24 +396,24 @@ class SpoolChannel(virtual.Channel):
 
     def get_table(self, exchange: str) -> list[Any]:
         prepare = self.typeof(exchange).prepare_bind
-        names = (name.partition("@") for name in _names(self.desk.exchanges / _quoted(exchange)))
+        names = (name.partition("@") for name in _list_names(self.claims.exchanges / _quoted(exchange)))
         return [prepare(unquote(queue), exchange, unquote(key), None) for key, _, queue in names if queue]
 
 
 class Transport(virtual.Transport):
-    """kombu's way in. Raises ValueError when the URL names a host or no path."""
+    """The transport that kombu loads. Raises ValueError when the URL names a host or no path."""
 
     Channel = SpoolChannel
     polling_interval = 0.1
     driver_type = driver_name = "spool"
     connection_errors = (*virtual.Transport.connection_errors, OSError)  # a full disk: workers wait and try again
     implements = virtual.Transport.implements.extend(exchange_type=frozenset({"direct", "topic", "fanout"}))
-    default_connection_params: dict[str, Any] = {}  # there is no host
+    default_connection_params: dict[str, Any] = {}  # a spool has no host
 
     def __init__(self, client: Connection, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self.root = Path("/", client.virtual_host)
-        if client.hostname not in (None, "localhost") or self.root == Path("/"):  # as_uri() says localhost
+        if client.hostname not in (None, "localhost") or self.root == Path("/"):  # as_uri() yields localhost
             raise ValueError("a spool URL holds an absolute path and no host: spool:///var/lib/kv/spool")
 
     def driver_version(self) -> str:

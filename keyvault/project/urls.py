@@ -16,7 +16,7 @@ require_whole(_SERVERS)
 
 urlpatterns = [
     *(path(address.removeprefix("/"), verifying_view) for address in (VERIFY, BATCH, *GATEWAYS)),
-    # The rest is the client's path, as it was sent; a newline is no end of it.
+    # The rest is the client's path as sent; it may contain a newline.
     re_path(rf"^{ENVOY.removeprefix('/')}[\s\S]*", verifying_view),
     path("", include("keyvault.api.urls")),
     path("", include("rotation.api.urls")),

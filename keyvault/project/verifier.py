@@ -1,9 +1,9 @@
-"""A worker of the dedicated verifier, started by `manage.py verifier`; listens on a port or on a socket it was given.
+"""A worker of the dedicated verifier, started by `manage.py verifier`; listens on a port or an inherited socket.
 
     python -m keyvault.project.verifier --port 8100 --host 127.0.0.1 --ready 5
     python -m keyvault.project.verifier --listener 4 --ready 5
 
-`--ready` is a descriptor that gets one line, the process id, once requests are answered.
+`--ready` is a file descriptor. The worker writes one line with its process id to it once it answers requests.
 """
 
 import argparse
@@ -19,21 +19,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m keyvault.project.verifier")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--listener", type=int, help="descriptor of a socket that listens")
+    parser.add_argument("--listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("--ready", type=int, required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
     django.setup()
-    # Models are there once Django is set up.
+    # Models can be imported after django.setup().
     from keyvault.hotpath.adapters.assembly import load_async
     from keyvault.services.startup.startup_checks import start_or_exit
 
     start_or_exit("verifier")
 
     def tell_ready() -> None:
-        os.write(asked.ready, f"{os.getpid()}\n".encode())
+        os.write(options.ready, f"{os.getpid()}\n".encode())
 
-    listening = socket.socket(fileno=asked.listener) if asked.port is None else listen(asked.host, asked.port)
+    listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
     run(load_async, listening, tell_ready)
 
 

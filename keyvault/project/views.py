@@ -1,4 +1,4 @@
-"""Answers to what reached no view: problem documents for machines, plain pages in the console."""
+"""Responses to requests that reached no view: problem documents for machines, plain pages in the console."""
 
 from django.core.exceptions import DisallowedHost
 from django.http import HttpRequest, HttpResponse
@@ -11,9 +11,9 @@ from keyvault.domain.errors import ErrorCode, Fault
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
-    detail = "The request cannot be read."
+    detail = "The request is malformed."
     if isinstance(exception, DisallowedHost):
-        detail = "The service goes by no such host name."  # KEYVAULT_ALLOWED_HOSTS is the operator's to know
+        detail = "Unknown host name."  # do not disclose KEYVAULT_ALLOWED_HOSTS
     return problem_response(ErrorCode.REQUEST_INVALID, detail, request, faults=[Fault("", detail)])
 
 
@@ -24,7 +24,7 @@ def forbidden(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
-    return HttpResponse("The form has expired. Go back, load the page anew, and send it again.", status=403)
+    return HttpResponse("The form has expired. Go back, reload the page, and submit it again.", status=403)
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -35,7 +35,7 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
         return problem_response(exposed.code, exposed.detail, request)
     if request.path_info.startswith(INTEGRATION_ROUTES):
         return problem_response(ErrorCode.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", request)
-    return problem_response(ErrorCode.NOT_FOUND, "There is no such address.", request)
+    return problem_response(ErrorCode.NOT_FOUND, "No resource exists at this URL.", request)
 
 
 def server_error(request: HttpRequest) -> HttpResponse:

@@ -11,14 +11,14 @@ from django.db import connection
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
 django = get_wsgi_application()
 
-from keyvault.hotpath.adapters.assembly import load_blocking  # noqa: E402  models are there once Django is set up
+from keyvault.hotpath.adapters.assembly import load_blocking  # noqa: E402  models exist after Django's setup
 from keyvault.hotpath.frontends.wsgi import mounted  # noqa: E402  likewise
-from keyvault.project.engine_view import is_welcome  # noqa: E402  likewise
+from keyvault.project.engine_view import serves_host  # noqa: E402  likewise
 from keyvault.services.startup.startup_checks import start_or_exit  # noqa: E402  likewise
 
 start_or_exit("server")
 verifier = load_blocking()
-# Not with the first verdict only: a new pepper is taken into use when every process that may judge by it has it.
+# At start, not with the first verdict: a new pepper takes effect once every process that may use it has loaded it.
 verifier.start()
 connection.close()
-application = mounted(django, verifier.door, is_welcome)
+application = mounted(django, verifier.frontend, serves_host)

@@ -15,7 +15,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.questions import RULES, Found
 from keyvault.models import Account, Key
 from keyvault.services.recording.transaction import recorded
@@ -67,14 +67,14 @@ def losing(what: str) -> Iterator[None]:
 
     def find_or_lose(store: DatabaseStore, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         if kind == what:
-            raise StoreAwayError
+            raise StoreUnavailableError
         return find(store, kind, ids, address)
 
     with mock.patch.object(DatabaseStore, "find", find_or_lose):
         if what != RULES:
             yield
             return
-        with mock.patch.object(DatabaseStore, "read_rules", side_effect=StoreAwayError):
+        with mock.patch.object(DatabaseStore, "read_rules", side_effect=StoreUnavailableError):
             yield
 
 

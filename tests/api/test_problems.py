@@ -132,7 +132,7 @@ def test_host_that_is_not_ours_is_refused(client: Client, caplog: pytest.LogCapt
     caplog.set_level("INFO")
     response = client.get("/healthz", headers={"Host": host})
     assert refused(response) == (400, "request_invalid")
-    assert response.json()["detail"] == "The service goes by no such host name."
+    assert response.json()["detail"] == "Unknown host name."
     assert [(record.name, record.levelname, record.exc_info) for record in caplog.records] == [
         ("keyvault.requests", "INFO", None)
     ]

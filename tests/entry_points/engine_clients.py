@@ -27,7 +27,7 @@ from keyvault.hotpath.frontends.threaded_frontend import ThreadedFrontend
 from keyvault.hotpath.frontends.wsgi import RAW_PATH, mounted
 from keyvault.hotpath.messages.questions import Found
 from keyvault.hotpath.messages.responses import HttpResponse
-from keyvault.project.engine_view import is_welcome
+from keyvault.project.engine_view import serves_host
 from keyvault.services.limits.budgets import LocalBudgets
 from keyvault.services.limits.limiter import Limiter, failed_proofs
 from keyvault.services.limits.stores import LocalStore
@@ -89,7 +89,7 @@ class WsgiClient(EngineClient):
     def __init__(self, *, may_remember: bool) -> None:
         super().__init__(may_remember=may_remember)
         door = ThreadedFrontend(self.engine, DatabaseStore(), self.budgets)
-        self._mounted = mounted(_nobody, door, is_welcome)
+        self._mounted = mounted(_nobody, door, serves_host)
 
     def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Response:
         path, _, query = target.partition("?")

@@ -308,7 +308,7 @@ def test_denied_key_is_read_anew_by_an_engine_that_was_not_confirmed_lately(
 def test_denied_key_is_not_vouched_for_by_an_engine_whose_feed_went_back(ended: Stage) -> None:
     primed = prime()
     learn(primed, ended)
-    primed.engine.freshness.lose()
+    primed.engine.freshness.mark_lost()
     for _ in range(2):
         assert decision(primed.ask(ended.token, ended.asked)) == (503, "verifier_stale")
     assert primed.from_memory == 1
@@ -574,8 +574,8 @@ def test_denied_key_is_decided_anew_when_nobody_can_prove_it_with_the_peppers_of
 def test_denied_question_that_is_learned_again_takes_nobody_s_place(kind: str) -> None:
     memory = Memory(bytes(32), 2)
     remember, kept = {
-        "denial": (memory.remember_denial, memory.denied),
-        "question": (memory.remember_question, memory.repeats),
+        "denial": (memory.cache_denial, memory.denied),
+        "question": (memory.cache_grant, memory.granted),
     }[kind]
     for tag, what in ((b"a", 1), (b"b", 2), (b"b", 3)):
         remember(tag, what)
@@ -601,7 +601,7 @@ def test_denied_questions_are_remembered_in_bounds_and_the_oldest_goes(ended: St
 def test_denied_questions_are_no_more_than_keys_and_never_more_than_some_thousands(capacity: int, most: int) -> None:
     memory = Memory(b"k" * 32, capacity)
     for number in range(5_000):
-        memory.remember_denial(b"%d" % number, number)
+        memory.cache_denial(b"%d" % number, number)
     assert list(memory.denied.values()) == list(range(5_000 - most, 5_000))
     memory.clear()
     assert not memory.denied

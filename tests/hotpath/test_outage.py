@@ -7,7 +7,7 @@ from django.db import OperationalError
 
 from keyvault.hotpath.adapters import stores
 from keyvault.hotpath.adapters.stores import DatabaseStore
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.questions import KEY
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
@@ -36,9 +36,9 @@ def test_outage_is_told_once_a_second_however_many_ask(
     monkeypatch.setitem(stores._FIND, KEY, fail)
     for expected in (1, 1, 2, 2, 3):
         for _ in range(20):
-            with pytest.raises(StoreAwayError):
+            with pytest.raises(StoreUnavailableError):
                 DatabaseStore().find(KEY, frozenset({"x"}), None)
-        lines = [record for record in caplog.records if record.msg == "nothing can be looked up"]
+        lines = [record for record in caplog.records if record.msg == "the database cannot be read"]
         assert len(lines) == expected
         assert all(record.exc_info is None and str(record.__dict__["why"]) == "away" for record in lines)
         clock(0.6)

@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 
 from keyvault.hotpath.adapters import stores
 from keyvault.hotpath.adapters.stores import PostgresStore, Reader, ShortTimeoutThread
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.questions import KEY, TOKEN, Found
 from keyvault.models import Account, Credential
 from keyvault.services.keys.records import find_keys
@@ -43,7 +43,7 @@ def test_store_whose_reading_of_keys_hangs_gives_up_and_reads_the_next_one() -> 
         store = PostgresStore()
         await store.open()
         query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1)"
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(StoreUnavailableError):
             await store.find(KEY, NOBODY)
         store._query = query
         assert await store.find(KEY, NOBODY) == {}
@@ -64,13 +64,13 @@ def test_store_whose_thread_hangs_gives_up_and_reads_the_next_one(monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setitem(stores._FIND, TOKEN, sleep)
             for _ in range(2):
-                with pytest.raises(StoreAwayError):
+                with pytest.raises(StoreUnavailableError):
                     await store.find(TOKEN, NOBODY)
         while True:
             try:
                 assert await store.find(TOKEN, NOBODY) == {}
                 break
-            except StoreAwayError:
+            except StoreUnavailableError:
                 continue  # the thread is still at what nobody waits for any more
         await store.close()
 
@@ -169,7 +169,7 @@ def test_store_whose_connection_is_lost_meanwhile_says_so_and_reads_the_next_one
         waiting = asyncio.create_task(store.find(KEY, NOBODY))
         while not await asyncio.to_thread(terminate_others, "pg_sleep(600)"):
             await asyncio.sleep(0.01)
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(StoreUnavailableError):
             await waiting
         store._query = query
         assert await store.find(KEY, NOBODY) == {}
@@ -264,7 +264,7 @@ def test_keys_whose_reading_hangs_are_given_up_and_the_next_one_is_read() -> Non
         query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1) AND cardinality($1) > 1"
         assert await told_of(store) == {}
         (reader,) = store._idle
-        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), StoreAwayError)
+        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), StoreUnavailableError)
         assert (reader.is_closed, store._idle) == (True, [])
         store._query = query
         assert await told_of(store) == {}

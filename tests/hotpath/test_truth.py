@@ -20,7 +20,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import STRING_SCOPE, KeyString, StringKind, StringScope, mint_keystring
 from keyvault.hotpath.adapters.assembly import make_follower
 from keyvault.hotpath.messages.questions import BATCH
-from keyvault.hotpath.messages.requests import MOST_REQUESTS
+from keyvault.hotpath.messages.requests import MAX_BATCH_REQUESTS
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Change
 from keyvault.models.recording import RecordedModel
@@ -113,8 +113,8 @@ def answers_together(primed: Primed, asked: list[Asked]) -> list[tuple[int, byte
     found: dict[int, tuple[int, bytes]] = {}
     for service in dict.fromkeys(service for service, _ in asked):
         numbers = [number for number, each in enumerate(asked) if each[0] == service]
-        for start in range(0, len(numbers), MOST_REQUESTS):
-            part = numbers[start : start + MOST_REQUESTS]
+        for start in range(0, len(numbers), MAX_BATCH_REQUESTS):
+            part = numbers[start : start + MAX_BATCH_REQUESTS]
             answer = primed.ask(service, {"requests": [asked[number][1] for number in part]}, BATCH)
             if answer.status != 200:
                 found |= dict.fromkeys(part, unnumbered(answer))
@@ -158,7 +158,7 @@ def test_engine_after_any_act_answers_as_one_that_reads_the_database(scene: Scen
     for primed in (proved, elsewhere):
         assert answers(primed, asked) == answers(primed, asked) == answers(primed, asked) == before
         assert answers_together(primed, asked) == answers_together(primed, asked) == before
-        assert primed.engine.memory.repeats or not any(b'"allowed":true' in body for _, body in before)
+        assert primed.engine.memory.granted or not any(b'"allowed":true' in body for _, body in before)
         denied, from_memory = [each for each in asked if each[1]["key"] == ended_text.reveal()], primed.from_memory
         assert answers(primed, denied) == fresh(denied)
         assert primed.from_memory - from_memory >= 5, "with each service's token, and by other endpoints"

@@ -143,7 +143,7 @@ def test_uses_beyond_the_bound_are_counted_all_the_same(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, usage: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a flood of sources only the first are told apart; how many there were is known."""
-    monkeypatch.setattr(engine_module, "_MOST_USES", 10)
+    monkeypatch.setattr(engine_module, "_MAX_USES", 10)
     key, text = keys[KeyKind.PRIVATE]
     for number in range(200):
         primed.ask(token, question(text, user_agent=f"shop/{number}", client_ip=f"192.0.2.{number}"))
@@ -220,10 +220,10 @@ def test_uses_keep_in_memory_no_text_that_was_masked(
     keys: dict[KeyKind, tuple[Key, str]], token: str, primed: Primed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no more than so many of the others, nor more of each than is looked at."""
-    monkeypatch.setattr(engine_module, "_MOST_CLEAN", 3)
+    monkeypatch.setattr(engine_module, "_MAX_CLEAN_TEXTS", 3)
     for agent in ("Bearer 0123456789abcdefABCDEF", "u" * 513, *(f"shop/{number}" for number in range(8))):
         for _ in range(2):
             primed.ask(token, question(keys[KeyKind.PRIVATE][1], user_agent=agent))
-        assert len(primed.engine._clean) <= 3
-        assert all(len(text) <= 512 and "0123456789" not in text for text in primed.engine._clean)
-    assert primed.engine._clean
+        assert len(primed.engine._clean_texts) <= 3
+        assert all(len(text) <= 512 and "0123456789" not in text for text in primed.engine._clean_texts)
+    assert primed.engine._clean_texts

@@ -170,7 +170,7 @@ def publish(connection: Any, *bodies: object) -> None:
 def bodies_left(connection: Any) -> list[Any]:
     """Take and acknowledge what is ready, sweeping first."""
     channel = connection.default_channel
-    channel.desk.next_sweep = 0
+    channel.claims.next_sweep = 0
     queue, bodies = TASKS(channel), []
     while (message := queue.get()) is not None:
         message.ack()
@@ -196,7 +196,7 @@ def test_race_three_producers_three_consumers_delivers_each_message_once(home: H
 
 
 def test_race_threads_of_one_process_deliver_each_message_once(home: Home) -> None:
-    """Guarantee: threads share a process's desk without losing or doubling a message."""
+    """Guarantee: threads share a process's claims folder without losing or doubling a message."""
     received: list[str] = []
 
     def produce(name: str) -> None:
@@ -233,7 +233,7 @@ def test_claims_consumer_killed_are_delivered_again_by_another_process(home: Hom
                 connection.drain_events(timeout=10)
         assert [message.payload for message in messages] == [0, 1, 2]
         assert all(message.delivery_info["redelivered"] for message in messages)
-        assert home.files("claims") == [connection.default_channel.desk.path]
+        assert home.files("claims") == [connection.default_channel.claims.path]
 
 
 def test_claims_consumer_forks_stay_with_the_parent_and_end_with_it(home: Home) -> None:
@@ -258,7 +258,7 @@ def test_publish_producer_killed_leaves_all_of_the_message_or_nothing(home: Home
     assert producer.wait(30) == -signal.SIGKILL
     with home.connect() as connection:
         assert bodies_left(connection) == (["last words"] if survives else [])
-        assert home.files("claims") == [connection.default_channel.desk.path]
+        assert home.files("claims") == [connection.default_channel.claims.path]
         assert home.files("dead") == []
 
 
@@ -276,7 +276,7 @@ def test_publish_disk_full_raises_and_publishes_nothing(home: Home, monkeypatch:
                 publish(connection, "lost")
         assert caught.value.errno == errno.ENOSPC
         assert bodies_left(connection) == ["before"]
-        assert [path.name for path in connection.default_channel.desk.path.iterdir()] == [".lock"]
+        assert [path.name for path in connection.default_channel.claims.path.iterdir()] == [".lock"]
 
 
 STEM = f"{1:020d}-{'a' * 32}"
@@ -452,8 +452,8 @@ def test_exchange_direct_and_topic_reach_queues_bound_by_another_connection(home
         queues[1].unbind_from(topic, "#")
         producer.publish("t", exchange=topic, routing_key="task.sent")
         assert [drained(queue) for queue in queues[1:3]] == [[], ["t"]]
-        assert home.files("claims") == [consumer.default_channel.desk.path]
-        assert len(list(consumer.default_channel.desk.path.iterdir())) == 1  # the lock
+        assert home.files("claims") == [consumer.default_channel.claims.path]
+        assert len(list(consumer.default_channel.claims.path.iterdir())) == 1  # the lock
 
 
 def test_fanout_two_consumers_receive_a_copy_each(home: Home) -> None:
@@ -498,7 +498,7 @@ def test_mailbox_owner_killed_is_dropped_and_its_namesake_starts_empty(home: Hom
     eventually(lambda: home.said("owner") == ["ready"])
     with home.connect() as connection:
         channel = connection.default_channel
-        channel.desk.next_sweep = 0
+        channel.claims.next_sweep = 0
         assert bodies_left(connection) == []
         Producer(channel).publish("shut down", exchange=news, declare=[news])
         assert len(home.files("queues", "mailbox")) == 1

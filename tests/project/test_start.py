@@ -145,19 +145,25 @@ def test_start_after_setup_works(folder: Path) -> None:
     [
         ({"KEYVAULT_ORIGIN": "http://keys.example.com"}, "https"),
         ({"KEYVAULT_PRODUCTION_APPROVALS": "0"}, "1 or more"),
-        ({"KEYVAULT_DATABSE_URL": "x"}, "no such setting"),
+        ({"KEYVAULT_DATABSE_URL": "x"}, "unknown setting"),
         ({"KEYVAULT_KEY_PREFIX": "Bad_Brand"}, "a-z"),
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
         ({"KEYVAULT_BACKEND": "both"}, "one of local, vault"),
         ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),
         ({"KEYVAULT_BACKEND": "vault", "VAULT_ADDR": "http://vault.example"}, "https"),
         ({"KEYVAULT_SECRET_KEY": "abc"}, "50 characters"),
-        ({"KEYVAULT_DATABASE_URL": "mysql://a:short@b/c"}, "KEYVAULT_DATABASE_URL: wants an address that begins with"),
-        ({"KEYVAULT_DATABASE_URL": "postgres:a:short@b/c"}, "KEYVAULT_DATABASE_URL: wants an address"),
+        (
+            {"KEYVAULT_DATABASE_URL": "mysql://a:short@b/c"},
+            "KEYVAULT_DATABASE_URL: invalid value, expected a URL that begins with",
+        ),
+        ({"KEYVAULT_DATABASE_URL": "postgres:a:short@b/c"}, "KEYVAULT_DATABASE_URL: invalid value, expected a URL"),
         ({"KEYVAULT_DATABASE_URL": "postgres://u:short\u2100x@h/x"}, "KEYVAULT_DATABASE_URL: cannot be read"),
         ({"KEYVAULT_DATABASE_URL": "postgres://u:short#@h/x"}, "KEYVAULT_DATABASE_URL: cannot be read"),
-        ({"KEYVAULT_REDIS_URL": "short"}, "KEYVAULT_REDIS_URL: wants an address that begins with redis:// or"),
-        ({"KEYVAULT_DATA_DIR": "/dev/null/x"}, "KEYVAULT_DATA_DIR: /dev/null/x cannot be made: Not a directory"),
+        (
+            {"KEYVAULT_REDIS_URL": "short"},
+            "KEYVAULT_REDIS_URL: invalid value, expected a URL that begins with redis:// or",
+        ),
+        ({"KEYVAULT_DATA_DIR": "/dev/null/x"}, "KEYVAULT_DATA_DIR: /dev/null/x cannot be created: Not a directory"),
     ],
 )
 def test_start_with_a_setting_that_cannot_be_meant_is_refused(

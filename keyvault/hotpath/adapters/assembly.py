@@ -1,7 +1,7 @@
-"""Puts an engine together from the services: of this room only this module and `stores` know Django.
+"""Assemble an engine from the services. Only this module and `stores` import Django in this package.
 
-load_blocking() -> Blocking     for threads: the ordinary server process
-load_async() -> Verifier        for an event loop: the dedicated verifier
+load_blocking() -> ThreadedAssembly    for threads: the ordinary server process
+load_async() -> AssembledVerifier      for an event loop: the dedicated verifier
 """
 
 import logging
@@ -29,9 +29,9 @@ from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import SWITCH_SECONDS, Freshness
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
 from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError, ThreadedFrontend
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, ThreadedFrontend
 from keyvault.hotpath.http1.protocol import Shortcut
-from keyvault.hotpath.messages.questions import VERIFY, is_ours
+from keyvault.hotpath.messages.questions import VERIFY, is_engine_path
 from keyvault.hotpath.messages.rendering import denial_problem, encode, problem_answer
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.models import Key, ServiceToken
@@ -54,14 +54,14 @@ from keyvault.wire.problems import problem
 _log = logging.getLogger(__name__)
 
 END_SECONDS: Final = 5.0
-"""For writing what was noted, once everything is answered. With the server's drain and the closing of connections below
-the supervisor's patience."""
+"""Maximum time for writing recorded data after the last response, in seconds. Together with the server's drain and the
+closing of connections it must stay below the supervisor's timeout."""
 
 
 def make_engine(
     note_failed_proof: Callable[[str | None], int | None], peppers: Callable[[PepperSet], Peppers]
 ) -> Engine:
-    """An engine that knows nothing yet, and vouches for nothing from memory before its feed is followed."""
+    """Return an engine with an empty cache, which uses no memory until its feed is followed."""
     ports = Ports(
         brand=settings.KEY_PREFIX,
         environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
@@ -84,12 +84,12 @@ def make_engine(
     return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
 
 
-def make_follower(engine: Engine, door: str) -> Follower:
-    return Follower(engine.evict, engine.freshness.confirm, engine.freshness.lose, door)
+def make_follower(engine: Engine, entry_point: str) -> Follower:
+    return Follower(engine.evict, engine.freshness.confirm, engine.freshness.mark_lost, entry_point)
 
 
 def uses_of(engine: Engine) -> Collection[Uses]:
-    """What the fast way has allowed since the last time, for the log of uses; and for the meters."""
+    """Return the uses recorded by the fast path since the last call, and update the metrics."""
     uses, from_memory = engine.take_uses()
     meters.note_verifier(from_memory, len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
     return uses
@@ -119,7 +119,7 @@ def _note_verdict(verdict: EngineVerdict) -> None:
     refusal_log.note(
         verdict.judgement,
         request_id=verdict.request_id,
-        door=verdict.door,
+        door=verdict.entry_point,
         environment=verdict.environment,
         endpoint=verdict.endpoint,
         source=verdict.source,
@@ -128,16 +128,16 @@ def _note_verdict(verdict: EngineVerdict) -> None:
 
 
 class ThreadedAssembly:
-    """Door one, and what follows the feed for it."""
+    """The engine of the ordinary server process, and its change feed follower."""
 
     def __init__(self) -> None:
         self.engine = make_engine(lambda address: failed_proofs().note(address), load_peppers)
-        self.door = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
+        self.frontend = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
         self.follower = make_follower(self.engine, "server")
         usage_log.add_source(lambda: uses_of(self.engine))
 
     def start(self) -> None:
-        """From here on the process may answer from memory."""
+        """Follow the change feed, so that the process may answer from memory."""
         sys.setswitchinterval(SWITCH_SECONDS)
         usage_log.start()
         self.follower.start()
@@ -145,26 +145,26 @@ class ThreadedAssembly:
 
 @cache
 def load_blocking() -> ThreadedAssembly:
-    """The process's own; it reads the database for every question until it is started.
+    """Return the assembly of this process. It reads the database for every request until it is started.
 
-    Not to be forked from: locks, threads and the source of request ids would be the parent's. Granian's workers load
-    it after they have forked; whatever else serves it must do so too (gunicorn without --preload, uWSGI lazy-apps).
+    Call it after forking: locks, threads and the source of request ids cannot be shared with a parent. Granian's
+    workers do; other servers must do so too (gunicorn without --preload, uWSGI lazy-apps).
     """
     return ThreadedAssembly()
 
 
 def unrouted(method: str, target: str) -> HttpResponse:
-    """What the dedicated verifier says of all that it does not serve."""
+    """Answer a request that the dedicated verifier does not serve."""
     request_id = mint_request_id(secrets.token_bytes)
     exposed = find_exposed(target)
     if exposed is not None:
         return problem_answer(denial_problem(exposed, request_id), request_id)
     if target.partition("?")[0] in {_HEALTH, *_WATCHED}:
-        detail = f"{method} is not one of its methods."
+        detail = f"This path does not support {method}. Use GET or HEAD."
         return problem_answer(
             problem(ErrorCode.METHOD_NOT_ALLOWED, detail, request_id, allowed_methods=("GET", "HEAD")), request_id
         )
-    return problem_answer(problem(ErrorCode.NOT_FOUND, "There is no such address.", request_id), request_id)
+    return problem_answer(problem(ErrorCode.NOT_FOUND, "No resource exists at this URL.", request_id), request_id)
 
 
 def _readyz() -> tuple[int, bytes, str]:
@@ -184,28 +184,28 @@ _WATCHED: Final = {"/readyz": _readyz, "/metrics": _metrics}
 
 
 class AssembledVerifier:
-    """Door two: what a process of the dedicated verifier starts, asks and stops."""
+    """The engine of a dedicated verifier process."""
 
     def __init__(self) -> None:
-        # Counted in this process: a loop does not wait for Redis because somebody guesses.
+        # Counted in this process: the event loop must not wait for Redis while a client guesses keys.
         self.engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
         self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
         self._budgets = budgets()
-        self._door = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
-        self.shortcut = Shortcut(_VERIFY, self._door.verify)
+        self._frontend = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
+        self.shortcut = Shortcut(_VERIFY, self._frontend.verify)
         self._follower = make_follower(self.engine, "verifier")
         self._watching = {path: ShortTimeoutThread(path) for path in _WATCHED}
-        self._noting = ShortTimeoutThread("notes", END_SECONDS)
+        self._recorder_thread = ShortTimeoutThread("notes", END_SECONDS)
         usage_log.add_source(lambda: uses_of(self.engine))
 
     async def start(self) -> None:
-        await self._noting.run(lambda: _begin(self._follower))
+        await self._recorder_thread.run(lambda: _begin(self._follower))
         await self._store.open()
 
     async def stop(self) -> None:
-        """What was noted is written, and nobody waits for this process any more; bounded in time."""
-        with suppress(StoreAwayError):  # the window of uses that a crash may lose, too
-            await self._noting.run(lambda: _end(self._follower))
+        """Write what was recorded and deregister the process. Bounded by END_SECONDS."""
+        with suppress(StoreUnavailableError):  # the uses that a crash may lose are lost here too
+            await self._recorder_thread.run(lambda: _end(self._follower))
         await self._store.close()
         await self._budgets.close_async()
 
@@ -213,28 +213,28 @@ class AssembledVerifier:
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> HttpResponse | Awaitable[HttpResponse]:
         path = target.partition(b"?")[0].decode("latin-1")
-        if is_ours(path):
-            return self._door.answer(method, target, headers, body)
+        if is_engine_path(path):
+            return self._frontend.answer(method, target, headers, body)
         if method in {b"GET", b"HEAD"}:
             if path == _HEALTH:
-                # By the loop itself: that it answers is all that is asked.
-                return _tell(200, b'{"status":"ok"}', "application/json")
+                # Answered by the loop itself: the response proves that it is alive.
+                return _respond(200, b'{"status":"ok"}', "application/json")
             if path in _WATCHED:
                 return self._watch(path)
         return unrouted(method.decode("latin-1"), target.decode("latin-1"))
 
     async def _watch(self, path: str) -> HttpResponse:
-        """By a thread for each: who asks about health or meters holds up neither the other nor who asks about keys."""
+        """Answer on a thread for each path, so that health, metrics and verify requests do not delay each other."""
         try:
-            return _tell(*await self._watching[path].run(_WATCHED[path]))
-        except StoreAwayError:
+            return _respond(*await self._watching[path].run(_WATCHED[path]))
+        except StoreUnavailableError:
             request_id = mint_request_id(secrets.token_bytes)
-            detail = "This cannot be told right now. Try again."
+            detail = "The status cannot be determined right now. Try again."
             found = problem(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request_id, retry_after_seconds=1)
             return problem_answer(found, request_id)
 
 
-def _tell(status: int, body: bytes, content_type: str) -> HttpResponse:
+def _respond(status: int, body: bytes, content_type: str) -> HttpResponse:
     headers = (("Content-Type", content_type), ("Cache-Control", "no-store"))
     return HttpResponse(status, body, mint_request_id(secrets.token_bytes), headers)
 
@@ -248,18 +248,18 @@ def _begin(follower: Follower) -> None:
         usage_log.start()
         follower.start()
     finally:
-        connection.close()  # this thread's own; the threads that it has started have theirs
+        connection.close()  # this thread's own; threads started by it have theirs
 
 
 def _end(follower: Follower) -> None:
-    """Uses first, which are relied on, then the farewell, which receipts wait for. What fails holds up nothing of the
-    rest."""
+    """Write the uses first, which rotations rely on, then deregister, which receipts wait for. An error in one step
+    does not prevent the others."""
     try:
         for stop in (usage_log.stop, follower.stop, refusal_log.stop):
             try:
                 stop()
-            except Exception:  # noqa: BLE001  whatever it was, the process ends
-                _log.exception("not all that was noted could be written")
+            except Exception:  # noqa: BLE001  the process ends in any case
+                _log.exception("recorded data could not be written at exit")
     finally:
         connection.close()
 

@@ -1,4 +1,4 @@
-"""The primary database as the doors ask it: by Django's connections, and on PostgreSQL by those of an event loop."""
+"""The primary database for the frontends: Django's connections, and on PostgreSQL also asynchronous ones."""
 
 import asyncio
 import logging
@@ -18,8 +18,8 @@ from psycopg.pq.abc import PGresult
 from psycopg.types.string import ByteaBinaryLoader
 
 from keyvault.access.policy_snapshot import PolicySnapshot
-from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, TellKeys
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore, KeysCallback
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.questions import CUSTOMER, KEY, TOKEN, Found
 from keyvault.services.catalog.policy_snapshot import read_rules
 from keyvault.services.keys.records import find_customers, find_keys, find_tokens, key_rows, keys_of_raw
@@ -42,35 +42,35 @@ _CONNECT_SECONDS: Final = 2
 
 
 class _Outage:
-    """Told once a second, however many ask meanwhile."""
+    """Log a lost database once a second at most."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
 
-    def tell(self, error: Exception) -> None:
+    def callback(self, error: Exception) -> None:
         now = self._monotonic()
-        if now - self._told_at >= _TOLD_SECONDS:
-            self._told_at = now
-            _log.error("nothing can be looked up", extra={"why": error})
+        if now - self._reported_at >= _REPORT_INTERVAL_SECONDS:
+            self._reported_at = now
+            _log.error("the database cannot be read", extra={"why": error})
 
 
-_TOLD_SECONDS: Final = 1.0
+_REPORT_INTERVAL_SECONDS: Final = 1.0
 _outage = _Outage()
 
 
 class DatabaseStore:
-    """By Django's connection of the calling thread; one that was lost is opened once more."""
+    """Read on the calling thread's Django connection. A lost connection is reopened once."""
 
     def find(self, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         with failed_proofs().look_up(address) if kind == KEY else nullcontext():
-            return _ask(lambda: _FIND[kind](ids))
+            return _read_with_retry(lambda: _FIND[kind](ids))
 
     def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
-        return _ask(lambda: read_rules(known))
+        return _read_with_retry(lambda: read_rules(known))
 
 
-def _ask(read: Callable[[], R]) -> R:
+def _read_with_retry(read: Callable[[], R]) -> R:
     try:
         return read()
     except (OperationalError, InterfaceError):
@@ -81,58 +81,57 @@ def _ask(read: Callable[[], R]) -> R:
         return read()
     except (OperationalError, InterfaceError) as error:
         connection.close()
-        _outage.tell(error)
-        raise StoreAwayError(str(error)) from error
+        _outage.callback(error)
+        raise StoreUnavailableError(str(error)) from error
 
 
 class ShortTimeoutThread:
-    """A thread with a database connection of its own, for an event loop that never waits for it for long.
+    """A thread with its own database connection, for an event loop that waits for it a limited time only.
 
-    One job at a time: what hangs up a connection when a job takes too long never meets another job on it.
+    One job at a time: aborting the connection of a slow job never affects another job.
     """
 
     def __init__(self, name: str, seconds: float | None = None) -> None:
-        """`seconds` for a job from its beginning, and as many for the job before it to end; ANSWER_SECONDS unless
-        told."""
+        """Set the maximum duration of a job, also for the job before it, in `seconds`. Default: ANSWER_SECONDS."""
         self._pool = ThreadPoolExecutor(1, name)
         self._turn = asyncio.Lock()
         self._seconds = seconds
-        self._lent: Any = None
-        """The thread's own connection: private and untyped, of a backend that types do not know."""
+        self._database: Any = None
+        """The thread's own connection. Untyped: a backend without type information."""
 
     async def run(self, job: Callable[[], R]) -> R:
-        """Raises StoreAwayError when it has not ended in time, whatever becomes of the thread, and what `job` does."""
+        """Run `job` on the thread. Raises StoreUnavailableError after the time limit, and any exception of `job`."""
         seconds = ANSWER_SECONDS if self._seconds is None else self._seconds
         try:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
         except TimeoutError:
-            raise StoreAwayError("the database does not answer whoever asked before") from None
+            raise StoreUnavailableError("the previous read has not ended in time") from None
         try:
             running = asyncio.get_running_loop().run_in_executor(self._pool, self._work, job)
             if not (await asyncio.wait({running}, timeout=seconds))[0]:
-                running.cancel()  # where it was not begun yet
-                if self._lent is not None:
-                    abort_connection(self._lent.connection)
-                raise StoreAwayError("the database does not answer in time")
+                running.cancel()  # if it has not begun
+                if self._database is not None:
+                    abort_connection(self._database.connection)
+                raise StoreUnavailableError("the database did not answer in time")
             return running.result()
         finally:
             self._turn.release()
 
     def _work(self, job: Callable[[], R]) -> R:
-        if self._lent is None and connection.vendor == "postgresql":
+        if self._database is None and connection.vendor == "postgresql":
             use_short_timeouts()
-            self._lent = connections["default"]
+            self._database = connections["default"]
         return job()
 
     async def close(self) -> None:
-        with suppress(StoreAwayError):
+        with suppress(StoreUnavailableError):
             await self.run(lambda: connection.close())
         self._pool.shutdown(wait=False)
 
 
 class ThreadStore(AsyncStore):
-    """The database for an event loop, by one thread: for SQLite, whose reads are shorter than any hand-over."""
+    """The database for an event loop, on one thread. For SQLite, whose reads take less time than passing them on."""
 
     def __init__(self) -> None:
         self._store = DatabaseStore()
@@ -145,7 +144,7 @@ class ThreadStore(AsyncStore):
         return await self._thread.run(lambda: self._store.read_rules(known))
 
     async def open(self) -> None:
-        with suppress(StoreAwayError):  # whoever asks for something tries again
+        with suppress(StoreUnavailableError):  # the next read tries again
             await self._thread.run(lambda: connection.ensure_connection())
 
     async def close(self) -> None:
@@ -153,7 +152,7 @@ class ThreadStore(AsyncStore):
 
 
 class PostgresStore(ThreadStore):
-    """Keys, which each request may need, by connections of the loop's own; what is seldom read, by the thread."""
+    """Read keys, which any request may need, on asynchronous connections, and everything else on the thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,39 +171,39 @@ class PostgresStore(ThreadStore):
                 reader = reader or await Reader.connect(self._query)
                 rows = await reader.read(wanted)
             except (psycopg.Error, TimeoutError) as error:
-                self._lose(reader)
+                self._discard(reader)
                 if is_last or isinstance(error, TimeoutError):
-                    _outage.tell(error)
-                    raise StoreAwayError(str(error)) from error
+                    _outage.callback(error)
+                    raise StoreUnavailableError(str(error)) from error
             else:
                 self._give_back(reader)
                 return keys_of_raw(rows)
 
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        """By an idle connection, and without the coroutines of `find`, which cost more than the hand-over."""
+    def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
+        """Find keys on an idle connection, without the coroutines of `find`, which cost more than the query."""
         reader = self._take_idle()
         if reader is None:
-            super().find_keys(ids, tell)
+            super().find_keys(ids, callback)
             return
 
-        def take(rows: Rows | Exception) -> None:
+        def receive(rows: Rows | Exception) -> None:
             if isinstance(rows, TimeoutError):
-                self._lose(reader)
-                _outage.tell(rows)
-                tell(StoreAwayError(str(rows)))
+                self._discard(reader)
+                _outage.callback(rows)
+                callback(StoreUnavailableError(str(rows)))
             elif isinstance(rows, Exception):
-                self._lose(reader)
-                super(PostgresStore, self).find_keys(ids, tell)
+                self._discard(reader)
+                super(PostgresStore, self).find_keys(ids, callback)
             else:
                 self._give_back(reader)
                 try:
                     found = keys_of_raw(rows)
-                except Exception as error:  # noqa: BLE001  rows of which no record can be made
-                    tell(error)
+                except Exception as error:  # noqa: BLE001  rows that do not convert to records
+                    callback(error)
                 else:
-                    tell(found)
+                    callback(found)
 
-        reader.read_async(_array(ids), take)
+        reader.read_async(_array(ids), receive)
 
     def _take_idle(self) -> "Reader | None":
         while self._idle:
@@ -219,8 +218,8 @@ class PostgresStore(ThreadStore):
         else:
             self._idle.append(reader)
 
-    def _lose(self, reader: "Reader | None") -> None:
-        """The others were lost with it, or planned the same statement for tables that have changed since."""
+    def _discard(self, reader: "Reader | None") -> None:
+        """Close all connections: the others were lost too, or hold a plan for tables that have changed."""
         for lost in (reader, *self._idle):
             if lost is not None:
                 lost.close()
@@ -234,10 +233,10 @@ class PostgresStore(ThreadStore):
 
 
 class Reader:
-    """A connection of the loop's own and the one statement that it runs, asked one thing at a time, by libpq alone:
-    psycopg's coroutines cost several times what they wait for.
+    """An asynchronous connection with one prepared statement, driven through libpq.
 
-    Raises psycopg.Error, or TimeoutError after ANSWER_SECONDS; then it is closed, and when whoever asks is cancelled.
+    psycopg's coroutines cost several times the wait itself. One query at a time. Raises psycopg.Error, or TimeoutError
+    after ANSWER_SECONDS. The connection is closed after an error and when a caller is canceled.
     """
 
     def __init__(self, connection: "psycopg.AsyncConnection[Any]") -> None:
@@ -246,22 +245,22 @@ class Reader:
         self._decoded = Transformer.from_context(connection)
         self._loop = asyncio.get_running_loop()
         self._results: list[PGresult] = []
-        self._tell: Callable[[list[PGresult] | Exception], None] | None = None
-        self._patience: asyncio.TimerHandle | None = None
-        # Its own, which stays open when libpq finds the connection lost and closes that one.
+        self._callback: Callable[[list[PGresult] | Exception], None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
+        # A duplicate, which stays open when libpq closes its own after a lost connection.
         self._socket = os.dup(self._wire.socket)
         self._is_closed = False
-        self._loop.add_reader(self._socket, self._take)
+        self._loop.add_reader(self._socket, self._receive)
 
     @classmethod
     async def connect(cls, query: bytes) -> Self:
-        """`query` of one array of texts, $1."""
+        """Connect and prepare `query`, whose only parameter $1 is an array of texts."""
         connection = await _connect()
-        connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as it comes
+        connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as raw bytes
         reader = cls(connection)
         wire = reader._wire
-        await reader._ask(lambda: wire.send_query(_SETTINGS))
-        await reader._ask(lambda: wire.send_prepare(_STATEMENT, query, [_TEXTS]))
+        await reader._run(lambda: wire.send_query(_SETTINGS))
+        await reader._run(lambda: wire.send_prepare(_STATEMENT, query, [_TEXT_ARRAY_OID]))
         return reader
 
     @property
@@ -269,12 +268,13 @@ class Reader:
         return self._is_closed
 
     async def read(self, wanted: bytes) -> Rows:
-        """The rows of the statement for this array."""
-        return self._rows(await self._ask(partial(self._send, wanted)))
+        """Return the statement's rows for this array."""
+        return self._rows(await self._run(partial(self._send, wanted)))
 
-    def read_async(self, wanted: bytes, tell: Callable[[Rows | Exception], None]) -> None:
-        """The same for `tell`, which is called once and later; or the error, and then it is closed."""
-        self._begin(partial(self._send, wanted), partial(self._tell_rows, tell))
+    def read_async(self, wanted: bytes, callback: Callable[[Rows | Exception], None]) -> None:
+        """Read as `read` does, and call `callback` once, after this method has returned. On an error the connection is
+        closed."""
+        self._begin(partial(self._send, wanted), partial(self._return_rows, callback))
 
     def _send(self, wanted: bytes) -> None:
         self._wire.send_query_prepared(_STATEMENT, [wanted], result_format=Format.BINARY)
@@ -284,76 +284,76 @@ class Reader:
         self._decoded.set_pgresult(result)
         return self._decoded.load_rows(0, result.ntuples, tuple)
 
-    def _tell_rows(self, tell: Callable[[Rows | Exception], None], told: list[PGresult] | Exception) -> None:
-        if isinstance(told, Exception):
-            tell(told)
+    def _return_rows(self, callback: Callable[[Rows | Exception], None], results: list[PGresult] | Exception) -> None:
+        if isinstance(results, Exception):
+            callback(results)
             return
         try:
-            rows = self._rows(check_results(told))
-        except Exception as error:  # noqa: BLE001  for whoever asked, as it is
+            rows = self._rows(check_results(results))
+        except Exception as error:  # noqa: BLE001  passed on unchanged
             self.close()
-            tell(error)
+            callback(error)
         else:
-            tell(rows)
+            callback(rows)
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._patience is not None:
-                self._patience.cancel()
+            if self._timeout is not None:
+                self._timeout.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             os.close(self._socket)
             self._wire.finish()
 
-    async def _ask(self, send: Callable[[], None]) -> list[PGresult]:
+    async def _run(self, send: Callable[[], None]) -> list[PGresult]:
         answer: asyncio.Future[list[PGresult]] = self._loop.create_future()
 
-        def take(told: list[PGresult] | Exception) -> None:
+        def receive(results: list[PGresult] | Exception) -> None:
             if answer.done():
                 return
-            if isinstance(told, Exception):
-                answer.set_exception(told)
+            if isinstance(results, Exception):
+                answer.set_exception(results)
             else:
-                answer.set_result(told)
+                answer.set_result(results)
 
         try:
-            self._begin(send, take)
+            self._begin(send, receive)
             return check_results(await answer)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, send: Callable[[], None], tell: Callable[[list[PGresult] | Exception], None]) -> None:
-        """`tell` is called once, and after this has returned."""
-        self._tell = tell
-        self._patience = self._loop.call_later(
-            ANSWER_SECONDS, self._fail, TimeoutError("the database does not answer in time")
+    def _begin(self, send: Callable[[], None], callback: Callable[[list[PGresult] | Exception], None]) -> None:
+        """Send a query. `callback` is called once, after this method has returned."""
+        self._callback = callback
+        self._timeout = self._loop.call_later(
+            ANSWER_SECONDS, self._fail, TimeoutError("the database did not answer in time")
         )
         try:
             send()
             if self._wire.flush():
                 self._loop.add_writer(self._socket, self._send_on)
-        except Exception as error:  # noqa: BLE001  for whoever waits, as it is
+        except Exception as error:  # noqa: BLE001  passed on unchanged
             self._loop.call_soon(self._fail, error)
 
-    def _end(self, told: list[PGresult] | Exception) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        tell, self._tell, self._patience = self._tell, None, None
-        if tell is not None:
-            tell(told)
+    def _end(self, results: list[PGresult] | Exception) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+        callback, self._callback, self._timeout = self._callback, None, None
+        if callback is not None:
+            callback(results)
 
     def _send_on(self) -> None:
-        """A long question does not go out at once."""
+        """Continue sending: a long query does not fit into one write."""
         try:
             if not self._wire.flush():
                 self._loop.remove_writer(self._socket)
         except psycopg.Error as error:
             self._fail(error)
 
-    def _take(self) -> None:
-        """What has come; also where nobody asked: that is how a connection which is lost is noticed."""
+    def _receive(self) -> None:
+        """Receive data. Also called without a query, which is how a lost connection is noticed."""
         wire = self._wire
         try:
             wire.consume_input()
@@ -363,7 +363,7 @@ class Reader:
                     break
                 self._results.append(result)
             else:
-                return  # there is more to come
+                return  # more results are pending
         except psycopg.Error as error:
             self._fail(error)
             return
@@ -376,8 +376,8 @@ class Reader:
 
 
 _STATEMENT: Final = b"keys"
-_TEXTS: Final = 1009
-"""The type text[]."""
+_TEXT_ARRAY_OID: Final = 1009
+"""OID of the type text[]."""
 
 _SETTINGS: Final = b"""
 SET plan_cache_mode = force_generic_plan;
@@ -386,21 +386,21 @@ SET enable_hashjoin = off;
 SET enable_mergejoin = off;
 SET jit = off
 """
-"""Planning takes longer than reading, so it is done once; by the indexes, however small the tables are by then."""
+"""Planning takes longer than reading: plan once, and by index even while the tables are small."""
 
 
 def _array(ids: Collection[str]) -> bytes:
-    """As PostgreSQL reads one; without what is no id of anybody, and could end a quotation."""
+    """Return a PostgreSQL array literal. Drops texts that cannot be an id and might end a quotation."""
     if not "".join(ids).isalnum():
         ids = [identity for identity in ids if identity.isalnum()]
     return ('{"' + '","'.join(ids) + '"}').encode()
 
 
 def _keys_query() -> bytes:
-    """The one that Django makes, for an array of ids: a statement of another length for each batch is planned anew."""
+    """Return Django's key query with an array parameter: a list of another length would be planned anew."""
     text, _ = key_rows(["id"]).query.sql_with_params()
     if text.count("IN (%s)") != 1 or text.count("%") != 1:
-        raise RuntimeError(f"the query of keys is not as it was: {text}")
+        raise RuntimeError(f"unexpected form of the key query: {text}")
     return text.replace("IN (%s)", "= ANY($1)").encode()
 
 

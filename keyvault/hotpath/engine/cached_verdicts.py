@@ -1,4 +1,4 @@
-"""What the engine has worked out already: of who asks, of what is asked, of the key, and of the three together."""
+"""Cached results of the engine: per caller, per endpoint and account, per key, and per repeated request."""
 
 from typing import Any, Final
 
@@ -20,17 +20,17 @@ from keyvault.hotpath.engine.ports import EngineBudgets, EngineVerdict
 from keyvault.hotpath.messages.rendering import Template, denial_template, identity_template
 from keyvault.hotpath.messages.requests import VerifyRequest
 
-MOST_WAYS: Final = 4_096
-_MOST_ADDRESSES: Final = 256
+MAX_TEMPLATES: Final = 4_096
+_MAX_ADDRESSES: Final = 256
 
 
 class Caller:
-    """A proved service token, as the fast way needs it."""
+    """A proved service token, reduced to what the fast path needs."""
 
     __slots__ = ("environments", "merchants", "outcome", "source")
 
     def __init__(self, service: Service, served: frozenset[Environment], outcome: str) -> None:
-        """`served`: the environments of this process. `outcome`: what a use counts as that it asks about."""
+        """Derive the data. `served`: environments of this process. `outcome`: how uses by this caller are counted."""
         may_verify = Permission.KEYS_VERIFY in service.permissions
         environments = service.environments & served if may_verify else frozenset[Environment]()
         self.environments = frozenset(environment.value for environment in environments)
@@ -40,7 +40,7 @@ class Caller:
 
 
 class GrantTemplate:
-    """A grant as every plain key gets it that asks the same: what of it does not depend on whose key it is."""
+    """A grant, rendered once for all plain keys that send the same question. It holds nothing specific to one key."""
 
     __slots__ = ("_judgement", "_templates", "endpoint", "name", "rules")
 
@@ -52,28 +52,29 @@ class GrantTemplate:
         self._templates: dict[tuple[Limit, ...], Template] = {}
 
     def template(self, buckets: tuple[Bucket, ...]) -> Template:
-        """The answer under these limits."""
+        """Return the response template for these limits."""
         limits = tuple(bucket.limit for bucket in buckets)
         found = self._templates.get(limits)
         if found is None:
-            if len(self._templates) >= MOST_WAYS:
+            if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
             found = self._templates[limits] = Template(self._judgement, buckets)
         return found
 
 
 class SpendPlan:
-    """What a plain key of one account spends from on one way, and the answer for it. `most` that a request may cost."""
+    """Limits that a plain key of one account spends for one `GrantTemplate`, with the response. `most` is the largest
+    cost that one request may have."""
 
     __slots__ = ("is_single", "most", "name", "pay", "rules", "template", "text")
 
-    def __init__(self, way: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
+    def __init__(self, grant_template: GrantTemplate, buckets: tuple[Bucket, ...], budgets: EngineBudgets) -> None:
         self.pay = budgets.payer(buckets) if buckets else _pay_nothing
         self.is_single = len(buckets) == 1
         self.most = min((bucket.limit.count for bucket in buckets), default=LARGEST_COUNT)
-        self.name = way.name
-        self.rules = way.rules
-        self.template = way.template(buckets)
+        self.name = grant_template.name
+        self.rules = grant_template.rules
+        self.template = grant_template.template(buckets)
         self.text = self.template.text
 
 
@@ -82,44 +83,44 @@ def _pay_nothing(cost: int) -> tuple[int, ...]:
 
 
 class SpendPlans:
-    """Of the keys of one kind of one account: by what is asked, and by the endpoint's name where nothing else is; and
-    how it is told whose key it is."""
+    """Spend plans of one account and key kind, by grant template and by endpoint name alone. `identity` is the identity
+    part of the response, with the key id left open."""
 
-    __slots__ = ("__weakref__", "by_name", "by_way", "identity")
+    __slots__ = ("__weakref__", "by_name", "by_template", "identity")
 
     def __init__(self, record: KeyRecord) -> None:
         self.identity = identity_template(record)
-        self.by_way: dict[GrantTemplate, SpendPlan] = {}
+        self.by_template: dict[GrantTemplate, SpendPlan] = {}
         self.by_name: dict[str | UnsetType, SpendPlan] = {}
 
 
 class EligibleKey(Struct, gc=False, eq=False):
-    """What the fast way has worked out of a plain key: one that is good, and of an active account."""
+    """Fast-path data of a plain key: an active key of an active account."""
 
     environment: str
     identity: bytes
     kind: KeyKind
     merchant: str
     networks: tuple[IPNetwork, ...]
-    purses: SpendPlans
+    spend_plans: SpendPlans
     within: dict[str, bool] | None
-    """Of a key that is good from certain networks: which addresses were found to be in them."""
+    """Whether each address is inside the key's networks. None for a key without networks."""
 
     def is_from_network(self, address: str | UnsetType | None) -> bool:
         if not address or self.within is None:
             return False
         found = self.within.get(address)
         if found is None:
-            if len(self.within) >= _MOST_ADDRESSES:
+            if len(self.within) >= _MAX_ADDRESSES:
                 self.within.clear()
             found = self.within[address] = is_within(address, self.networks)
         return found
 
 
 class CacheMiss(Struct, gc=False, eq=False):
-    """A question whose key is not in memory; `changes` is the engine's count when it was asked."""
+    """A request whose key is not in memory. `changes` is the engine's change count when the request arrived."""
 
-    asked: VerifyRequest
+    request: VerifyRequest
     caller: Caller
     keystring: KeyString
     request_id: bytes
@@ -128,50 +129,53 @@ class CacheMiss(Struct, gc=False, eq=False):
 
 
 Use = tuple[str, str, str, str, str, str]
-"""A key's id, an endpoint's name, source, user agent, the page's origin, and what it counts as."""
+"""Key id, endpoint name, source, user agent, page origin, outcome."""
 
 Tally = list[Any]
-"""Of one use, as it is written: the use, how often, and when the first and the last time, in seconds of the epoch."""
+"""One use as it is recorded: the six fields of `Use`, the count, and the first and last time in epoch seconds."""
 TIMES, LAST = 6, 8
 
 
 class CachedGrant:
-    """A question that was granted, for when the same caller asks it again in the very same bytes.
+    """A granted request, kept for a byte-identical repetition by the same caller.
 
-    Worth what its token, its key and its rules are: once one of them was forgotten it grants nothing any more.
+    Valid only while its token, key and rules are cached.
     """
 
-    __slots__ = ("cost", "identity", "known", "period", "purse", "tally", "token", "use")
+    __slots__ = ("cost", "entry", "identity", "period", "spend_plan", "tally", "token", "use")
 
     def __init__(
-        self, token: CacheEntry[TokenRecord], known: CacheEntry[KeyRecord], purse: SpendPlan, cost: int, use: Use
+        self, token: CacheEntry[TokenRecord], entry: CacheEntry[KeyRecord], spend_plan: SpendPlan, cost: int, use: Use
     ) -> None:
         self.token = token
-        self.known = known
-        self.purse = purse
+        self.entry = entry
+        self.spend_plan = spend_plan
         self.cost = cost
         self.use = use
-        self.identity: bytes = known.about.identity
+        self.identity: bytes = entry.about.identity
         self.period = 0
         self.tally: Tally = []
-        """Of its use in the period between two reports that is told by `period`."""
+        """Counter of this use in the reporting period numbered `period`."""
 
 
 class CachedDenial:
-    """A question that was denied because its key has ended, for when the same caller asks it again in the very same
-    bytes: whoever still has a revoked key asks as often as he did before. Worth what its token, key and rules are."""
+    """A denied request of a terminated key, kept for a byte-identical repetition by the same caller.
 
-    __slots__ = ("known", "rules", "text", "token", "verdict")
+    Clients that still hold a revoked key keep sending it at the same rate. Valid only while its token, key and rules
+    are cached.
+    """
+
+    __slots__ = ("entry", "rules", "text", "token", "verdict")
 
     def __init__(
         self,
         token: CacheEntry[TokenRecord],
-        known: CacheEntry[KeyRecord],
+        entry: CacheEntry[KeyRecord],
         rules: PolicySnapshot,
         verdict: EngineVerdict,
     ) -> None:
         self.token = token
-        self.known = known
+        self.entry = entry
         self.rules = rules
         self.verdict = verdict
         self.text = denial_template(verdict.judgement)

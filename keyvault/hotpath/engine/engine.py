@@ -1,14 +1,13 @@
-"""The verifier's engine: bytes in, bytes out, without a framework and without waiting for anybody.
+"""The verification engine: bytes in, bytes out, without a framework and without I/O.
 
-    engine.verify_known(authorization, body) -> Answer | Missed | None   what is in memory, and yes
-    engine.verify_missed([missed], {key id: record}) -> [Answer | None]   once the key was read
+    engine.verify_known(authorization, body) -> HttpResponse | CacheMiss | None   decided from memory
+    engine.verify_missed([miss], {key id: record}) -> [HttpResponse | None]       after the key was read
 
-Every other question goes the whole way, see `answering`.
+`slow_path` answers every other request.
 
-What is remembered is good as long as nobody has changed it. Before each decision the host's generation word is
-compared, and what was changed is forgotten before anybody answers; changes of other hosts come by `evict`, and
-`Freshness` says how long ago that was known to be all of them. A reading that a change came across serves the question
-that it was made for, and is not remembered.
+A cached entry is valid until a change concerns it. Before each decision the engine compares the host's generation
+counter and evicts what changed. `evict` applies changes of other hosts. `Freshness` tracks how long ago the feed was
+complete. A record whose read overlapped a change serves the request that it was read for, and is not cached.
 """
 
 import threading
@@ -38,7 +37,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KEY_ID_PLACE, SHAPED, KeyString
 from keyvault.hotpath.engine.cached_verdicts import (
     LAST,
-    MOST_WAYS,
+    MAX_TEMPLATES,
     TIMES,
     CachedDenial,
     CachedGrant,
@@ -52,23 +51,23 @@ from keyvault.hotpath.engine.cached_verdicts import (
     Use,
 )
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, Subject, known_key
+from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, Subject, key_entry
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
-from keyvault.hotpath.messages.requests import VerifyRequest, read_asked, read_plain
+from keyvault.hotpath.messages.requests import VerifyRequest, decode_plain_verify, decode_verify
 from keyvault.hotpath.messages.responses import HttpResponse
 
-_MOST_USES: Final = 20_000
-_MOST_ACCOUNTS: Final = 65_536
-_MOST_CLEAN: Final = 4_096
+_MAX_USES: Final = 20_000
+_MAX_ACCOUNTS: Final = 65_536
+_MAX_CLEAN_TEXTS: Final = 4_096
 _ENVIRONMENTS: Final = {environment.value: environment for environment in Environment}
 
 
-Asker = tuple[CacheEntry[TokenRecord], bytes]
-"""A proved token, and the tag of its question: `Engine.question_tags`."""
+CacheTarget = tuple[CacheEntry[TokenRecord], bytes]
+"""Where a grant is cached: entry of the proved token, and tag of the question (`Engine.question_tags`)."""
 
 
 class Engine:
-    """One for each process; its threads share it."""
+    """The engine of one process. Threads share it."""
 
     def __init__(self, ports: Ports, freshness: Freshness, capacity: int) -> None:
         self.ports = ports
@@ -78,40 +77,40 @@ class Engine:
         self.rules: PolicySnapshot | None = None
         self.lock = threading.Lock()
         self.changes = 0
-        """Counts what was forgotten: a reading that began before is not remembered after it."""
+        """Number of evictions. A read that began before an eviction is not cached after it."""
         self.answered_from_memory = 0
-        self._ways: dict[tuple[object, ...], GrantTemplate] = {}
-        self._purses: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
-        self._all_purses: WeakSet[SpendPlans] = WeakSet()
-        """Also of accounts that are no longer among these, and whose keys are remembered."""
+        self._grant_templates: dict[tuple[object, ...], GrantTemplate] = {}
+        self._spend_plans: OrderedDict[tuple[object, ...], SpendPlans] = OrderedDict()
+        self._all_spend_plans: WeakSet[SpendPlans] = WeakSet()
+        """Includes plans of evicted accounts whose keys are still cached."""
         self._uses: dict[Use, Tally] = {}
-        self._clean: dict[str, str] = {}
-        """What clients say about themselves and has nothing to hide, as it is kept: the same few stand beside thousands
-        of keys."""
+        self._clean_texts: dict[str, str] = {}
+        """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few."""
         self._period = 1
-        self._words = ports.generation.words
-        self._seen = ports.generation.since(-1)[0]
+        self._generation_words = ports.generation.words
+        self._seen_generation = ports.generation.since(-1)[0]
         self._new_tag = self.memory.new_tag
         self._keys_by_id = self.memory.keys.by_id
         self._keys_by_tag = self.memory.keys.by_tag
         self._tokens_by_tag = self.memory.tokens.by_tag
-        self._repeats = self.memory.repeats
+        self._granted = self.memory.granted
         self._denied = self.memory.denied
         self._monotonic = ports.monotonic
         self._wall = ports.wall
-        self._mark = f"{ports.brand}_"
+        self._key_prefix = f"{ports.brand}_"
         self._next_id = _request_ids(ports.random_bytes).__next__
         self.verify_known = self._make_verify_known()
-        """The answer of POST /v1/keys/verify when all of it is in memory and it is yes, or no for ever. Missed: but for
-        the key, which `verify_missed` takes once it was read. Else None, and nothing done.
+        """Answer POST /v1/keys/verify from memory, for a grant or for a denial of a terminated key.
 
-        Asked with the whole Authorization header and the body; the rest of the request was found to be as usual.
+        Takes the whole Authorization header and the body. No other header of the request may make a difference. Returns
+        a CacheMiss when only the key is missing; pass it to `verify_missed` once the key was read. Returns None when
+        the slow path must decide; nothing was spent or recorded.
         """
 
-    # --- what is remembered, and for how long -------------------------------------------------------------------
+    # --- cache and freshness --------------------------------------------------------------------------------------
 
     def evict(self, subjects: Iterable[Subject] | None) -> None:
-        """Forgets what hangs on these; None: everything."""
+        """Evict the entries that depend on these subjects; None evicts everything."""
         with self.lock:
             self._evict(subjects)
 
@@ -120,7 +119,7 @@ class Engine:
         if subjects is None:
             self.memory.clear()
             self._forget_rules()
-            self._purses.clear()
+            self._spend_plans.clear()
             return
         subjects = list(subjects)
         self.memory.evict(subjects)
@@ -129,68 +128,70 @@ class Engine:
 
     def _forget_rules(self) -> None:
         self.rules = None
-        self._ways.clear()
-        for purses in list(self._all_purses):
-            # Emptied and not dropped: keys that are remembered still have them, and with them the replaced rules.
-            purses.by_way.clear()
-            purses.by_name.clear()
+        self._grant_templates.clear()
+        for spend_plans in list(self._all_spend_plans):
+            # Cleared, not dropped: cached keys still reference the plans, and through them the replaced rules.
+            spend_plans.by_template.clear()
+            spend_plans.by_name.clear()
 
     def catch_up(self) -> None:
-        """Forgets what this host has changed since the last look. Under the lock.
+        """Evict what this host changed since the last check. The caller holds the lock.
 
-        Where that cannot be read: everything, and nothing may be remembered until it can.
+        If the changes cannot be read, evict everything; nothing is cached until they can be read.
         """
-        if self._words[0] != self._seen:
+        if self._generation_words[0] != self._seen_generation:
             try:
-                seen, subjects = self.ports.generation.since(self._seen)
+                seen, subjects = self.ports.generation.since(self._seen_generation)
             except OSError:
                 self._evict(None)
                 return
-            # First forgotten, then seen: whoever finds the word as it was seen may answer.
+            # Evict before publishing the counter: a thread that sees the current counter may answer.
             self._evict(subjects)
-            self._words = self.ports.generation.words
-            self._seen = seen
+            self._generation_words = self.ports.generation.words
+            self._seen_generation = seen
 
     def may_remember(self) -> bool:
-        """Whether memory may be answered from now. Under the lock, after `catch_up`."""
-        has_caught_up = self._words[0] == self._seen
-        return has_caught_up and self.freshness.may_vouch(self.ports.monotonic(), self.ports.wall())
+        """Return whether memory may be used now. The caller holds the lock and has called `catch_up`."""
+        has_caught_up = self._generation_words[0] == self._seen_generation
+        return has_caught_up and self.freshness.is_fresh(self.ports.monotonic(), self.ports.wall())
 
-    # --- the fast way -------------------------------------------------------------------------------------------
+    # --- fast path ------------------------------------------------------------------------------------------------
 
     def _make_verify_known(self) -> Callable[[bytes, bytes], HttpResponse | CacheMiss | None]:
-        """`verify_known`, which answers nearly all that is ever asked: a function that has at hand whatever stays the
-        same, and in which `may_vouch` is written out."""
+        """Build `verify_known`, which answers nearly all requests.
+
+        A closure binds the constant objects once, and `Freshness.is_fresh` is inlined.
+        """
         acquire, release = self.lock.acquire, self.lock.release  # `with` takes twice as long
         wall_clock, monotonic_clock, freshness = self.ports.wall, self.ports.monotonic, self.freshness
-        new_tag, next_id, find_repeat, grant = self._new_tag, self._next_id, self._repeats.get, self._grant
+        new_tag, next_id, find_granted, grant = self._new_tag, self._next_id, self._granted.get, self._grant
 
         def verify_known(authorization: bytes, body: bytes) -> HttpResponse | CacheMiss | None:
             acquire()
             try:
                 wall, monotonic = wall_clock(), monotonic_clock()
-                if self._words[0] != self._seen:
+                if self._generation_words[0] != self._seen_generation:
                     self.catch_up()
                     if not self.may_remember():
                         return None
-                until, least, most = freshness.vouched
+                until, least, most = freshness.fresh_window
                 if monotonic >= until or not least < wall - monotonic < most:
                     return None
-                made = new_tag()
-                made.update(b"\n".join((authorization, body)))
-                tag = made.digest()
+                mac = new_tag()
+                mac.update(b"\n".join((authorization, body)))
+                tag = mac.digest()
                 request_id = next_id()
-                repeat = find_repeat(tag)
-                if repeat is not None and (text := grant(repeat, wall, request_id)) is not None:
+                cached = find_granted(tag)
+                if cached is not None and (text := grant(cached, wall, request_id)) is not None:
                     self.answered_from_memory += 1
                     return HttpResponse(200, text, request_id.decode())
                 denied = self._denied.get(tag)
-                if denied is None or not self._is_denied_still(denied, wall):
+                if denied is None or not self._is_denial_valid(denied, wall):
                     return self._verify_anew(authorization, body, tag, wall, request_id)
                 self.answered_from_memory += 1
             finally:
                 release()
-            # Told without the lock: it is written to the log, and nobody else waits for that.
+            # Outside the lock: writing the log must not block other threads.
             at = datetime.fromtimestamp(wall, UTC)
             self.ports.note_verdict(replace(denied.verdict, request_id=request_id.decode(), at=at))
             return HttpResponse(200, denied.text % (request_id, request_id), request_id.decode())
@@ -200,253 +201,267 @@ class Engine:
     def _verify_anew(
         self, authorization: bytes, body: bytes, tag: bytes, wall: float, request_id: bytes
     ) -> HttpResponse | CacheMiss | None:
-        """By what is known of the token and the key; `tag` of the whole question."""
-        made = self._new_tag()
-        made.update(authorization)
-        token = self._tokens_by_tag.get(made.digest())
+        """Decide from the cached token and key. `tag` identifies the whole request."""
+        mac = self._new_tag()
+        mac.update(authorization)
+        token = self._tokens_by_tag.get(mac.digest())
         if token is None or wall >= token.deadline:
             return None
-        asked, is_plain = read_plain(body), True
-        if asked is None:
-            asked, is_plain = read_asked(body), False
-            if asked is None or _is_of_more(asked):
+        request, is_plain = decode_plain_verify(body), True
+        if request is None:
+            request, is_plain = decode_verify(body), False
+            if request is None or _needs_slow_path(request):
                 return None
-        known = self._find(asked.key, asked.environment)
-        if isinstance(known, KeyString):
-            return CacheMiss(asked, token.about, known, request_id, self.changes, is_plain)
-        if known is None:
+        entry = self._find(request.key, request.environment)
+        if isinstance(entry, KeyString):
+            return CacheMiss(request, token.about, entry, request_id, self.changes, is_plain)
+        if entry is None:
             return None
-        text = self._decide(asked, token.about, wall, request_id, known, is_plain=is_plain, asker=(token, tag))
+        text = self._decide(request, token.about, wall, request_id, entry, is_plain=is_plain, cache_target=(token, tag))
         if text is None:
             return None
         self.answered_from_memory += 1
         return HttpResponse(200, text, request_id.decode())
 
-    def verify_missed(self, several: Sequence[CacheMiss], found: Mapping[str, KeyRecord]) -> list[HttpResponse | None]:
-        """The answers by the keys that were found. None, and nothing done: when something was changed since it was
-        asked, or there is more to say of it."""
+    def verify_missed(self, misses: Sequence[CacheMiss], found: Mapping[str, KeyRecord]) -> list[HttpResponse | None]:
+        """Answer cache misses with the records that were found.
+
+        None for a request that the slow path must decide: something changed since it arrived, or it is not a plain
+        grant.
+        """
         with self.lock:
             self.catch_up()
             if not self.may_remember():
-                return [None] * len(several)
+                return [None] * len(misses)
             wall = self._wall()
-            return [self._verify_missed(missed, found.get(missed.keystring.key_id), wall) for missed in several]
+            return [self._verify_missed(miss, found.get(miss.keystring.key_id), wall) for miss in misses]
 
-    def _verify_missed(self, missed: CacheMiss, record: KeyRecord | None, wall: float) -> HttpResponse | None:
-        if self.changes != missed.changes:
+    def _verify_missed(self, miss: CacheMiss, record: KeyRecord | None, wall: float) -> HttpResponse | None:
+        if self.changes != miss.changes:
             return None
         if record is None:
-            self.memory.absent.put("key", missed.keystring.key_id, self._monotonic())
+            self.memory.absent.put("key", miss.keystring.key_id, self._monotonic())
             return None
-        known = self._keys_by_id.get(record.key_id)
-        if known is None or known.record is not record:  # it is where several have asked for it at once
-            known = self.memory.admit_key(record)
-        if not self._proves(missed.keystring, known, missed.asked.key):
+        entry = self._keys_by_id.get(record.key_id)
+        if entry is None or entry.record is not record:  # several requests missed the same key
+            entry = self.memory.admit_key(record)
+        if not self._proves(miss.keystring, entry, miss.request.key):
             return None
-        request_id = missed.request_id
-        text = self._decide(missed.asked, missed.caller, wall, request_id, known, is_plain=missed.is_plain)
+        request_id = miss.request_id
+        text = self._decide(miss.request, miss.caller, wall, request_id, entry, is_plain=miss.is_plain)
         return None if text is None else HttpResponse(200, text, request_id.decode())
 
     def decide_known(
         self,
-        asked: VerifyRequest,
+        request: VerifyRequest,
         caller: Caller,
         wall: float,
         request_id: bytes,
         record: KeyRecord | None = None,
-        asker: Asker | None = None,
+        cache_target: CacheTarget | None = None,
     ) -> bytes | None:
-        """A grant as its JSON, spent and noted; None, and nothing done, for whatever is not that simple.
+        """Return a grant as JSON, spent and recorded. None when the slow path must decide; nothing was spent or
+        recorded.
 
-        `record` was read for this question; else it is looked for in memory, which then has to be fresh. `asker`: who
-        may ask it again, see `CachedGrant`.
+        Args:
+            record: The record read for this request. Without it the key is looked up in memory, which must be fresh.
+            cache_target: Where to cache the grant for repetitions, see `CachedGrant`.
         """
-        known = None if _is_of_more(asked) else self._find(asked.key, asked.environment, record)
-        if not isinstance(known, CacheEntry):
+        entry = None if _needs_slow_path(request) else self._find(request.key, request.environment, record)
+        if not isinstance(entry, CacheEntry):
             return None
-        return self._decide(asked, caller, wall, request_id, known, asker=asker if record is None else None)
+        return self._decide(
+            request, caller, wall, request_id, entry, cache_target=cache_target if record is None else None
+        )
 
     def _decide(
         self,
-        asked: VerifyRequest,
+        request: VerifyRequest,
         caller: Caller,
         wall: float,
         request_id: bytes,
-        known: CacheEntry[KeyRecord],
+        entry: CacheEntry[KeyRecord],
         *,
         is_plain: bool = False,
-        asker: Asker | None = None,
+        cache_target: CacheTarget | None = None,
     ) -> bytes | None:
-        """As `decide_known`, of a key that was proved. `is_plain`: it is as `requests.read_plain` gives it.
+        """Implement `decide_known` for a proved key. `is_plain`: the request came from `requests.decode_plain_verify`.
 
-        Under the lock, so that no use is noted with a time from before a report that does not have it. Much of what it
-        does is written out here, since a call costs as much as what is called.
+        Runs under the lock, so that a use is never recorded with a time before a report that omits it. Helpers are
+        inlined, since a call costs as much as its body.
         """
-        name, rules, agent = asked.endpoint, self.rules, asked.user_agent
+        name, rules, agent = request.endpoint, self.rules, request.user_agent
         cost, origin = 1, ""
         if not is_plain:
-            cost, origin = asked.cost or 1, asked.origin or ""
-            is_plain = name is not UNSET and asked.origin is UNSET and asked.merchant is UNSET and asked.store is UNSET
-        words = self._clean.get(agent) if agent else ""
-        if (agent and words is None and self._mark in agent) or (origin and self._mark in origin):
-            return None  # of what may be a key only a masked text is kept
-        holding: EligibleKey | None = known.about
+            cost, origin = request.cost or 1, request.origin or ""
+            is_plain = (
+                name is not UNSET and request.origin is UNSET and request.merchant is UNSET and request.store is UNSET
+            )
+        clean_agent = self._clean_texts.get(agent) if agent else ""
+        if (agent and clean_agent is None and self._key_prefix in agent) or (origin and self._key_prefix in origin):
+            return None  # a text that may contain a key is stored masked only
+        eligible: EligibleKey | None = entry.about
         if (
-            holding is None
+            eligible is None
             or rules is None
-            or wall >= known.deadline
-            or holding.environment != asked.environment
-            or holding.environment not in caller.environments
-            or (caller.merchants is not None and holding.merchant not in caller.merchants)
-            or (holding.within is not None and not holding.is_from_network(asked.client_ip))
+            or wall >= entry.deadline
+            or eligible.environment != request.environment
+            or eligible.environment not in caller.environments
+            or (caller.merchants is not None and eligible.merchant not in caller.merchants)
+            or (eligible.within is not None and not eligible.is_from_network(request.client_ip))
         ):
             return None
-        purse = holding.purses.by_name.get(name) if is_plain else None
-        if purse is None or purse.rules is not rules:
-            purse = self._purse(asked, known.record, holding, rules)
-            if purse is None:
+        spend_plan = eligible.spend_plans.by_name.get(name) if is_plain else None
+        if spend_plan is None or spend_plan.rules is not rules:
+            spend_plan = self._spend_plan(request, entry.record, eligible, rules)
+            if spend_plan is None:
                 return None
             if is_plain:
-                holding.purses.by_name[name] = purse
-        if cost > purse.most:
+                eligible.spend_plans.by_name[name] = spend_plan
+        if cost > spend_plan.most:
             return None
-        standing = purse.pay(cost)
-        if standing is None:
+        balances = spend_plan.pay(cost)
+        if balances is None:
             return None
-        words = self._cleaned(agent) if agent and words is None else words or ""
-        origin = self._cleaned(origin) if origin and holding.kind is KeyKind.PUBLIC else ""
-        use = (known.identity, purse.name, asked.client_ip or caller.source, words, origin, caller.outcome)
+        clean_agent = self._clean_text(agent) if agent and clean_agent is None else clean_agent or ""
+        origin = self._clean_text(origin) if origin and eligible.kind is KeyKind.PUBLIC else ""
+        use = (entry.identity, spend_plan.name, request.client_ip or caller.source, clean_agent, origin, caller.outcome)
         tally = self._uses.get(use) or self._tally(use, wall)
         tally[TIMES] += 1
         tally[LAST] = wall
-        if asker is not None:
-            token, tag = asker
+        if cache_target is not None:
+            token, tag = cache_target
             if self.memory.has_room_for(tag):
-                self.memory.remember_question(tag, CachedGrant(token, known, purse, cost, use))
-        return purse.template.fill(standing, request_id, holding.identity)
+                self.memory.cache_grant(tag, CachedGrant(token, entry, spend_plan, cost, use))
+        return spend_plan.template.fill(balances, request_id, eligible.identity)
 
     def question_tags(self, authorization: bytes, bodies: Iterable[bytes | Raw]) -> list[bytes]:
-        """Of each body as this caller sends it. A header has no line break: none is taken for another's."""
-        begun = self._new_tag()
-        begun.update(authorization + b"\n")
+        """Return the tag of each body as sent by this caller. A header has no line break, so tags of different callers
+        differ."""
+        keyed = self._new_tag()
+        keyed.update(authorization + b"\n")
         tags = []
         for body in bodies:
-            made = begun.copy()
-            made.update(body)
-            tags.append(made.digest())
+            mac = keyed.copy()
+            mac.update(body)
+            tags.append(mac.digest())
         return tags
 
-    def decide_again(self, tags: Sequence[bytes], wall: float, request_id: bytes) -> dict[int, bytes]:
-        """The grants of a batch by their numbers, when every question of it was granted before; else none, and nothing
-        done: one that is malformed refuses them all. Under the lock, in memory that is fresh."""
-        repeats = [self._repeats.get(tag) for tag in tags]
-        if None in repeats:
+    def decide_cached(self, tags: Sequence[bytes], wall: float, request_id: bytes) -> dict[int, bytes]:
+        """Return cached grants of a batch by position. The caller holds the lock, and memory is fresh.
+
+        Empty, with nothing spent, unless every request of the batch is cached: a malformed one rejects the batch.
+        """
+        granted = [self._granted.get(tag) for tag in tags]
+        if None in granted:
             return {}
         decided: dict[int, bytes] = {}
-        for number, repeat in enumerate(repeats):
-            text = self._grant(repeat, wall, b"%b-%d" % (request_id, number))  # type: ignore[arg-type]  # there is one
+        for number, cached in enumerate(granted):
+            text = self._grant(cached, wall, b"%b-%d" % (request_id, number))  # type: ignore[arg-type]  # checked above
             if text is not None:
                 decided[number] = text
         self.answered_from_memory += len(decided)
         return decided
 
-    def _grant(self, repeat: CachedGrant, wall: float, request_id: bytes) -> bytes | None:
-        """Its JSON, spent and noted; None, and nothing done: it is to be decided anew."""
-        known, purse = repeat.known, repeat.purse
-        if wall >= known.deadline or wall >= repeat.token.deadline or purse.rules is not self.rules:
+    def _grant(self, cached: CachedGrant, wall: float, request_id: bytes) -> bytes | None:
+        """Return the grant's JSON, spent and recorded. None when it must be decided anew; nothing was spent or
+        recorded."""
+        entry, spend_plan = cached.entry, cached.spend_plan
+        if wall >= entry.deadline or wall >= cached.token.deadline or spend_plan.rules is not self.rules:
             return None
-        standing = purse.pay(repeat.cost)
-        if standing is None:
+        balances = spend_plan.pay(cached.cost)
+        if balances is None:
             return None
-        known.is_asked_for = True
-        if repeat.period != self._period:
-            self._open_tally(repeat, wall)
-        tally = repeat.tally
+        entry.is_referenced = True
+        if cached.period != self._period:
+            self._open_tally(cached, wall)
+        tally = cached.tally
         tally[TIMES] += 1
         tally[LAST] = wall
-        if purse.is_single:  # as `fill` does it, without the call
-            remaining, reset = standing
-            return purse.text % (remaining, reset, request_id, repeat.identity, remaining, reset)
-        return purse.template.fill(standing, request_id, repeat.identity)
+        if spend_plan.is_single:  # `fill` inlined
+            remaining, reset = balances
+            return spend_plan.text % (remaining, reset, request_id, cached.identity, remaining, reset)
+        return spend_plan.template.fill(balances, request_id, cached.identity)
 
-    def _is_denied_still(self, denied: CachedDenial, wall: float) -> bool:
-        """Whether nothing that the denial hangs on was forgotten, and the key could still be proved."""
-        known = denied.known
-        if wall >= known.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
+    def _is_denial_valid(self, denied: CachedDenial, wall: float) -> bool:
+        """Return whether all that the denial depends on is still cached, and the key can still be proved."""
+        entry = denied.entry
+        if wall >= entry.deadline or wall >= denied.token.deadline or denied.rules is not self.rules:
             return False
-        known.is_asked_for = True
+        entry.is_referenced = True
         try:
-            peppers = self.ports.loaded_peppers(PEPPER_SET[known.record.environment])
+            peppers = self.ports.loaded_peppers(PEPPER_SET[entry.record.environment])
         except VerifierStaleError:
             return False
-        return known.record.pepper_version in peppers.versions
+        return entry.record.pepper_version in peppers.versions
 
-    def _cleaned(self, text: str) -> str:
-        """As it is kept. (What looks like a key does not come this way.)"""
+    def _clean_text(self, text: str) -> str:
+        """Return the cleaned text from cache. Callers have excluded texts that may contain a key."""
         read = text[:READ_AT_MOST]
-        kept = self._clean.get(read)
+        kept = self._clean_texts.get(read)
         if kept is not None:
             return kept
         cleaned = clean_text(read, READ_AT_MOST)
         kept = cleaned[:WORDS_KEPT]
         if cleaned == read:
-            if len(self._clean) >= _MOST_CLEAN:
-                self._clean.clear()
-            self._clean[read] = kept
+            if len(self._clean_texts) >= _MAX_CLEAN_TEXTS:
+                self._clean_texts.clear()
+            self._clean_texts[read] = kept
         return kept
 
     def _tally(self, use: Use, wall: float) -> Tally:
         uses = self._uses
         tally = uses.get(use)
-        if tally is None and len(uses) >= _MOST_USES:
-            # Who it was is no longer told apart, before the next report; how many there were is.
+        if tally is None and len(uses) >= _MAX_USES:
+            # Drop the source until the next report; the count stays exact.
             use = (use[0], use[1], "", "", "", use[5])
             tally = uses.get(use)
         if tally is None:
             tally = uses[use] = [*use, 0, wall, wall]
         return tally
 
-    def _open_tally(self, repeat: CachedGrant, wall: float) -> None:
-        repeat.period, repeat.tally = self._period, self._tally(repeat.use, wall)
+    def _open_tally(self, cached: CachedGrant, wall: float) -> None:
+        cached.period, cached.tally = self._period, self._tally(cached.use, wall)
 
     def _find(
         self, text: str | None, environment: str, record: KeyRecord | None = None
     ) -> CacheEntry[KeyRecord] | KeyString | None:
-        """The key that this string proves now, by `record` where one was read for it. A KeyString: nothing is known of
-        its key. None: that is to be found out the whole way."""
+        """Return the cached entry that this string proves, or the entry of `record` if given.
+
+        A KeyString: the key is not cached. None: the slow path must decide.
+        """
         if text is None:
             return None
         if record is None and text[KEY_ID_PLACE] in self._keys_by_id:
             try:
-                known = self._keys_by_tag.get(self.memory.tag(text.encode()))
-            except UnicodeEncodeError:  # half a surrogate pair, which no key has
+                entry = self._keys_by_tag.get(self.memory.tag(text.encode()))
+            except UnicodeEncodeError:  # half a surrogate pair; no key contains one
                 return None
-            if known is not None:
-                known.is_asked_for = True  # again: who comes once makes room first
-                return known
+            if entry is not None:
+                entry.is_referenced = True  # only entries that are used again survive eviction
+                return entry
         keystring = read_key(
             text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
         )
         if not isinstance(keystring, KeyString):
             return None
-        known = self._keys_by_id.get(keystring.key_id)
-        if record is not None and (known is None or known.record is not record):
-            known = known_key(record)
-        if known is None:
+        entry = self._keys_by_id.get(keystring.key_id)
+        if record is not None and (entry is None or entry.record is not record):
+            entry = key_entry(record)
+        if entry is None:
             absent = self.memory.absent
             if absent.until and absent.has("key", keystring.key_id, self._monotonic()):
                 return None
             return keystring
-        if not self._proves(keystring, known, text):
+        if not self._proves(keystring, entry, text):
             return None
         if record is None:
-            known.is_asked_for = True
-        return known
+            entry.is_referenced = True
+        return entry
 
-    def _proves(self, keystring: KeyString, known: CacheEntry[KeyRecord], text: str | None) -> bool:
-        """Whether the string is the key's; then a key that is remembered is known by the tag of it, which is `text`,
-        from now on."""
-        record, ports = known.record, self.ports
+    def _proves(self, keystring: KeyString, entry: CacheEntry[KeyRecord], text: str | None) -> bool:
+        """Return whether the string is the key's. If so, bind a cached entry to the tag of `text`."""
+        record, ports = entry.record, self.ports
         version = record.pepper_version
         try:
             peppers = ports.loaded_peppers(PEPPER_SET[record.environment])
@@ -458,13 +473,13 @@ class Engine:
             return False
         if version < peppers.current_version and record.state not in DEAD_STATES:
             ports.note_key_proof(record, keystring, peppers)
-        known.about = self._holding(record)
-        if text is not None and self._keys_by_id.get(known.identity) is known:
-            self.memory.keys.bind(known, self.memory.tag(text.encode()))
+        entry.about = self._eligible_key(record)
+        if text is not None and self._keys_by_id.get(entry.identity) is entry:
+            self.memory.keys.bind(entry, self.memory.tag(text.encode()))
         return True
 
-    def _holding(self, record: KeyRecord) -> EligibleKey | None:
-        """None for a key that there is more to say of."""
+    def _eligible_key(self, record: KeyRecord) -> EligibleKey | None:
+        """Return the fast-path data of a plain key; None for any other key."""
         if not record.merchant_active or not record.account_active or record.state is not KeyState.ACTIVE:
             return None
         account = (
@@ -476,98 +491,104 @@ class Engine:
             record.merchant_id,
             record.environment,
         )
-        purses = self._purses.get(account)
-        if purses is None:
-            if len(self._purses) >= _MOST_ACCOUNTS:
-                self._purses.popitem(last=False)
-            purses = self._purses[account] = SpendPlans(record)
-            self._all_purses.add(purses)
-        identity = purses.identity % (record.key_id.encode(), record.credential_id.encode())
+        spend_plans = self._spend_plans.get(account)
+        if spend_plans is None:
+            if len(self._spend_plans) >= _MAX_ACCOUNTS:
+                self._spend_plans.popitem(last=False)
+            spend_plans = self._spend_plans[account] = SpendPlans(record)
+            self._all_spend_plans.add(spend_plans)
+        identity = spend_plans.identity % (record.key_id.encode(), record.credential_id.encode())
         within: dict[str, bool] | None = {} if record.networks else None
         return EligibleKey(
-            record.environment, identity, record.kind, record.merchant_id, record.networks, purses, within
+            record.environment, identity, record.kind, record.merchant_id, record.networks, spend_plans, within
         )
 
-    def _purse(
-        self, asked: VerifyRequest, record: KeyRecord, holding: EligibleKey, rules: PolicySnapshot
+    def _spend_plan(
+        self, request: VerifyRequest, record: KeyRecord, eligible: EligibleKey, rules: PolicySnapshot
     ) -> SpendPlan | None:
-        question = self._question(asked, holding, rules)
-        way = None if question is None else self._ways.get(question)
-        if way is None or way.rules is not rules:
+        template_key = self._template_key(request, eligible, rules)
+        grant_template = None if template_key is None else self._grant_templates.get(template_key)
+        if grant_template is None or grant_template.rules is not rules:
             return None
-        purse = holding.purses.by_way.get(way)
-        if purse is None:
+        spend_plan = eligible.spend_plans.by_template.get(grant_template)
+        if spend_plan is None:
             buckets: tuple[Bucket, ...] = ()
-            if way.endpoint.spends:
-                limit, setting = rules.endpoint_limit(record.account_id, record.environment, way.endpoint)
-                buckets = self.ports.buckets(record, way.endpoint, limit, setting)
-            if len(holding.purses.by_way) >= MOST_WAYS:
-                holding.purses.by_way.clear()
-            purse = holding.purses.by_way[way] = SpendPlan(way, buckets, self.ports.budgets)
-        return purse
+            if grant_template.endpoint.spends:
+                limit, setting = rules.endpoint_limit(record.account_id, record.environment, grant_template.endpoint)
+                buckets = self.ports.buckets(record, grant_template.endpoint, limit, setting)
+            if len(eligible.spend_plans.by_template) >= MAX_TEMPLATES:
+                eligible.spend_plans.by_template.clear()
+            spend_plan = eligible.spend_plans.by_template[grant_template] = SpendPlan(
+                grant_template, buckets, self.ports.budgets
+            )
+        return spend_plan
 
-    def learn(self, asked: VerifyRequest, judgement: Judgement, endpoint: Endpoint, rules: PolicySnapshot) -> None:
-        """A grant of the whole way, so that the next one like it goes the fast way. Under the lock."""
+    def learn(self, request: VerifyRequest, judgement: Judgement, endpoint: Endpoint, rules: PolicySnapshot) -> None:
+        """Store a grant of the slow path as the template for later requests. The caller holds the lock."""
         record = judgement.record
         if record is None or judgement.customer is not None or rules is not self.rules:
             return
-        holding = self._holding(record)
-        question = None if holding is None else self._question(asked, holding, rules)
-        if question is None:
+        eligible = self._eligible_key(record)
+        template_key = None if eligible is None else self._template_key(request, eligible, rules)
+        if template_key is None:
             return
-        way = self._ways.get(question)
-        if way is not None and way.rules is rules:
-            return  # as it would be again; purses are kept by it
-        if len(self._ways) >= MOST_WAYS:
-            self._ways.clear()
-        self._ways[question] = GrantTemplate(judgement, endpoint, rules)
+        grant_template = self._grant_templates.get(template_key)
+        if grant_template is not None and grant_template.rules is rules:
+            return  # unchanged; spend plans are keyed by this object
+        if len(self._grant_templates) >= MAX_TEMPLATES:
+            self._grant_templates.clear()
+        self._grant_templates[template_key] = GrantTemplate(judgement, endpoint, rules)
 
     def learn_denial(
         self, verdict: EngineVerdict, authorization: bytes, body: bytes, proved: TokenRecord, rules: PolicySnapshot
     ) -> None:
-        """A denial of the whole way to a question of verify, where the key has ended for good: nothing but a change
-        will make another answer of it. Under the lock."""
+        """Cache a final denial of the slow path, for a terminated key. The caller holds the lock."""
         record = verdict.judgement.record
         if record is None or record.state not in DEAD_STATES or rules is not self.rules:
             return
-        known = self.memory.keys.by_id.get(record.key_id)
+        entry = self.memory.keys.by_id.get(record.key_id)
         token = self.memory.tokens.by_id.get(proved.service.token_id)
-        if known is None or known.record is not record or token is None or token.record is not proved:
+        if entry is None or entry.record is not record or token is None or token.record is not proved:
             return
-        words = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
-        if self._mark in words or SHAPED.search(words) is not None:
-            return  # of what may be a key only a masked text is kept
+        context = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
+        if self._key_prefix in context or SHAPED.search(context) is not None:
+            return  # a text that may contain a key is stored masked only
         (tag,) = self.question_tags(authorization, [body])
-        self.memory.remember_denial(tag, CachedDenial(token, known, rules, verdict))
+        self.memory.cache_denial(tag, CachedDenial(token, entry, rules, verdict))
 
-    def _question(self, asked: VerifyRequest, holding: EligibleKey, rules: PolicySnapshot) -> tuple[object, ...] | None:
-        """What of a question makes a difference for a plain key. None for what has to be judged each time: a private
-        key with an origin, another merchant than the key's own, a key in the path."""
-        has_origin = asked.origin is not UNSET and asked.origin is not None
-        merchant, store, name = asked.merchant or None, asked.store or None, asked.endpoint
-        if has_origin and holding.kind is KeyKind.PRIVATE:
+    def _template_key(
+        self, request: VerifyRequest, eligible: EligibleKey, rules: PolicySnapshot
+    ) -> tuple[object, ...] | None:
+        """Return the parts of a request that decide its template.
+
+        None for what is judged each time: a private key with an origin, a merchant other than the key's, a key in the
+        path.
+        """
+        has_origin = request.origin is not UNSET and request.origin is not None
+        merchant, store, name = request.merchant or None, request.store or None, request.endpoint
+        if has_origin and eligible.kind is KeyKind.PRIVATE:
             return None
-        if merchant is not None and merchant != holding.merchant:
+        if merchant is not None and merchant != eligible.merchant:
             return None
         context = merchant
         if name is UNSET:
-            path = asked.path or ""
+            path = request.path or ""
             if find_exposed(path) is not None:
                 return None
-            base = self.base_paths[asked.environment]
-            endpoint = rules.catalog.match(asked.method or "", path, base)
+            base = self.base_paths[request.environment]
+            endpoint = rules.catalog.match(request.method or "", path, base)
             if not isinstance(endpoint, Endpoint):
                 return None
             name = endpoint.name
             context, store = endpoint.read_contexts(path, {}, merchant, store)
-            if context is not None and context != holding.merchant:
+            if context is not None and context != eligible.merchant:
                 return None
         elif store is not None:
             store = store.strip() or None
         return (
-            asked.environment,
+            request.environment,
             name,
-            holding.kind,
+            eligible.kind,
             has_origin,
             merchant is not None,
             context is not None,
@@ -580,8 +601,10 @@ class Engine:
     # --- evidence -----------------------------------------------------------------------------------------------
 
     def take_uses(self) -> tuple[Collection[Tally], int]:
-        """The uses since the last time, and how many answers came from memory. Every use of before the call is among
-        them, or was."""
+        """Return and reset the recorded uses and the number of answers from memory.
+
+        Every use recorded before the call is in this result or in an earlier one.
+        """
         with self.lock:
             uses, self._uses = self._uses, {}
             self._period += 1
@@ -589,13 +612,13 @@ class Engine:
         return uses.values(), from_memory
 
 
-def _is_of_more(asked: VerifyRequest) -> bool:
-    """Whether it is about more than a key, or less than a verdict."""
-    return asked.customer_token not in (UNSET, None) or asked.dry_run is True
+def _needs_slow_path(request: VerifyRequest) -> bool:
+    """Return whether the request involves a customer token or is a dry run."""
+    return request.customer_token not in (UNSET, None) or request.dry_run is True
 
 
 def _request_ids(random_bytes: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Of the form of `mint_request_id`: random in front, so that no two processes share one, and then counted."""
+    """Yield ids in the form of `mint_request_id`: a random prefix, unique to the process, and a counter."""
     front = random_digits(_ID_DIGITS - _COUNTED, random_bytes)
     blocks = (f"{front}{encode(high, _COUNTED - 2)}".encode() for high in count())
     return chain.from_iterable(map(block.__add__, _PAIRS) for block in blocks)

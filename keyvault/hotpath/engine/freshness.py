@@ -1,49 +1,55 @@
-"""May this process still answer from memory? Only as long as it has confirmed the change feed lately."""
+"""Freshness of cached verdicts: how long ago the change feed was confirmed."""
 
 from typing import Final
 
 SWITCH_SECONDS: Final = 0.0005
-"""For `sys.setswitchinterval`, where threads that follow the feed and write uses live beside those that answer: at
-Python's own 5 ms each of their steps could hold up a request as long."""
+"""Interpreter switch interval of a process that verifies, in seconds. With Python's default of 5 ms, each step of a
+background thread could delay a request by that long."""
 
 _STEP_SECONDS: Final = 0.5
-"""So far the clocks may move apart between two confirmations: a time server slews by 0.5 ms a second."""
+"""Maximum drift between the two clocks after a confirmation, in seconds. A time server slews by 0.5 ms a second."""
 
 _NEVER: Final = (float("-inf"), 0.0, 0.0)
 
 
 class Freshness:
-    """Staleness is measured in monotonic time. A step of the wall clock, or a machine that was suspended (Linux stops
-    the monotonic clock then), counts as unconfirmed until the feed is confirmed again."""
+    """Age of the last confirmation of the feed, in monotonic time.
 
-    __slots__ = ("_confirmed_at", "bound_seconds", "is_lost", "vouched")
+    A step of the wall clock, or a suspended machine (Linux stops the monotonic clock), counts as unconfirmed until the
+    next confirmation.
+    """
+
+    __slots__ = ("_confirmed_at", "bound_seconds", "fresh_window", "is_lost")
 
     def __init__(self, bound_seconds: float) -> None:
         self.bound_seconds = bound_seconds
         self._confirmed_at = float("-inf")
-        self.vouched = _NEVER
-        """Until when, in monotonic seconds, and between which differences of the clocks `may_vouch` says yes."""
+        self.fresh_window = _NEVER
+        """End of freshness in monotonic seconds, and the accepted range of the difference between the clocks."""
         self.is_lost = False
-        """Whether the database itself lacks changes that this process was told of."""
+        """Whether the database lacks changes that this process has already applied."""
 
     def confirm(self, monotonic: float, wall: float) -> None:
-        """Everything that was committed when the clocks showed this has been applied. Both in seconds."""
+        """Record that all changes committed at these times, in seconds, have been applied."""
         if not self.is_lost:
             offset = wall - monotonic
             self._confirmed_at = monotonic
-            self.vouched = (monotonic + self.bound_seconds, offset - _STEP_SECONDS, offset + _STEP_SECONDS)
+            self.fresh_window = (monotonic + self.bound_seconds, offset - _STEP_SECONDS, offset + _STEP_SECONDS)
 
-    def lose(self) -> None:
-        """The feed went back. From now on neither memory nor the database is a reason for a yes; only a restart is the
-        end of it, which is refused while the journal knows of a revocation that the database lacks."""
+    def mark_lost(self) -> None:
+        """Record that the feed went back: neither memory nor the database can justify a grant any more.
+
+        Only a restart ends this state. The restart is refused while the revocation journal has an entry that the
+        database lacks.
+        """
         self.is_lost = True
         self._confirmed_at = float("-inf")
-        self.vouched = _NEVER
+        self.fresh_window = _NEVER
 
-    def may_vouch(self, monotonic: float, wall: float) -> bool:
-        until, least, most = self.vouched
+    def is_fresh(self, monotonic: float, wall: float) -> bool:
+        until, least, most = self.fresh_window
         return monotonic < until and least < wall - monotonic < most
 
     def age_seconds(self, monotonic: float) -> float:
-        """How long ago the feed was confirmed; infinite before the first time."""
+        """Return the age of the last confirmation in seconds; infinite before the first one."""
         return monotonic - self._confirmed_at

@@ -1,7 +1,7 @@
-"""What one process knows: records by id, and by a tag of the whole string that has proved them. All of it bounded.
+"""Bounded in-memory cache: records by id, and by a tag of the full string that proved them.
 
-A tag is a blake2b MAC under a key of this process that is written nowhere: whoever reads the memory of a cache by
-tags alone learns no string, and no string is ever a name in it.
+A tag is a blake2b MAC under a random key of this process, which is stored nowhere. Tags in a memory dump reveal no
+string, and no string is used as a dictionary key.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from keyvault.domain.keys import DEAD_STATES, KeyRecord
 
 TAG_BYTES: Final = 16
 _NEVER = float("inf")
-_GONE = float("-inf")
-"""The deadline of what was forgotten, for whatever still leans on it."""
+_EVICTED = float("-inf")
+"""Deadline of an evicted entry, for references that outlive the eviction."""
 
 Subject = tuple[str, str]
 
@@ -24,13 +24,13 @@ R = TypeVar("R", KeyRecord, CustomerRecord, TokenRecord)
 
 
 class CacheEntry(Generic[R]):
-    """A record; `deadline`, in seconds of the epoch, from when on it is no good any more, judged at each read.
+    """A cached record.
 
-    `tag` of the string that has proved it; `about` is what the engine has worked out of the record for its answers.
-    `account` of a key that is remembered.
+    `deadline` is its expiry in epoch seconds, checked on each read. `tag` belongs to the string that proved it. `about`
+    holds what the engine derived from the record. `account` is set for a cached key.
     """
 
-    __slots__ = ("about", "account", "deadline", "identity", "is_asked_for", "record", "tag")
+    __slots__ = ("about", "account", "deadline", "identity", "is_referenced", "record", "tag")
 
     def __init__(self, identity: str, record: R, deadline: float) -> None:
         self.identity = identity
@@ -38,55 +38,58 @@ class CacheEntry(Generic[R]):
         self.record: R = record
         self.deadline = deadline
         self.tag: bytes | None = None
-        self.is_asked_for = False
+        self.is_referenced = False
         self.about: Any = None
 
 
-def known_key(record: KeyRecord) -> CacheEntry[KeyRecord]:
-    """What has ended is good for its denial for ever."""
-    is_over = record.state in DEAD_STATES
-    expires_at = None if is_over else record.expires_at
+def key_entry(record: KeyRecord) -> CacheEntry[KeyRecord]:
+    """Return the entry of a key. A terminated key never expires: its denial is final."""
+    is_terminated = record.state in DEAD_STATES
+    expires_at = None if is_terminated else record.expires_at
     deadline = _NEVER if expires_at is None else expires_at.timestamp()
     return CacheEntry(record.key_id, record, deadline)
 
 
 class Doorkeeper:
-    """Whether an id has come before, among the last `most` at least and twice as many at most: what it is called in
-    TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017). Now and then it takes one for another.
+    """Admission filter, as in TinyLFU (Einziger, Friedman, Manes: ACM Transactions on Storage 13, 4, 2017).
 
-    Of each id there is a byte, which others may have too: the number of the period in which it came last. A period ends
-    when `most` have come in it. Numbers come again after _PERIODS, as do those whose byte nobody has changed since.
+    It reports whether an id has been seen among the last `most` ids at least, and twice as many at most. False
+    positives are possible: several ids share one byte. The byte holds the number of the period in which one of them was
+    last seen. A period ends after `most` new ids. Period numbers repeat after _PERIODS, and so do bytes unchanged since
+    then.
     """
 
-    __slots__ = ("_before", "_left", "_mask", "_most", "_now", "_places")
+    __slots__ = ("_before", "_mask", "_now", "_period_length", "_remaining", "_slots")
 
     def __init__(self, most: int) -> None:
-        self._most = self._left = max(most, _FEWEST_COMERS)
-        self._mask = max(_FEWEST_PLACES, 1 << (_PLACES_EACH * most - 1).bit_length()) - 1
-        self._places = bytearray()
-        """All of them once somebody comes: megabytes, which a memory that is never full does without."""
+        self._period_length = self._remaining = max(most, _MIN_IDS)
+        self._mask = max(_MIN_SLOTS, 1 << (_SLOTS_PER_ID * most - 1).bit_length()) - 1
+        self._slots = bytearray()
+        """Allocated on first use: a cache that never fills does not need these megabytes."""
         self._before, self._now = _PERIODS, 1
 
-    def has_come(self, identity: str | bytes) -> bool:
-        """Now it has."""
-        if not self._places:
-            self._places = bytearray(self._mask + 1)
-        place = hash(identity) & self._mask  # of texts and bytes each process has its own
-        last, now = self._places[place], self._now
+    def was_seen(self, identity: str | bytes) -> bool:
+        """Record the id and return whether it was seen before."""
+        if not self._slots:
+            self._slots = bytearray(self._mask + 1)
+        slot = hash(identity) & self._mask  # str and bytes hashes are randomized per process
+        last, now = self._slots[slot], self._now
         if last == now:
             return True
-        self._places[place] = now
-        is_back = last == self._before
-        self._left -= 1
-        if not self._left:
-            self._before, self._now, self._left = now, now % _PERIODS + 1, self._most
-        return is_back
+        self._slots[slot] = now
+        is_repeated = last == self._before
+        self._remaining -= 1
+        if not self._remaining:
+            self._before, self._now, self._remaining = now, now % _PERIODS + 1, self._period_length
+        return is_repeated
 
 
 class RecordCache(Generic[R]):
-    """At most `capacity` of one kind. Once it is full, only who comes again is let in: whom everybody asks for is not
-    driven out by many whom somebody asks for once. The oldest goes first, unless it was asked for again since it was
-    last looked at, which whoever finds it here marks."""
+    """At most `capacity` entries of one kind, with an admission filter and second-chance eviction.
+
+    A full cache admits only ids seen before, so that ids requested once do not evict popular ones. It evicts the oldest
+    entry whose `is_referenced` is not set; readers of `by_id` and `by_tag` set that flag.
+    """
 
     __slots__ = ("_capacity", "_doorkeeper", "_on_drop", "by_id", "by_tag")
 
@@ -97,56 +100,56 @@ class RecordCache(Generic[R]):
         self.by_id: OrderedDict[str, CacheEntry[R]] = OrderedDict()
         self.by_tag: dict[bytes, CacheEntry[R]] = {}
 
-    def put(self, known: CacheEntry[R]) -> bool:
-        """Whether it is here now."""
+    def put(self, entry: CacheEntry[R]) -> bool:
+        """Cache the entry and return whether it was admitted."""
         by_id = self.by_id
-        if known.identity in by_id:
-            self.drop(known.identity)
-        elif len(by_id) >= self._capacity and not self._doorkeeper.has_come(known.identity):
+        if entry.identity in by_id:
+            self.drop(entry.identity)
+        elif len(by_id) >= self._capacity and not self._doorkeeper.was_seen(entry.identity):
             return False
         chances = _SECOND_CHANCES
         while len(by_id) >= self._capacity:
-            # Not `next(iter(...))` of a dict, which walks over all that was taken away before.
+            # `next(iter(...))` of a dict would scan all deleted slots.
             _, oldest = by_id.popitem(last=False)
-            if oldest.is_asked_for and chances:
+            if oldest.is_referenced and chances:
                 chances -= 1
-                oldest.is_asked_for = False
+                oldest.is_referenced = False
                 by_id[oldest.identity] = oldest
             else:
                 self._forget(oldest)
-        by_id[known.identity] = known
+        by_id[entry.identity] = entry
         return True
 
-    def bind(self, known: CacheEntry[R], tag: bytes) -> None:
-        """From here on the string of that tag is known to prove it; nothing where it is not here."""
-        if self.by_id.get(known.identity) is not known:
+    def bind(self, entry: CacheEntry[R], tag: bytes) -> None:
+        """Associate a cached entry with the tag of the string that proves it. Without effect on an evicted entry."""
+        if self.by_id.get(entry.identity) is not entry:
             return
-        if known.tag is not None:
-            self.by_tag.pop(known.tag, None)
-        known.tag = tag
-        self.by_tag[tag] = known
+        if entry.tag is not None:
+            self.by_tag.pop(entry.tag, None)
+        entry.tag = tag
+        self.by_tag[tag] = entry
 
     def drop(self, identity: str) -> None:
-        known = self.by_id.pop(identity, None)
-        if known is not None:
-            self._forget(known)
+        entry = self.by_id.pop(identity, None)
+        if entry is not None:
+            self._forget(entry)
 
     def clear(self) -> None:
-        for known in self.by_id.values():
-            known.deadline = _GONE
+        for entry in self.by_id.values():
+            entry.deadline = _EVICTED
         self.by_id.clear()
         self.by_tag.clear()
 
-    def _forget(self, known: CacheEntry[R]) -> None:
-        known.deadline = _GONE
-        if known.tag is not None:
-            self.by_tag.pop(known.tag, None)
+    def _forget(self, entry: CacheEntry[R]) -> None:
+        entry.deadline = _EVICTED
+        if entry.tag is not None:
+            self.by_tag.pop(entry.tag, None)
         if self._on_drop is not None:
-            self._on_drop(known)
+            self._on_drop(entry)
 
 
 class NegativeCache:
-    """Ids that were looked up and are nobody's, for a short while: bounded, the oldest goes first."""
+    """Ids that were looked up and do not exist, for a short time. Bounded; the oldest entry is evicted first."""
 
     __slots__ = ("_capacity", "_seconds", "until")
 
@@ -176,74 +179,74 @@ class NegativeCache:
 
 
 class Memory:
-    """The shelves of a process, and which records hang on what a change may be about."""
+    """All caches of a process, and the index from subjects of changes to records."""
 
     def __init__(self, tag_key: bytes, capacity: int) -> None:
-        begun = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES)
-        begun.update(b"\0")  # so that the key's own block is worked on once, and not for each tag
-        self.new_tag = begun.copy
-        """For whoever makes tags by the hundred thousand a second: `update` it with the text, and take its digest."""
+        keyed = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES)
+        keyed.update(b"\0")  # hash the key block once, not for each tag
+        self.new_tag = keyed.copy
+        """For hot loops: `update` the new hash with the text and take its digest."""
         self._by_credential: dict[str, tuple[str, ...]] = {}
-        """Nearly always one, while it is rotated two."""
+        """Usually one key id; two during a rotation."""
         self._by_account: dict[str, set[str]] = {}
-        self.keys: RecordCache[KeyRecord] = RecordCache(capacity, self._unlist)
+        self.keys: RecordCache[KeyRecord] = RecordCache(capacity, self._unindex)
         self.customers: RecordCache[CustomerRecord] = RecordCache(capacity)
         self.tokens: RecordCache[TokenRecord] = RecordCache(capacity)
-        self.repeats: OrderedDict[bytes, Any] = OrderedDict()
-        """By the tag of the whole question: what the engine has made of it."""
+        self.granted: OrderedDict[bytes, Any] = OrderedDict()
+        """Cached grants of the engine, by the tag of the whole request."""
         self.denied: OrderedDict[bytes, Any] = OrderedDict()
-        """Likewise, of those that are no good for ever."""
-        self._most_repeats = min(capacity, _MOST_REPEATS)
-        self._questions = Doorkeeper(self._most_repeats)
-        self._most_denied = min(capacity, _MOST_DENIED)
-        self.absent = NegativeCache(_MOST_ABSENT, _ABSENT_SECONDS)
+        """Cached denials of terminated keys, by the tag of the whole request."""
+        self._max_granted = min(capacity, _MAX_GRANTED)
+        self._grant_doorkeeper = Doorkeeper(self._max_granted)
+        self._max_denied = min(capacity, _MAX_DENIED)
+        self.absent = NegativeCache(_MAX_ABSENT, _ABSENT_SECONDS)
 
     def tag(self, text: bytes) -> bytes:
-        made = self.new_tag()
-        made.update(text)
-        return made.digest()
+        mac = self.new_tag()
+        mac.update(text)
+        return mac.digest()
 
     def admit_key(self, record: KeyRecord) -> CacheEntry[KeyRecord]:
-        """Also where it is not remembered: for the question that it was read for."""
-        known = known_key(record)
-        if not self.keys.put(known):
-            return known
-        known.account = f"{record.merchant_id}/{record.environment}"
+        """Cache a key and return its entry. The entry serves this request even if a full cache does not admit it."""
+        entry = key_entry(record)
+        if not self.keys.put(entry):
+            return entry
+        entry.account = f"{record.merchant_id}/{record.environment}"
         key_id, credential_id = record.key_id, record.credential_id
         held = self._by_credential.get(credential_id)
         self._by_credential[credential_id] = (key_id,) if held is None else (*held, key_id)
-        listed = self._by_account.get(known.account)
+        listed = self._by_account.get(entry.account)
         if listed is None:
-            self._by_account[known.account] = {key_id}
+            self._by_account[entry.account] = {key_id}
         else:
             listed.add(key_id)
-        return known
+        return entry
 
     def admit_customer(self, record: CustomerRecord) -> CacheEntry[CustomerRecord]:
-        known = CacheEntry(record.token_id, record, record.expires_at.timestamp())
-        self.customers.put(known)
-        return known
+        entry = CacheEntry(record.token_id, record, record.expires_at.timestamp())
+        self.customers.put(entry)
+        return entry
 
     def admit_token(self, record: TokenRecord) -> CacheEntry[TokenRecord]:
-        known = CacheEntry(record.service.token_id, record, record.expires_at.timestamp())
-        self.tokens.put(known)
-        return known
+        entry = CacheEntry(record.service.token_id, record, record.expires_at.timestamp())
+        self.tokens.put(entry)
+        return entry
 
     def has_room_for(self, tag: bytes) -> bool:
-        """Whether this question is to be remembered: once there are as many as fit, only one that comes again is."""
-        is_there = tag in self.repeats or len(self.repeats) < self._most_repeats
-        return is_there or self._questions.has_come(tag)
+        """Return whether a grant for this tag should be cached. A full cache admits only repeated requests."""
+        is_there = tag in self.granted or len(self.granted) < self._max_granted
+        return is_there or self._grant_doorkeeper.was_seen(tag)
 
-    def remember_question(self, tag: bytes, repeat: Any) -> None:
-        """The oldest goes first: it costs its next asker some microseconds."""
-        _put(self.repeats, tag, repeat, self._most_repeats)
+    def cache_grant(self, tag: bytes, cached: Any) -> None:
+        """Cache a grant. The oldest one is evicted first; deciding it again costs microseconds."""
+        _put(self.granted, tag, cached, self._max_granted)
 
-    def remember_denial(self, tag: bytes, denied: Any) -> None:
-        """Likewise."""
-        _put(self.denied, tag, denied, self._most_denied)
+    def cache_denial(self, tag: bytes, denied: Any) -> None:
+        """Cache a denial of a terminated key. The oldest one is evicted first."""
+        _put(self.denied, tag, denied, self._max_denied)
 
     def evict(self, subjects: Iterable[Subject]) -> None:
-        """Whatever hangs on these is read anew by whoever asks for it next."""
+        """Evict every entry that depends on these subjects."""
         for subject in subjects:
             kind, identity = subject
             self.absent.drop(subject)
@@ -262,14 +265,15 @@ class Memory:
                     for account in [name for name in self._by_account if name.partition("/")[0] == identity]:
                         self._drop_all(self._by_account.get(account))
                 case _:
-                    # Of what no record is made of; an unknown kind is of a newer release, and may be about anything.
+                    # Subjects in RULES affect no record. A newer release may send an unknown kind, which may affect
+                    # any.
                     if kind not in RULES:
                         self.clear()
 
     def clear(self) -> None:
-        for shelf in (self.keys, self.customers, self.tokens):
-            shelf.clear()
-        self.repeats.clear()
+        for cache in (self.keys, self.customers, self.tokens):
+            cache.clear()
+        self.granted.clear()
         self.denied.clear()
         self.absent.clear()
         self._by_credential.clear()
@@ -279,9 +283,9 @@ class Memory:
         for identity in list(identities or ()):
             self.keys.drop(identity)
 
-    def _unlist(self, known: CacheEntry[KeyRecord]) -> None:
-        record = known.record
-        key_id, credential_id, account = record.key_id, record.credential_id, known.account
+    def _unindex(self, entry: CacheEntry[KeyRecord]) -> None:
+        record = entry.record
+        key_id, credential_id, account = record.key_id, record.credential_id, entry.account
         held = self._by_credential.pop(credential_id, ())
         if held != (key_id,) and (others := tuple([other for other in held if other != key_id])):
             self._by_credential[credential_id] = others
@@ -292,25 +296,25 @@ class Memory:
                 del self._by_account[account]
 
 
-def _put(kept: OrderedDict[bytes, Any], tag: bytes, what: Any, most: int) -> None:
-    if len(kept) >= most and tag not in kept:
-        kept.popitem(last=False)
-    kept[tag] = what
+def _put(entries: OrderedDict[bytes, Any], tag: bytes, value: Any, most: int) -> None:
+    if len(entries) >= most and tag not in entries:
+        entries.popitem(last=False)
+    entries[tag] = value
 
 
 RULES: Final = frozenset({"endpoint", "limit"})
-"""Kinds of subjects that change the rules, and no record."""
+"""Kinds of subjects that change the policy snapshot and no record."""
 
 _SECOND_CHANCES: Final = 64
-"""Of one `put`, which others wait for: after so many that were asked for the next one goes all the same."""
+"""Maximum number of second chances in one `put`, which blocks other threads."""
 
-_FEWEST_COMERS: Final = 256
-_FEWEST_PLACES: Final = 65_536
-_PLACES_EACH: Final = 32
-"""Of a doorkeeper: bytes, so many for each who comes that few share one."""
+_MIN_IDS: Final = 256
+_MIN_SLOTS: Final = 65_536
+_SLOTS_PER_ID: Final = 32
+"""Size of a doorkeeper, in bytes per expected id. A larger table has fewer collisions."""
 _PERIODS: Final = 255
 
-_MOST_REPEATS: Final = 65_536
-_MOST_DENIED: Final = 4_096
-_MOST_ABSENT: Final = 10_000
+_MAX_GRANTED: Final = 65_536
+_MAX_DENIED: Final = 4_096
+_MAX_ABSENT: Final = 10_000
 _ABSENT_SECONDS: Final = 1.0

@@ -1,4 +1,4 @@
-"""What an engine has of the world."""
+"""Ports of the engine: what it needs from its environment."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from keyvault.hotpath.engine.memory import Subject
 
 
 class EngineBudgets(Protocol):
-    """What limits are spent from, see `services.budgets`."""
+    """Rate-limit budgets, see `services.limits.budgets`."""
 
     is_local: bool
 
@@ -27,7 +27,7 @@ class EngineBudgets(Protocol):
 
 
 class GenerationSource(Protocol):
-    """The host's word of changes, see `services.generation`."""
+    """The host's generation counter, see `services.recording.host_generation`."""
 
     words: memoryview
 
@@ -36,11 +36,11 @@ class GenerationSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """What was judged, for whoever keeps the evidence; `endpoint` "" for none of the catalog."""
+    """A verdict with the context that is recorded. `endpoint` is "" when no catalog entry matched."""
 
     judgement: Judgement
     request_id: str
-    door: str
+    entry_point: str
     environment: Environment
     endpoint: str
     source: str
@@ -52,8 +52,10 @@ class EngineVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What an engine has of the world; the loader's to give. `loaded_peppers` asks nobody, and raises
-    VerifierStaleError where there are none yet; `peppers` may wait for them where the door may.
+    """Dependencies of an engine; `adapters.assembly` supplies them.
+
+    `loaded_peppers` does no I/O and raises VerifierStaleError while no pepper is loaded. `peppers` may block to load
+    them where the frontend may block.
     """
 
     brand: str
@@ -73,4 +75,4 @@ class Ports:
     note_token_proof: Callable[[TokenRecord, KeyString, Peppers], None]
     note_verdict: Callable[[EngineVerdict], None]
     outcome: Callable[[bool], str]
-    """What a use counts as, by whether a probe asked."""
+    """Outcome under which a use is counted, by whether the caller is a probe."""

@@ -1,7 +1,7 @@
-"""The door of an event loop: what needs the database waits, and all that waits at once is read for at once.
+"""The event loop's frontend: requests wait for data together, and one read serves all that are waiting.
 
-A question joins the next reading, never one that is under way: that one may have begun before a change which this
-question has to see.
+A request joins the next read, never one in progress: that one may have begun before a change which this request must
+see.
 """
 
 import asyncio
@@ -16,88 +16,91 @@ from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath.engine.cached_verdicts import CacheMiss
 from keyvault.hotpath.engine.engine import Engine
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError, lack, whole
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, record_failure, with_absent
 from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.questions import KEY, RULES, VERIFY, DataRequirements, Found, Headers, PendingRequest
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.slow_path import SlowPath
 from keyvault.wire.headers import join_headers
 
-LANES: Final = 2
-"""So many readings under way, and no other is begun: one is waited for while the other is sent. (One more, where keys
-alone and the rest begin together.)"""
+MAX_CONCURRENT_READS: Final = 2
+"""Maximum number of reads in progress: one is sent while the other is awaited. One more occurs when reads of keys and
+of other data begin together."""
 
-AT_ONCE: Final = 16
-"""Answers given in one turn of the loop. Whoever gets them asks again, and is read for while the others are answered:
-else all would ask together in the end, and loop and database would wait for each other by turns."""
+MAX_ANSWERS_PER_TURN: Final = 16
+"""Maximum number of responses in one turn of the loop. Their clients send the next requests, which are read while the
+others are answered. Otherwise all requests synchronize, and loop and database wait for each other by turns."""
 
-PATIENCE_SECONDS: Final = 0.002
-"""So long the second lane stays closed at most while fewer than AT_ONCE wait: the reading before may not end."""
+MAX_BATCH_DELAY_SECONDS: Final = 0.002
+"""Maximum delay of the second read, in seconds, while fewer than MAX_ANSWERS_PER_TURN requests wait: the first read may
+never end."""
 
-SLOW_LANE: Final = 2
-"""Questions of addresses that have failed too often that are read for in one reading."""
+MAX_THROTTLED_PER_READ: Final = 2
+"""Maximum number of throttled requests in one read, from client addresses with too many failures."""
 
 
-TellKeys = Callable[[Mapping[str, KeyRecord] | Exception], None]
+KeysCallback = Callable[[Mapping[str, KeyRecord] | Exception], None]
 
 
 class AsyncStore(Protocol):
-    """The primary database. Raises StoreAwayError."""
+    """The primary database. Methods raise StoreUnavailableError."""
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]: ...
 
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
-        """As `find`, for what nearly every reading is of. `tell` is called once, and after this has returned: with the
-        keys that there are, or with what `find` has raised."""
-        finding = asyncio.get_running_loop().create_task(_tell_keys(self, ids, tell))
-        _finding.add(finding)
-        finding.add_done_callback(_finding.discard)
+    def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
+        """Find keys as `find` does, without a coroutine per read.
+
+        Calls `callback` once, after this method has returned, with the existing keys or the exception of `find`.
+        """
+        task = asyncio.get_running_loop().create_task(_find_keys(self, ids, callback))
+        _find_tasks.add(task)
+        task.add_done_callback(_find_tasks.discard)
 
     async def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot: ...
 
 
-_finding: Final[set[asyncio.Task[None]]] = set()
-"""A loop itself does not hold its tasks."""
+_find_tasks: Final[set[asyncio.Task[None]]] = set()
+"""Strong references: a loop does not hold its tasks."""
 
 
-async def _tell_keys(store: AsyncStore, ids: frozenset[str], tell: TellKeys) -> None:
+async def _find_keys(store: AsyncStore, ids: frozenset[str], callback: KeysCallback) -> None:
     try:
         found = cast("Mapping[str, KeyRecord]", await store.find(KEY, ids))
-    except Exception as error:  # noqa: BLE001  for whoever asked, as it is; and not kept: it holds this frame
-        tell(error)
+    except Exception as error:  # noqa: BLE001  passed on unchanged; not stored, since it references this frame
+        callback(error)
     else:
-        tell(found)
+        callback(found)
 
 
 class AsyncBudgets(Protocol):
     async def spend_async(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend: ...
 
 
-class IsOver(Protocol):
+class IsThrottled(Protocol):
     def __call__(self, address: str | None, /) -> bool:
-        """Whether this address has failed too often lately."""
+        """Return whether this address has failed too often recently."""
 
 
-Waiting = tuple[PendingRequest, DataRequirements, CallbackFuture]
-MissedKey = tuple[CacheMiss, bytes, bytes, CallbackFuture]
+QueuedRequest = tuple[PendingRequest, DataRequirements, CallbackFuture]
+QueuedMiss = tuple[CacheMiss, bytes, bytes, CallbackFuture]
 
 
 class AsyncioFrontend:
-    """One for each process, in the loop that `answer` is called in."""
+    """The frontend of one process, in the loop that `answer` is called in."""
 
-    def __init__(self, engine: Engine, store: AsyncStore, budgets: AsyncBudgets, is_over: IsOver) -> None:
+    def __init__(self, engine: Engine, store: AsyncStore, budgets: AsyncBudgets, is_throttled: IsThrottled) -> None:
         self._engine = engine
         self._verify_known = engine.verify_known
-        self._answering = SlowPath(engine)
+        self._slow_path = SlowPath(engine)
         self._store = store
         self._budgets = budgets
-        self._is_over = is_over
-        self._waiting: list[Waiting] = []
-        self._slow: list[Waiting] = []
-        self._missed: list[MissedKey] = []
+        self._is_throttled = is_throttled
+        self._queued: list[QueuedRequest] = []
+        self._throttled: list[QueuedRequest] = []
+        self._misses: list[QueuedMiss] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reading = 0
-        self._is_opening = self._has_patience = False
+        self._reads = 0
+        self._is_scheduled = self._is_delayed = False
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -106,208 +109,211 @@ class AsyncioFrontend:
     def answer(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> HttpResponse | Awaitable[HttpResponse]:
-        """Of a path that is the engine's. `headers` as they were sent; `body` None: too large, and not read."""
+        """Answer a request for one of the engine's paths.
+
+        Args:
+            headers: As sent.
+            body: None when it was too large and not read.
+        """
         if target == _VERIFY and method == b"POST" and body is not None:
             authorization = _only_plain(headers)
             if authorization is not None:
                 return self.verify(authorization, body)
-        return self._begin(self._ask(method, target, headers, body))
+        return self._begin(self._open(method, target, headers, body))
 
     def verify(self, authorization: bytes, body: bytes) -> HttpResponse | Awaitable[HttpResponse]:
-        """A JSON body posted to verify, by a request of whose headers no other makes a difference."""
+        """Answer a JSON body posted to verify. No header but Authorization may make a difference."""
         known = self._verify_known(authorization, body)
         if type(known) is HttpResponse:
             return known
-        if type(known) is CacheMiss and not self._is_over(known.asked.client_ip or None):
-            later, waiting = CallbackFuture(), self._missed
-            waiting.append((known, authorization, body, later))
-            if not self._is_opening and (len(waiting) == 1 or len(waiting) + len(self._waiting) >= AT_ONCE):
-                self._open_lane()  # in between it would open none
-            return later
-        return self._begin(self._ask_plain(authorization, body))
+        if type(known) is CacheMiss and not self._is_throttled(known.request.client_ip or None):
+            future, queue = CallbackFuture(), self._misses
+            queue.append((known, authorization, body, future))
+            if not self._is_scheduled and (len(queue) == 1 or len(queue) + len(self._queued) >= MAX_ANSWERS_PER_TURN):
+                self._schedule_read()  # in between it would start none
+            return future
+        return self._begin(self._open_plain(authorization, body))
 
     def _begin(self, question: PendingRequest) -> HttpResponse | Awaitable[HttpResponse]:
         found = self._step(question)
         if isinstance(found, HttpResponse):
             return found
-        later = CallbackFuture()
-        self._wait(question, found, later)
-        return later
+        future = CallbackFuture()
+        self._wait(question, found, future)
+        return future
 
-    def _ask_plain(self, authorization: bytes, body: bytes) -> PendingRequest:
+    def _open_plain(self, authorization: bytes, body: bytes) -> PendingRequest:
         headers = [(b"authorization", authorization), (b"content-type", b"application/json")]
-        return self._ask(b"POST", _VERIFY, headers, body)
+        return self._open(b"POST", _VERIFY, headers, body)
 
-    def _ask(
+    def _open(
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None
     ) -> PendingRequest:
-        return self._answering.ask(
+        return self._slow_path.open_request(
             method.decode("latin-1"), target.decode("latin-1"), Headers(join_headers(headers)), body
         )
 
     def _step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
         try:
-            return self._answering.step(question)
-        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
-            return self._answering.break_off(question)
+            return self._slow_path.step(question)
+        except Exception:  # noqa: BLE001  any error is logged and never shown to the client
+            return self._slow_path.answer_failure(question)
 
-    def _wait(self, question: PendingRequest, needs: DataRequirements, later: CallbackFuture) -> None:
-        waiting = self._slow if self._is_over(needs.address) else self._waiting
-        waiting.append((question, needs, later))
-        self._open_lane()
+    def _wait(self, question: PendingRequest, needs: DataRequirements, future: CallbackFuture) -> None:
+        queue = self._throttled if self._is_throttled(needs.address) else self._queued
+        queue.append((question, needs, future))
+        self._schedule_read()
 
-    def _open_lane(self, *, is_patient: bool = True) -> None:
-        if not self._is_opening and self._may_open(is_patient=is_patient):
-            self._is_opening = True
-            self._loop.call_soon(self._read_what_waits)  # with all that comes in this turn of the loop
+    def _schedule_read(self, *, may_delay: bool = True) -> None:
+        if not self._is_scheduled and self._may_read(may_delay=may_delay):
+            self._is_scheduled = True
+            self._loop.call_soon(self._read_queued)  # together with all requests of this turn of the loop
 
-    def _may_open(self, *, is_patient: bool = True) -> bool:
-        """No: it is asked again, at the end of a reading at the latest."""
-        if self._reading >= LANES or not (self._waiting or self._slow or self._missed):
+    def _may_read(self, *, may_delay: bool = True) -> bool:
+        """Return whether a read may begin. Otherwise the check is repeated, at the latest when a read ends."""
+        if self._reads >= MAX_CONCURRENT_READS or not (self._queued or self._throttled or self._misses):
             return False
-        if is_patient and self._reading and len(self._missed) + len(self._waiting) < AT_ONCE:
-            # A reading costs as much as ten keys of it: who comes while one is under way waits for company, or its end.
-            if not self._has_patience:
-                self._has_patience = True
-                self._loop.call_later(PATIENCE_SECONDS, self._lose_patience)
+        if may_delay and self._reads and len(self._misses) + len(self._queued) < MAX_ANSWERS_PER_TURN:
+            # A read costs as much as ten keys: requests that arrive during one wait for more requests, or for its end.
+            if not self._is_delayed:
+                self._is_delayed = True
+                self._loop.call_later(MAX_BATCH_DELAY_SECONDS, self._end_delay)
             return False
         return True
 
-    def _lose_patience(self) -> None:
-        self._has_patience = False
-        self._open_lane(is_patient=False)
+    def _end_delay(self) -> None:
+        self._is_delayed = False
+        self._schedule_read(may_delay=False)
 
-    def _end_reading(self) -> None:
-        """The next one is sent before those are answered that this one was for."""
-        self._reading -= 1
-        if not self._is_opening and self._may_open():
-            self._read_what_waits()
+    def _end_read(self) -> None:
+        """Start the next read before the answers of this one are sent."""
+        self._reads -= 1
+        if not self._is_scheduled and self._may_read():
+            self._read_queued()
 
-    def _read_what_waits(self) -> None:
-        """All that waits for a key alone in one reading, and the rest in another, beside it."""
-        self._is_opening = False
-        batch = [each for each in (*self._waiting, *self._slow[:SLOW_LANE]) if each[2].is_open]
-        missed = [each for each in self._missed if each[3].is_open]
-        self._waiting, self._missed = [], []
-        del self._slow[:SLOW_LANE]
-        if missed:
-            self._reading += 1
-            ids, settle = frozenset([each[0].keystring.key_id for each in missed]), partial(self._settle, missed)
+    def _read_queued(self) -> None:
+        """Read all requests that miss only a key in one read, and the others in a second one beside it."""
+        self._is_scheduled = False
+        batch = [each for each in (*self._queued, *self._throttled[:MAX_THROTTLED_PER_READ]) if each[2].is_open]
+        misses = [each for each in self._misses if each[3].is_open]
+        self._queued, self._misses = [], []
+        del self._throttled[:MAX_THROTTLED_PER_READ]
+        if misses:
+            self._reads += 1
+            ids, finish = frozenset([each[0].keystring.key_id for each in misses]), partial(self._finish_keys, misses)
             try:
-                self._store.find_keys(ids, settle)
-            except Exception as error:  # noqa: BLE001  a bug: whoever waits hears of it
-                self._loop.call_soon(settle, error)
+                self._store.find_keys(ids, finish)
+            except Exception as error:  # noqa: BLE001  a bug: the waiting requests get an error
+                self._loop.call_soon(finish, error)
         if batch:
-            self._reading += 1
-            reading = self._loop.create_task(self._work(batch))
-            self._tasks.add(reading)
-            reading.add_done_callback(self._tasks.discard)
-        if not (missed or batch):  # all that it would have been for was given up
-            self._open_lane()
+            self._reads += 1
+            task = self._loop.create_task(self._read_and_answer(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if not (misses or batch):  # all these requests were canceled
+            self._schedule_read()
 
-    async def _work(self, batch: list[Waiting]) -> None:
-        """One reading, for all that came in one turn of the loop or while no lane was free, and then their answers."""
+    async def _read_and_answer(self, batch: list[QueuedRequest]) -> None:
+        """Read once for all requests of a turn, or for those queued meanwhile, then answer them."""
         try:
             try:
                 await self._read(batch)
             finally:
-                self._end_reading()
-            for question, _, later in batch:
-                self._go_on(question, later)
-        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it, and the next ones are read for
-            for question, _, later in batch:
-                self._break_off(question, later)
+                self._end_read()
+            for question, _, future in batch:
+                self._resume(question, future)
+        except Exception:  # noqa: BLE001  a bug: the waiting requests get an error; later reads continue
+            for question, _, future in batch:
+                self._answer_failure(question, future)
 
-    def _break_off(self, question: PendingRequest, later: CallbackFuture) -> None:
-        if later.is_open:
-            later.set_result(self._answering.break_off(question))
+    def _answer_failure(self, question: PendingRequest, future: CallbackFuture) -> None:
+        if future.is_open:
+            future.set_result(self._slow_path.answer_failure(question))
 
-    def _go_on(self, question: PendingRequest, later: CallbackFuture) -> None:
-        if not later.is_open:
-            return  # it was given up
+    def _resume(self, question: PendingRequest, future: CallbackFuture) -> None:
+        if not future.is_open:
+            return  # canceled
         found = self._step(question)
         if isinstance(found, DataRequirements):
-            self._wait(question, found, later)
+            self._wait(question, found, future)
         else:
-            later.set_result(found)
+            future.set_result(found)
 
-    def _settle(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
-        """A reading of keys has ended."""
-        self._end_reading()
-        self._answer_missed(missed, found)
+    def _finish_keys(self, misses: list[QueuedMiss], found: Mapping[str, KeyRecord] | Exception) -> None:
+        self._end_read()
+        self._answer_misses(misses, found)
 
-    def _answer_missed(self, missed: list[MissedKey], found: Mapping[str, KeyRecord] | Exception) -> None:
-        """Of keys alone, which nearly every miss is about; what there is more to say of goes the whole way. That way
-        finds out again that the database is away, and says so."""
-        if len(missed) > AT_ONCE:
-            self._loop.call_soon(self._answer_missed, missed[AT_ONCE:], found)
-            missed = missed[:AT_ONCE]
-        missed = [each for each in missed if each[3].is_open]  # without what was given up
+    def _answer_misses(self, misses: list[QueuedMiss], found: Mapping[str, KeyRecord] | Exception) -> None:
+        """Answer requests that miss only a key. The slow path takes over the others, and reports a lost database."""
+        if len(misses) > MAX_ANSWERS_PER_TURN:
+            self._loop.call_soon(self._answer_misses, misses[MAX_ANSWERS_PER_TURN:], found)
+            misses = misses[:MAX_ANSWERS_PER_TURN]
+        misses = [each for each in misses if each[3].is_open]  # without canceled requests
         try:
-            if isinstance(found, Exception) and not isinstance(found, StoreAwayError):
+            if isinstance(found, Exception) and not isinstance(found, StoreUnavailableError):
                 raise found
-            answers: Sequence[HttpResponse | None] = [None] * len(missed)
+            answers: Sequence[HttpResponse | None] = [None] * len(misses)
             if not isinstance(found, Exception):
-                answers = self._engine.verify_missed([each[0] for each in missed], found)
-            for (asked, authorization, body, later), answer in zip(missed, answers, strict=True):
+                answers = self._engine.verify_missed([each[0] for each in misses], found)
+            for (miss, authorization, body, future), answer in zip(misses, answers, strict=True):
                 if answer is not None:
-                    later.set_result(answer)
+                    future.set_result(answer)
                     continue
-                question = self._ask_plain(authorization, body)
+                question = self._open_plain(authorization, body)
                 if not isinstance(found, Exception):
-                    # Read after it was asked: as good for its answer now as then, even where it may not be remembered.
-                    key_id = asked.keystring.key_id
+                    # Read after the request arrived: valid for its response, even if it may not be cached.
+                    key_id = miss.keystring.key_id
                     question.found[KEY, key_id] = found.get(key_id)
-                self._go_on(question, later)
-        except Exception:  # noqa: BLE001  a bug: whoever waits hears of it
-            for _, authorization, body, later in missed:
-                if later.is_open:
-                    self._break_off(self._ask_plain(authorization, body), later)
+                self._resume(question, future)
+        except Exception:  # noqa: BLE001  a bug: the waiting requests get an error
+            for _, authorization, body, future in misses:
+                if future.is_open:
+                    self._answer_failure(self._open_plain(authorization, body), future)
 
-    async def _read(self, batch: list[Waiting]) -> None:
+    async def _read(self, batch: list[QueuedRequest]) -> None:
         wanted: defaultdict[str, set[str]] = defaultdict(set)
         for _, needs, _ in batch:
             for kind, ids in needs.ids.items():
                 wanted[kind] |= ids
-        away: StoreAwayError | None = None
-        for kind, every in wanted.items():
-            ids = frozenset(every)
-            stamp = self._answering.stamp()
+        unavailable: StoreUnavailableError | None = None
+        for kind, required in wanted.items():
+            ids = frozenset(required)
+            stamp = self._slow_path.stamp()
             try:
-                if away is not None:
-                    raise away
+                if unavailable is not None:
+                    raise unavailable
                 if kind == RULES:
                     rules = await self._store.read_rules(self._engine.rules)
-                    self._answering.admit_rules(rules, stamp)
+                    self._slow_path.admit_rules(rules, stamp)
                     for question, needs, _ in batch:
                         if kind in needs.ids:
                             question.rules = rules
                 else:
-                    found = whole(ids, await self._store.find(kind, ids))
-                    self._answering.admit(kind, found, stamp)
+                    found = with_absent(ids, await self._store.find(kind, ids))
+                    self._slow_path.admit(kind, found, stamp)
                     for question, needs, _ in batch:
                         for identity in needs.ids.get(kind, ()):
                             question.found[kind, identity] = found[identity]
-            except StoreAwayError as error:
-                away = error
+            except StoreUnavailableError as error:
+                unavailable = error
                 for question, needs, _ in batch:
-                    lack(question, kind, needs.ids.get(kind, frozenset()), error)
+                    record_failure(question, kind, needs.ids.get(kind, frozenset()), error)
         await self._pay(batch)
 
-    async def _pay(self, batch: list[Waiting]) -> None:
-        owed = [
+    async def _pay(self, batch: list[QueuedRequest]) -> None:
+        due = [
             (question, payment)
-            for question, needs, later in batch
-            if later.is_open  # it was given up
+            for question, needs, future in batch
+            if future.is_open  # not canceled
             for payment in needs.payments
         ]
-        if not owed:
+        if not due:
             return
         spends = (
             self._budgets.spend_async(payment.buckets, payment.cost, refuse_on_loss=payment.refuse_on_loss)
-            for _, payment in owed
+            for _, payment in due
         )
-        for (question, payment), spend in zip(owed, await asyncio.gather(*spends, return_exceptions=True), strict=True):
+        for (question, payment), spend in zip(due, await asyncio.gather(*spends, return_exceptions=True), strict=True):
             if isinstance(spend, Spend | DependencyUnavailableError):
                 question.paid[payment.number] = spend
             elif isinstance(spend, BaseException):
@@ -318,7 +324,7 @@ _VERIFY: Final = VERIFY.encode()
 
 
 def _only_plain(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The Authorization header of a request whose other headers make no difference; None: look at them all."""
+    """Return the Authorization header if no other header makes a difference; None when all headers must be examined."""
     authorization: bytes | None = None
     is_json = False
     for name, value in headers:

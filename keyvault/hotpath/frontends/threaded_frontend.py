@@ -1,4 +1,4 @@
-"""The door of threads: whoever asks waits for the database in its own thread."""
+"""The frontend for threads: each request waits for the database in its own thread."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,18 +12,18 @@ from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.slow_path import SlowPath
 
 
-class StoreAwayError(Exception):
-    """The database did not answer: nothing is known of what was asked for."""
+class StoreUnavailableError(Exception):
+    """The database did not answer: the requested data is unknown."""
 
 
 class Store(Protocol):
-    """The primary database. Raises StoreAwayError."""
+    """The primary database. Methods raise StoreUnavailableError."""
 
     def find(self, kind: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
-        """Those that there are, by id."""
+        """Return the existing records by id."""
 
     def read_rules(self, known: PolicySnapshot | None) -> PolicySnapshot:
-        """`known` itself when nothing has changed since."""
+        """Return the policy snapshot; `known` itself if nothing has changed since."""
 
 
 class BlockingBudgets(Protocol):
@@ -31,39 +31,39 @@ class BlockingBudgets(Protocol):
 
 
 class ThreadedFrontend:
-    """One for each process; threads share it."""
+    """The frontend of one process. Threads share it."""
 
     def __init__(self, engine: Engine, store: Store, budgets: BlockingBudgets) -> None:
         self._engine = engine
         self.verify_known = engine.verify_known
-        """What needs no database; for whatever else it gives than an Answer, ask `answer`."""
-        self._answering = SlowPath(engine)
+        """The fast path. Call `answer` when it returns anything but an HttpResponse."""
+        self._slow_path = SlowPath(engine)
         self._store = store
         self._budgets = budgets
 
     def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse:
-        """The whole way. Never raises. `target` is path and query as they were sent."""
-        question = self._answering.ask(method, target, headers, body)
+        """Answer by the slow path. Never raises. `target` is path and query as sent."""
+        question = self._slow_path.open_request(method, target, headers, body)
         try:
-            while isinstance(found := self._answering.step(question), DataRequirements):
+            while isinstance(found := self._slow_path.step(question), DataRequirements):
                 self._read(question, found)
-        except Exception:  # noqa: BLE001  whatever it was: told to the log, never to the client
-            return self._answering.break_off(question)
+        except Exception:  # noqa: BLE001  any error is logged and never shown to the client
+            return self._slow_path.answer_failure(question)
         return found
 
     def _read(self, question: PendingRequest, needs: DataRequirements) -> None:
         for kind, ids in needs.ids.items():
-            stamp = self._answering.stamp()
+            stamp = self._slow_path.stamp()
             try:
                 if kind == RULES:
                     question.rules = self._store.read_rules(self._engine.rules)
-                    self._answering.admit_rules(question.rules, stamp)
+                    self._slow_path.admit_rules(question.rules, stamp)
                 else:
-                    found = whole(ids, self._store.find(kind, ids, needs.address if kind == KEY else None))
-                    self._answering.admit(kind, found, stamp)
+                    found = with_absent(ids, self._store.find(kind, ids, needs.address if kind == KEY else None))
+                    self._slow_path.admit(kind, found, stamp)
                     question.found |= {(kind, identity): record for identity, record in found.items()}
-            except StoreAwayError as error:
-                lack(question, kind, ids, error)
+            except StoreUnavailableError as error:
+                record_failure(question, kind, ids, error)
         for payment in needs.payments:
             question.paid[payment.number] = self._pay(payment)
 
@@ -74,13 +74,13 @@ class ThreadedFrontend:
             return error
 
 
-def whole(ids: frozenset[str], found: Mapping[str, Found]) -> dict[str, Found | None]:
-    """None for each that there is not."""
+def with_absent(ids: frozenset[str], found: Mapping[str, Found]) -> dict[str, Found | None]:
+    """Return all ids with their records; None for those that do not exist."""
     return {identity: found.get(identity) for identity in ids}
 
 
-def lack(question: PendingRequest, kind: str, ids: frozenset[str], error: Exception) -> None:
-    """Nothing is known of these: that is an answer too."""
+def record_failure(question: PendingRequest, kind: str, ids: frozenset[str], error: Exception) -> None:
+    """Record that these could not be read."""
     if kind == RULES:
         question.rules = error
     else:

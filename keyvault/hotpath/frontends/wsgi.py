@@ -1,6 +1,6 @@
-"""The door of a WSGI server (PEP 3333): the engine in front of another application, in the same process.
+"""The frontend of a WSGI server (PEP 3333): the engine in front of another application, in the same process.
 
-application = mounted(django, door, is_welcome)
+application = mounted(django, frontend, serves_host)
 """
 
 import logging
@@ -10,19 +10,19 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_ours
+from keyvault.hotpath.messages.questions import ENVOY, VERIFY, Headers, is_engine_path
 from keyvault.hotpath.messages.responses import JSON, HttpResponse
 from keyvault.wire.headers import REQUEST_ID
 
 BODY_BYTES: Final = 64 * 1024
 RAW_PATH: Final = "keyvault.raw_path"
-"""The path as it was sent, where the server before us tells it."""
+"""Environ key for the path as sent, where the server provides it."""
 
 _FEW_DIGITS: Final = 5
-"""A length with fewer is below BODY_BYTES."""
+"""A Content-Length with fewer digits is below BODY_BYTES."""
 
 _MOST_DIGITS: Final = 20
-"""Python refuses to read a number of thousands."""
+"""Maximum number of digits in a Content-Length. Python refuses to parse thousands of digits."""
 
 _STATUS: Final = {200: "200 OK"}
 
@@ -30,13 +30,13 @@ _LENGTH: Final = "Content-Length"
 _TYPE, _STORE = JSON
 _WRITTEN: Final = 2048
 _LENGTHS: Final = tuple([(_LENGTH, str(length)) for length in range(_WRITTEN)])
-"""Written once, as in `answers`."""
+"""Formatted once, as in `messages.responses`."""
 
 _log = logging.getLogger(__name__)
 
 
 class Frontend(Protocol):
-    """See `blocking.ThreadedFrontend`."""
+    """See `threaded_frontend.ThreadedFrontend`."""
 
     @property
     def verify_known(self) -> Callable[[bytes, bytes], object]: ...
@@ -44,33 +44,36 @@ class Frontend(Protocol):
     def answer(self, method: str, target: str, headers: Headers, body: bytes | None) -> HttpResponse: ...
 
 
-def mounted(behind: WSGIApplication, door: Frontend, is_welcome: Callable[[str], bool]) -> WSGIApplication:
-    """`is_welcome` says of a Host header whether the service plane is there; the application behind settles the rest.
+def mounted(fallback: WSGIApplication, frontend: Frontend, serves_host: Callable[[str], bool]) -> WSGIApplication:
+    """Return a WSGI application that answers the engine's paths and passes all others to `fallback`.
 
-    A WSGI server reads `X_Api_Key` as `X-Api-Key`, and undoes the path's escapes: whoever puts this straight behind one
-    has its gateway drop headers with underscores. Our own bridge (`keyvault.project.asgi_wsgi_bridge`) tells them
-    apart. A server that forks makes this after it has forked: the engine's lock and request ids are of one process.
+    `serves_host` decides from a Host header whether the service plane is served there.
+
+    A WSGI server maps both `X_Api_Key` and `X-Api-Key` to one name, and decodes the path. Directly behind such a
+    server, a gateway must drop headers with underscores. `keyvault.project.asgi_wsgi_bridge` distinguishes them.
+
+    A server that forks must call this after the fork: the engine's lock and request ids belong to one process.
     """
-    # A function and no object that can be called, which takes longer to call than what it does here by itself.
-    verify_known, answer = door.verify_known, door.answer
+    # A function, not a callable object: calling an object takes longer than its own work here.
+    verify_known, answer = frontend.verify_known, frontend.answer
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         find = environ.get
         path = find(RAW_PATH) or environ["PATH_INFO"]
         if path == VERIFY:
-            is_led_here = is_welcome(find("HTTP_HOST", ""))
-        else:  # Envoy asks with its client's own Host, which is none that we answer to.
-            is_led_here = is_ours(path) and (path.startswith(ENVOY) or is_welcome(find("HTTP_HOST", "")))
-        if not is_led_here:
-            return behind(environ, start_response)
+            is_engine_request = serves_host(find("HTTP_HOST", ""))
+        else:  # Envoy sends its client's own Host, which is none of ours
+            is_engine_request = is_engine_path(path) and (path.startswith(ENVOY) or serves_host(find("HTTP_HOST", "")))
+        if not is_engine_request:
+            return fallback(environ, start_response)
         length = find("CONTENT_LENGTH", "")
         if (
             len(length) < _FEW_DIGITS
             and length.isdecimal()
             and find("wsgi.input_terminated")
-            and "HTTP_TRANSFER_ENCODING" not in environ  # else there may be more than the length says
+            and "HTTP_TRANSFER_ENCODING" not in environ  # else the body may be longer than announced
         ):
-            # All there is: Granian takes twice as long to give as many bytes as it is told.
+            # Read all: Granian takes twice as long for a given number of bytes.
             body = environ["wsgi.input"].read()
         else:
             body = _body(environ)
@@ -80,8 +83,8 @@ def mounted(behind: WSGIApplication, door: Frontend, is_welcome: Callable[[str],
             if authorization is not None and authorization.isascii():
                 try:
                     known = verify_known(authorization.encode(), body)
-                except Exception:  # noqa: BLE001  the whole way meets it again, and has an answer for it
-                    _log.exception("the fast way failed")
+                except Exception:  # noqa: BLE001  the slow path handles the same error
+                    _log.exception("the fast path failed")
                     known = None
                 if type(known) is HttpResponse:
                     text = known.body
@@ -107,19 +110,19 @@ def _headers(environ: WSGIEnvironment) -> Headers:
     headers = Headers()
     for name, value in environ.items():
         if name.startswith("HTTP_"):
-            headers[_names(name)] = value
+            headers[_header_name(name)] = value
     if content_type := environ.get("CONTENT_TYPE"):
         headers["content-type"] = content_type
     return headers
 
 
 @lru_cache(maxsize=1024)
-def _names(name: str) -> str:
+def _header_name(name: str) -> str:
     return name[5:].lower().replace("_", "-")
 
 
 def _body(environ: WSGIEnvironment) -> bytes | None:
-    """None for one that is too large; it is not read."""
+    """Return the body; None, unread, when it is too large."""
     length: Any = environ.get("CONTENT_LENGTH") or "0"
     if not length.isdecimal() or len(length) > _MOST_DIGITS or (size := int(length)) > BODY_BYTES:
         return None

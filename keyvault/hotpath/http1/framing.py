@@ -1,7 +1,7 @@
-"""What is judged of a request's head beside the parser: its first line, its Host, and how its body is framed.
+"""Checks of a request head beside the parser: request line, Host and body framing.
 
-Stricter than llhttp alone, which takes RTSP, HTTP/0.9 and 2.0, two blanks in a request line, `Transfer-Encoding: gzip,
-chunked`, and no Host or two of them (RFC 9112, 3, 3.2 and 6).
+Stricter than llhttp alone, which accepts RTSP, HTTP/0.9 and 2.0, two spaces in a request line, `Transfer-Encoding:
+gzip, chunked`, and no Host or two of them (RFC 9112, 3, 3.2 and 6).
 """
 
 import json
@@ -25,26 +25,28 @@ HEAD_BYTES: Final = 16 * 1024
 HEADERS: Final = 100
 BODY_BYTES: Final = 64 * 1024
 CHUNKED_BYTES: Final = 8 * BODY_BYTES
-"""Of a chunked body as it is sent, with the size of each chunk, its extensions, and trailers."""
+"""Maximum size of a chunked body as sent, in bytes, with chunk sizes, extensions and trailers."""
 
-_KNOWN: Final = 512
-_KNOWN_NAMES: Final = 32
-_KNOWN_NAME_BYTES: Final = 40
-_KNOWN_BYTES: Final = 90
-"""Too short for a key with anything around it, and a name for a key alone: what somebody puts where it does not belong
-is not kept here."""
+_MAX_CACHED: Final = 512
+_MAX_CACHED_NAMES: Final = 32
+_MAX_CACHED_NAME_BYTES: Final = 40
+_MAX_CACHED_BYTES: Final = 90
+"""Maximum length of a cached request line or host, in bytes. Too short for a key with anything around it, as 40 bytes
+are for a header name. A key in the wrong place is therefore not cached."""
 
 _LINE = re.compile(rb"([A-Z-]{1,16}) ([!-~]+) HTTP/1\.([01])\r")
 _UNSAFE = re.compile(rb"[#<>`]|\?.*\"")
-"""No part of a target (RFC 3986, 2), nor for hyper, which stands before the other door; the parser refuses what is not
-ASCII. What else RFC 3986 excludes hyper lets through, and so both doors answer it alike."""
+"""Characters that no target contains (RFC 3986, 2), nor hyper accepts, which serves the ordinary server.
+
+The parser rejects other than ASCII. hyper accepts what else RFC 3986 excludes, so both servers answer it alike.
+"""
 _ABSOLUTE = re.compile(rb"https?://([^/?@]+)(/[^?]*)?(\?.*)?", re.IGNORECASE)
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
-"""Narrower than RFC 3986 (3.2.2), which has `%` and `!` in names that no client of ours has."""
+"""Narrower than RFC 3986 (3.2.2), which allows `%` and `!` in names. No client uses them."""
 
 
 class RefusedError(Exception):
-    """The connection's own answer to what it cannot take."""
+    """A request that the connection itself refuses."""
 
     def __init__(self, status: int, code: ErrorCode, detail: str) -> None:
         super().__init__(detail)
@@ -69,12 +71,12 @@ def malformed(detail: str) -> RefusedError:
 
 
 class Shape:
-    """Which of a request's headers, by the names as they were sent, decide how it is read."""
+    """Names of the headers that decide how a request is read, spelled as sent."""
 
     __slots__ = ("authorization", "connection", "content_type", "host")
 
     def __init__(self, names: Mapping[bytes, bytes]) -> None:
-        """`names` as they were sent, by their lower case. Raises KeyError without a Host."""
+        """Read the names as sent, by their lower case. Raises KeyError without a Host."""
         self.host = names[b"host"]
         self.connection = names.get(b"connection")
         self.authorization = names.get(b"authorization")
@@ -82,7 +84,7 @@ class Shape:
 
 
 class RequestLine:
-    """Request lines, hosts, and headers' names that were found good; clients send few of them, again and again."""
+    """Cache of valid request lines, hosts and header names. Clients repeat a few of them."""
 
     __slots__ = ("hosts", "lines", "shapes")
 
@@ -92,24 +94,24 @@ class RequestLine:
         self.shapes: dict[tuple[bytes, ...], Shape] = {}
 
     def read_shape(self, names: tuple[bytes, ...]) -> Shape | None:
-        """Of a request with these headers. None: it is to be read line by line."""
+        """Return the shape of these header names; None when the request must be parsed line by line."""
         lower = {name.lower(): name for name in names}
         if len(lower) != len(names) or b"host" not in lower or b"transfer-encoding" in lower:
             return None
         shape = Shape(lower)
-        if len(names) <= _KNOWN_NAMES and max(map(len, names)) <= _KNOWN_NAME_BYTES:
-            if len(self.shapes) >= _KNOWN:
+        if len(names) <= _MAX_CACHED_NAMES and max(map(len, names)) <= _MAX_CACHED_NAME_BYTES:
+            if len(self.shapes) >= _MAX_CACHED:
                 self.shapes.clear()
             self.shapes[names] = shape
         return shape
 
     def read_line(self, text: bytes) -> Line | None:
-        """What a request line says, given without its LF; None: it is none."""
+        """Parse a request line, given without its LF; None when it is invalid."""
         line = self.lines.get(text)
         if line is None:
             line = _read_line(text)
-            if line is not None and len(text) <= _KNOWN_BYTES:
-                if len(self.lines) >= _KNOWN:
+            if line is not None and len(text) <= _MAX_CACHED_BYTES:
+                if len(self.lines) >= _MAX_CACHED:
                     self.lines.clear()
                 self.lines[text] = line
         return line
@@ -119,8 +121,8 @@ class RequestLine:
             return True
         if _HOST.fullmatch(value) is None:
             return False
-        if len(value) <= _KNOWN_BYTES:
-            if len(self.hosts) >= _KNOWN:
+        if len(value) <= _MAX_CACHED_BYTES:
+            if len(self.hosts) >= _MAX_CACHED:
                 self.hosts.clear()
             self.hosts.add(value)
         return True
@@ -132,7 +134,7 @@ def _read_line(text: bytes) -> Line | None:
         return None
     method, target, minor = match.groups()
     if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
-        # RFC 9112, 3.2.2: a server takes the absolute form too.
+        # RFC 9112, 3.2.2: a server accepts the absolute form too.
         absolute = _ABSOLUTE.fullmatch(target)
         if absolute is None or _HOST.fullmatch(absolute[1]) is None:
             return None
@@ -142,8 +144,10 @@ def _read_line(text: bytes) -> Line | None:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """`length` of the body, None when it comes in chunks; does the client wait to be told to send it (RFC 9110,
-    10.1.1); is the connection to end with the answer (RFC 9112, 9.3).
+    """Framing of a body.
+
+    `length` is None for a chunked body. `is_continued`: the client waits for 100 Continue (RFC 9110, 10.1.1).
+    `is_last`: the connection ends after the response (RFC 9112, 9.3).
     """
 
     length: int | None
@@ -152,7 +156,7 @@ class Framing:
 
 
 def judge_headers(headers: Sequence[Header], known: RequestLine, *, is_modern: bool) -> Framing:
-    """Of a head that the parser has let through. Raises RefusedError."""
+    """Check a head that the parser has accepted. Raises RefusedError."""
     hosts, length, is_chunked, is_continued = 0, 0, False, False
     connection = set()
     for name, value in headers:
@@ -160,18 +164,18 @@ def judge_headers(headers: Sequence[Header], known: RequestLine, *, is_modern: b
             case b"host":
                 hosts += 1
                 if not known.is_host(value):
-                    raise malformed("Host is not a host.")
+                    raise malformed("Host is not a valid host name.")
             case b"connection":
                 connection |= {option.strip(b" \t") for option in value.lower().split(b",")}
             case b"content-length":
                 length = int(value)
             case b"transfer-encoding":
                 if not is_modern or value.lower() != b"chunked":
-                    raise malformed("Transfer-Encoding is something else than chunked, or in HTTP/1.0.")
+                    raise malformed("Transfer-Encoding must be chunked, in HTTP/1.1 only.")
                 is_chunked = True
             case b"expect":
                 is_continued = is_modern and value.lower() == b"100-continue"
     if hosts > 1 or (is_modern and not hosts):
-        raise malformed("Host has to be there once.")
+        raise malformed("Send exactly one Host header.")
     is_last = b"close" in connection or not (is_modern or b"keep-alive" in connection)
     return Framing(None if is_chunked else length, is_continued, is_last)

@@ -1,9 +1,8 @@
-"""One HTTP/1.1 connection on llhttp (httptools) and uvloop: bytes to requests, answers to bytes, in order.
+"""One HTTP/1.1 connection on llhttp (httptools) and uvloop. Responses are sent in the order of the requests.
 
-Read at once, when a read holds one whole plain request and nothing else, which is how clients of an API ask; what turns
-out to be anything else is read again line by line, by another parser and without a trace of the first attempt. Line by
-line no bytes of the next request reach the parser before this one is answered, so that it is exactly known where each
-one begins.
+A read that holds exactly one plain request, the usual case for API clients, is parsed as a whole. Any other read is
+parsed again, line by line, by a second parser without state from the first attempt. Line by line, the parser gets no
+bytes of the next request before the current one is answered, so that the start of each request is exactly known.
 """
 
 import asyncio
@@ -34,15 +33,17 @@ from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.responses import HttpResponse
 
 Handler = Callable[[bytes, bytes, list[Header], bytes | None], HttpResponse | Awaitable[HttpResponse]]
-"""Method, target, headers as sent (names in any case), body; None for a body that is too large and was not read."""
+"""Method, target, headers as sent (names in any case), body. The body is None when it was too large and not read."""
 
 
 Awaited = CallbackFuture | asyncio.Future[HttpResponse]
 
 
 class Shortcut(NamedTuple):
-    """A POST of JSON to `target`, of whose headers nothing but Authorization makes a difference: asked with that one's
-    value and the body, without the way through the headers."""
+    """A direct call for POST requests with JSON to `target`, of whose headers only Authorization matters.
+
+    Called with that header's value and the body, which saves processing the headers.
+    """
 
     target: bytes
     answer: Callable[[bytes, bytes], HttpResponse | Awaitable[HttpResponse]]
@@ -50,12 +51,12 @@ class Shortcut(NamedTuple):
 
 _BATCH: Final = 100
 _BATCH_BYTES: Final = 64 * 1024
-"""So many answers to pipelined requests, and so many bytes, are made before other connections have their turn."""
+"""Maximum number of responses to pipelined requests, and of their bytes, before other connections get their turn."""
 
 _BEGUN: Final = 0
 _ENDED: Final = 1
 _WHOLE: Final = [_BEGUN, _ENDED]
-"""What the parser says of a read that holds one request and not a byte of another."""
+"""Parser events of a read that holds one request and no byte of another."""
 _PARSER_ERRORS: Final = (HttpParserError, HttpParserUpgrade)
 _UNREADABLE: Final = 2
 
@@ -68,24 +69,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Seconds that a connection may take for what, and how many connections there may be."""
+    """Timeouts of a connection in seconds, and the maximum number of connections."""
 
     head_seconds: float = 10.0
-    """For request line and headers, from their first byte."""
+    """Timeout for request line and headers, from their first byte."""
     body_seconds: float = 10.0
     idle_seconds: float = 75.0
     write_seconds: float = 10.0
-    """For a client that does not read: until what is to be written has become little again."""
+    """Timeout for a client that does not read, until the write buffer has drained below its low-water mark."""
     answer_seconds: float = 30.0
-    """For an answer that is awaited; then it is 503. Above whatever the handler itself bounds."""
+    """Timeout for an awaited response; then the client gets 503. Longer than the handler's own timeouts."""
     linger_seconds: float = 2.0
-    """How long a client may go on sending after its last answer before its connection is reset (RFC 9112, 9.6)."""
+    """Time in which a client may still send after its last response, before the reset (RFC 9112, 9.6)."""
     connections: int = 8192
-    """For each process; who comes on top of them is told 503. Twice as many, and the next ones are just closed."""
+    """Maximum number of connections of a process. Those above it get 503; above twice the number they are closed."""
 
 
 class Shared:
-    """What the connections of a process have in common. `now` and `end` are set by the server's clock."""
+    """State shared by the connections of a process. The server's timer sets `now` and `end`."""
 
     __slots__ = (
         "bounds",
@@ -116,30 +117,29 @@ class Shared:
         """The Date line (RFC 9110, 6.6.1) and the empty line after it."""
         self.connections: set[Connection] = set()
         self.orphans: set[Awaited] = set()
-        """Answers to come whose connections are lost: what was asked is done all the same."""
+        """Pending responses of lost connections: the requests are completed all the same."""
         self.known = RequestLine()
         self.lines = self.known.lines
         self.hosts = self.known.hosts
         self.shapes = self.known.shapes
 
 
-class _At(Enum):
-    """What comes next on a connection that is read line by line."""
+class _State(Enum):
+    """Next element to read on a connection that is parsed line by line."""
 
     LINE = auto()
     HEAD = auto()
     BODY = auto()
     CHUNKS = auto()
     END = auto()
-    """Nothing that is read any more: the last answer was given."""
+    """Nothing more is read: the last response was given."""
 
 
 class Connection(asyncio.Protocol):
-    """Callbacks of the parser only collect; what they have collected is judged between two calls of it."""
+    """One client connection. Parser callbacks only collect; the collected data is judged between two parser calls."""
 
     __slots__ = (
         "_answers",
-        "_at",
         "_awaited",
         "_body",
         "_body_bytes",
@@ -151,8 +151,8 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_is_blocked",
         "_is_busy",
+        "_is_closing",
         "_is_last",
-        "_is_leaving",
         "_is_paused",
         "_is_ready",
         "_is_sending",
@@ -166,6 +166,7 @@ class Connection(asyncio.Protocol):
         "_sent_headers",
         "_shared",
         "_since",
+        "_state",
         "_transport",
         "_whole",
         "_whole_headers",
@@ -179,37 +180,37 @@ class Connection(asyncio.Protocol):
         self._shared = shared
         self._transport: asyncio.Transport | None = None
         self._since = shared.now
-        self._at = _At.LINE
+        self._state = _State.LINE
         self._rest, self._offset = b"", 0
         self._answers: list[bytes] = []
         self._awaited: Awaited | None = None
         self._request = (b"", b"", True)
         self._is_ready = True
-        """The next read may be a whole request: nothing is half read, awaited, or held back."""
+        """Whether the next read may be a whole request: nothing is partly read, awaited or held back."""
         self._is_whole = False
-        """The answer that is awaited is all there is to do: its request was read at once, and nothing came since. (Not
-        of HEAD.)"""
+        """Whether the awaited response is the only work: its request was read as a whole, and nothing arrived since.
+        Never for HEAD."""
         self._is_busy = self._is_blocked = self._is_paused = self._has_eof = False
-        self._is_last = self._is_leaving = self._lingers = False
+        self._is_last = self._is_closing = self._lingers = False
         self._is_sending = False
-        """The last answer is not all sent."""
+        """Whether part of the last response is still unsent."""
         self._headers: list[Header] = []
         self._sent_headers: list[Header] = []
         self._head_bytes = self._body_bytes = self._left = 0
-        # Methods of lists and dicts: the parsers call them in half the time of any of ours.
+        # Methods of lists and dicts: the parser calls them in half the time of a Python function.
         self._body: list[bytes] = []
         self._events: list[int] = []
         self._whole_headers: dict[bytes, bytes] = {}
-        """Of a request that is read at once. One that came twice is here once."""
+        """Headers of a request that is read as a whole. A repeated header appears once."""
         self.on_body = self._body.append
         self.on_message_begin = partial(self._events.append, _BEGUN)
         self.on_message_complete = partial(self._events.append, _ENDED)
         self._parser: HttpRequestParser | None = None
         self._feed: Callable[[bytes], None]
-        self._renew_whole()
+        self._reset_whole_parser()
 
-    def _renew_whole(self) -> None:
-        """The parser of what is read at once; also after a read that was no whole request."""
+    def _reset_whole_parser(self) -> None:
+        """Create the parser for whole requests, also after a read that was no whole request."""
         self._whole_headers.clear()
         self._body.clear()
         self._events.clear()
@@ -217,26 +218,26 @@ class Connection(asyncio.Protocol):
         self._whole = HttpRequestParser(self)
         self._feed_whole = self._whole.feed_data
 
-    def _renew(self) -> None:
-        """The parser of lines."""
+    def _reset_parser(self) -> None:
+        """Create the parser for single lines."""
         self._headers.clear()
         self._body.clear()
         self._events.clear()
         append = self._headers.append
 
         def on_header(name: bytes, value: bytes) -> None:
-            # RFC 9112, 5.1: blanks around a value are none of it; the parser leaves those at its end.
+            # RFC 9112, 5.1: whitespace around a value is not part of it; the parser leaves it at the end.
             append((name, value.rstrip()))
 
         self.on_header = on_header
         self._parser = HttpRequestParser(self)
         self._feed = self._parser.feed_data
 
-    # --- the transport's calls ------------------------------------------------------------------------------
+    # --- transport callbacks --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         shared = self._shared
-        # uvloop's are transports by what they do, not by their class.
+        # uvloop's transports do not derive from asyncio's class.
         self._transport = cast(asyncio.Transport, transport)
         if len(shared.connections) >= 2 * shared.bounds.connections:
             self._transport.abort()
@@ -244,7 +245,7 @@ class Connection(asyncio.Protocol):
         is_full = len(shared.connections) >= shared.bounds.connections
         shared.connections.add(self)
         if is_full:
-            detail = "This verifier has as many connections as it takes."
+            detail = "This verifier has reached its maximum number of connections. Try again."
             self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, detail))
             self._flush()
 
@@ -253,19 +254,19 @@ class Connection(asyncio.Protocol):
         if self._awaited is not None:
             self._shared.orphans.add(self._awaited)
         self._transport = None
-        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        self._state, self._is_ready, self._is_whole = _State.END, False, False
         self._rest, self._offset = b"", 0
-        # The parsers hold what holds them: without this each connection would be left to the garbage collector.
+        # Break the reference cycle with the parsers, or each connection waits for the garbage collector.
         self._parser = None
         del self._whole, self._feed_whole, self.on_header
 
     def eof_received(self) -> bool:
-        """The client sends no more; what it asked before is answered."""
+        """Note that the client sends no more; requests received before are answered."""
         self._has_eof, self._is_whole = True, False
-        return self._at is not _At.END and (self._is_busy or self._is_blocked)
+        return self._state is not _State.END and (self._is_busy or self._is_blocked)
 
     def pause_writing(self) -> None:
-        """The client reads slower than it asks: nothing more is read from it until it has caught up."""
+        """Stop reading from a client that does not read its responses, until it has caught up."""
         self._is_blocked, self._is_ready, self._is_whole = True, False, False
         self._since = self._shared.now
         self._pause_reading()
@@ -273,11 +274,11 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_blocked = False
         self._since = self._shared.now
-        self._go_on()
+        self._resume()
 
     def data_received(self, data: bytes) -> None:
         if not self._is_ready:
-            self._take(data)
+            self._receive(data)
             return
         shared, headers, body = self._shared, self._whole_headers, self._body
         try:
@@ -299,13 +300,13 @@ class Connection(asyncio.Protocol):
             or headers[shape.host] not in shared.hosts
             or (shape.connection is not None and headers[shape.connection].lower() != b"keep-alive")
             or end < 0
-            or data.count(b"\n", 0, end) != len(headers)  # with the request's line as many as there are
+            or data.count(b"\n", 0, end) != len(headers)  # as many lines as headers, with the request line
             or len(headers) > HEADERS
             or len(data) - end > BODY_BYTES
             or len(body) > 1
         ):
-            self._renew_whole()
-            self._take(data)
+            self._reset_whole_parser()
+            self._receive(data)
             return
         self._events.clear()
         method, target, _ = line
@@ -319,78 +320,81 @@ class Connection(asyncio.Protocol):
                 and method == b"POST"
             ):
                 sent_token = headers[shape.authorization].rstrip()
-                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # where there is a target
+                answer = shared.shortcut(sent_token, content)  # type: ignore[misc]  # set together with shortcut_target
             else:
                 sent = [(name, value.rstrip()) for name, value in headers.items()]
                 answer = shared.handle(method, target, sent, content)
             if isinstance(answer, HttpResponse):
                 written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
-        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception as error:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _fail(error)
             written = answer.on_the_wire(shared.end, has_body=method != b"HEAD")
         headers.clear()
         self._since = shared.now
         if isinstance(answer, HttpResponse):
-            self._transport.write(written)  # type: ignore[union-attr]  # it is there while data comes
+            self._transport.write(written)  # type: ignore[union-attr]  # set while data arrives
         else:
             self._request, self._is_last = line, False
             self._is_whole = method != b"HEAD"
             self._wait_for(answer)
             if self._answers:
-                self._go_on()
+                self._resume()
 
     # --- line by line ---------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         self._is_whole = False
-        if self._at is _At.END:
+        if self._state is _State.END:
             return
-        if not self._rest and self._at is _At.LINE and not self._head_bytes:
+        if not self._rest and self._state is _State.LINE and not self._head_bytes:
             self._since = self._shared.now
         self._rest = self._rest + data if self._rest else data
         self._is_ready = False
         if self._parser is None:
-            self._renew()
+            self._reset_parser()
         if self._is_busy or self._is_blocked:
             self._pause_reading()
         else:
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
-        """Reads what has come as far as it may be read now, and sends what there is to be answered."""
+    def _resume(self) -> None:
+        """Process the received data as far as possible, and send the responses."""
         is_over = False
         try:
             is_over = self._read()
         except RefusedError as refused:
             self._refuse(refused)
         except _PARSER_ERRORS:
-            self._refuse(malformed("The request is no well-formed HTTP/1.1."))
+            self._refuse(malformed("The request is not valid HTTP/1.1."))
         if self._answers:
             self._flush()
         self._rest, self._offset = self._rest[self._offset :], 0
-        if self._transport is None or self._at is _At.END or self._is_busy or self._is_blocked:
+        if self._transport is None or self._state is _State.END or self._is_busy or self._is_blocked:
             return
         if is_over:
             self._is_busy = True
-            self._shared.loop.call_soon(self._take_turn)
+            self._shared.loop.call_soon(self._resume_turn)
             return
-        self._is_ready = self._at is _At.LINE and not self._rest and not self._head_bytes and not self._is_leaving
+        self._is_ready = self._state is _State.LINE and not self._rest and not self._head_bytes and not self._is_closing
         if self._has_eof:
             self._end(lingers=False)
         elif self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
-    def _take_turn(self) -> None:
-        """Again, after the other connections."""
+    def _resume_turn(self) -> None:
+        """Continue after the other connections."""
         self._is_busy = False
-        if self._transport is not None and self._at is not _At.END:
-            self._go_on()
+        if self._transport is not None and self._state is not _State.END:
+            self._resume()
 
     def _read(self) -> bool:
-        """Until there is no more, or it has to wait, or, which it says, its turn is over. Raises RefusedError."""
+        """Process pieces until data is missing or the connection must wait. Returns True when its turn is over.
+
+        Raises RefusedError.
+        """
         answers, written = len(self._answers), 0
-        while not (self._is_busy or self._is_blocked or self._at is _At.END):
+        while not (self._is_busy or self._is_blocked or self._state is _State.END):
             if written >= _BATCH_BYTES or len(self._answers) >= _BATCH:
                 return True
             if not self._read_piece():
@@ -401,23 +405,23 @@ class Connection(asyncio.Protocol):
         return False
 
     def _read_piece(self) -> bool:
-        """One line, or what there is of a body; False: more has to come first."""
+        """Process one line, or the available part of a body. Returns False when more data must arrive first."""
         rest, offset = self._rest, self._offset
         if offset == len(rest):
             return False
-        if self._at is _At.BODY:
+        if self._state is _State.BODY:
             end = min(len(rest), offset + self._left)
         else:
             end = rest.find(b"\n", offset) + 1
-            if not end and self._at is not _At.CHUNKS:
+            if not end and self._state is not _State.CHUNKS:
                 self._require_short(self._head_bytes + len(rest) - offset)
                 return False
             end = end or len(rest)
         self._offset = end
         piece = rest[offset:end]
-        if self._at is _At.LINE:
+        if self._state is _State.LINE:
             self._read_line(piece)
-        elif self._at is _At.HEAD:
+        elif self._state is _State.HEAD:
             self._read_header(piece)
         else:
             self._read_body(piece)
@@ -425,9 +429,9 @@ class Connection(asyncio.Protocol):
 
     def _require_short(self, head_bytes: int) -> None:
         if head_bytes > HEAD_BYTES:
-            if self._at is _At.LINE:
+            if self._state is _State.LINE:
                 raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
-            detail = "Request line and headers together are longer than 16 KiB, or the headers are more than 100."
+            detail = "Request line and headers are longer than 16 KiB, or there are more than 100 headers."
             raise RefusedError(431, ErrorCode.REQUEST_INVALID, detail)
 
     def _read_line(self, line: bytes) -> None:
@@ -439,14 +443,14 @@ class Connection(asyncio.Protocol):
         self._require_short(self._head_bytes + len(line))
         request = self._shared.known.read_line(line[:-1])
         if request is None:
-            raise malformed("The request line is none of HTTP/1.1.")
+            raise malformed("The request line is not valid HTTP/1.1.")
         if len(request[1]) > TARGET_BYTES:
             raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
         self._feed(line)
         self._request = request
         self._headers.clear()
         self._head_bytes += len(line)
-        self._at = _At.HEAD
+        self._state = _State.HEAD
 
     def _read_header(self, line: bytes) -> None:
         self._head_bytes += len(line)
@@ -461,12 +465,12 @@ class Connection(asyncio.Protocol):
             self._feed(b"\r\n")
         except HttpParserUpgrade:
             headers = self._headers[:]
-            self._pass_over_upgrade(headers)
+            self._ignore_upgrade(headers)
         else:
             headers = self._headers[:]
         self._require_short(0 if len(headers) <= HEADERS else HEAD_BYTES + 1)
         self._sent_headers = headers
-        self._headers.clear()  # for trailers, which are read and forgotten
+        self._headers.clear()  # for trailers, which are read and ignored
         framing = judge_headers(headers, self._shared.known, is_modern=self._request[2])
         self._is_last = framing.is_last
         self._since, self._body_bytes = self._shared.now, 0
@@ -475,18 +479,18 @@ class Connection(asyncio.Protocol):
         elif framing.length is not None and framing.length > BODY_BYTES:
             self._respond(None)
         else:
-            self._at = _At.CHUNKS if framing.length is None else _At.BODY
+            self._state = _State.CHUNKS if framing.length is None else _State.BODY
             self._left = CHUNKED_BYTES if framing.length is None else framing.length
             if framing.is_continued and self._offset == len(self._rest):
                 self._answers.append(_CONTINUE)
 
-    def _pass_over_upgrade(self, headers: list[Header]) -> None:
-        """RFC 9110, 7.8: who does not want to upgrade goes on as if nothing had been said. The parser would stop.
+    def _ignore_upgrade(self, headers: list[Header]) -> None:
+        """Ignore an Upgrade header, as RFC 9110 (7.8) permits. The parser itself would stop.
 
-        Java's own client asks for h2c with its first request on every plain connection.
+        Java's own client requests h2c with its first request on every plain connection.
         """
         others = [b"%b: %b\r\n" % header for header in headers if header[0].lower() != b"upgrade"]
-        self._renew()
+        self._reset_parser()
         method, target, is_modern = self._request
         self._feed(b"%b %b HTTP/1.%d\r\n" % (method, target, is_modern))
         self._feed(b"".join(others) + b"\r\n")
@@ -505,21 +509,21 @@ class Connection(asyncio.Protocol):
         elif self._left <= 0:
             self._respond(None)
 
-    # --- answers --------------------------------------------------------------------------------------------
+    # --- responses ------------------------------------------------------------------------------------------
 
     def _respond(self, body: bytes | None) -> None:
-        """The request that was read goes to the handler."""
+        """Pass the request to the handler."""
         method, target, _ = self._request
         headers, self._sent_headers = self._sent_headers, []
         self._events.clear()
         self._body.clear()
         self._headers.clear()
-        self._at, self._head_bytes = _At.LINE, 0
+        self._state, self._head_bytes = _State.LINE, 0
         if body is None:
             self._is_last = True
         try:
             answer = self._shared.handle(method, target, headers, body)
-        except Exception as error:  # noqa: BLE001  whatever it was: told to the log, never to the client
+        except Exception as error:  # noqa: BLE001  any error is logged and never shown to the client
             answer = _fail(error)
         if isinstance(answer, HttpResponse):
             self._answer(answer)
@@ -527,7 +531,7 @@ class Connection(asyncio.Protocol):
             self._wait_for(answer)
 
     def _wait_for(self, answer: Awaitable[HttpResponse]) -> None:
-        """What comes behind a miss on its connection waits for it, unread; other connections do not."""
+        """Wait for a response. Requests behind it on this connection stay unread; other connections proceed."""
         awaited: Awaited
         if type(answer) is CallbackFuture:
             awaited = answer
@@ -535,55 +539,55 @@ class Connection(asyncio.Protocol):
             try:
                 awaited = asyncio.ensure_future(answer, loop=self._shared.loop)
             except TypeError as error:
-                self._answer(_fail(error))  # neither an answer nor to be awaited
+                self._answer(_fail(error))  # neither a response nor an awaitable
                 return
         self._is_busy, self._is_ready = True, False
         self._awaited = awaited
-        awaited.add_done_callback(self._arrive)
+        awaited.add_done_callback(self._on_response)
 
-    def _arrive(self, awaited: Awaited) -> None:
+    def _on_response(self, awaited: Awaited) -> None:
         if self._transport is None:
             self._shared.orphans.discard(awaited)
         self._is_busy, self._awaited = False, None
         if type(awaited) is CallbackFuture and awaited.answer is not None:
             answer = awaited.answer
-        elif awaited.cancelled() and self._at is _At.END:
-            return  # by us: it took too long
+        elif awaited.cancelled() and self._state is _State.END:
+            return  # canceled by `check`: it took too long
         else:
             try:
                 answer = awaited.result()
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  told to the log, never to the client
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  logged and never shown to the client
                 answer = _fail(error)
         if self._is_whole:
             self._is_whole = False
             try:
                 written = answer.on_the_wire(self._shared.end)
-            except Exception as error:  # noqa: BLE001  a header that is none
+            except Exception as error:  # noqa: BLE001  an invalid header
                 written = _fail(error).on_the_wire(self._shared.end)
             self._since, self._is_ready = self._shared.now, True
-            self._transport.write(written)  # type: ignore[union-attr]  # there is one, see `connection_lost`
-        elif self._transport is not None and self._at is not _At.END:
+            self._transport.write(written)  # type: ignore[union-attr]  # set, see `connection_lost`
+        elif self._transport is not None and self._state is not _State.END:
             self._answer(answer)
-            self._go_on()
+            self._resume()
 
     def _answer(self, answer: HttpResponse) -> None:
         method, _, is_modern = self._request
         self._since = self._shared.now
         end = self._shared.end
-        if self._is_last or self._is_leaving:
-            self._at = _At.END
+        if self._is_last or self._is_closing:
+            self._state = _State.END
             end = _CLOSE + end
         elif not is_modern:
             end = _KEEP + end
         has_body = method != b"HEAD"
         try:
             written = answer.on_the_wire(end, has_body=has_body)
-        except Exception as error:  # noqa: BLE001  a header that is none
+        except Exception as error:  # noqa: BLE001  an invalid header
             written = _fail(error).on_the_wire(end, has_body=has_body)
         self._answers.append(written)
 
     def _refuse(self, refused: RefusedError) -> None:
-        """Answered by the connection itself; what the client still sends is thrown away."""
+        """Send the connection's own response, and discard what the client still sends."""
         answer = refused.answer()
         _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
         self._request, self._is_last = (b"", b"", True), True
@@ -594,14 +598,14 @@ class Connection(asyncio.Protocol):
         self._answers.clear()
         if self._transport is not None:
             self._transport.write(written)
-            if self._at is _At.END:
+            if self._state is _State.END:
                 self._end(lingers=True)
 
-    # --- the end --------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------
 
     def _end(self, *, lingers: bool) -> None:
-        """Once everything is written. Closing with something unread would reset the connection, answer and all."""
-        self._at, self._is_ready, self._is_whole = _At.END, False, False
+        """Close once everything is written. Closing with unread data would reset the connection, response included."""
+        self._state, self._is_ready, self._is_whole = _State.END, False, False
         self._lingers = self._is_sending = lingers and not self._has_eof
         self._since = self._shared.now
         transport = self._transport
@@ -616,21 +620,21 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _pause_reading(self) -> None:
-        if not self._is_paused and self._transport is not None and self._at is not _At.END:
+        if not self._is_paused and self._transport is not None and self._state is not _State.END:
             self._is_paused = True
             self._transport.pause_reading()
 
-    def leave(self) -> None:
-        """The next answer is the last."""
-        self._is_leaving, self._is_ready, self._is_whole = True, False, False
+    def close_after_response(self) -> None:
+        """Close the connection after the next response."""
+        self._is_closing, self._is_ready, self._is_whole = True, False, False
 
     def close_idle(self) -> None:
-        if self._at is _At.LINE and not (self._rest or self._head_bytes or self._is_busy):
+        if self._state is _State.LINE and not (self._rest or self._head_bytes or self._is_busy):
             self._end(lingers=False)
 
     @property
     def awaited(self) -> Awaited | None:
-        """The answer that it waits for."""
+        """The pending response, if any."""
         return self._awaited
 
     def abort(self) -> None:
@@ -638,11 +642,11 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def check(self, now: float) -> None:
-        """Called some times a second: ends what takes too long."""
+        """Close the connection if a timeout has expired. The server's timer calls this several times a second."""
         bounds, waited = self._shared.bounds, now - self._since
-        if self._at is _At.END:
+        if self._state is _State.END:
             if self._is_sending and self._transport is not None and not self._transport.get_write_buffer_size():
-                # From here on it lingers: whoever has the whole answer has a while to find that nothing follows.
+                # The response is sent. Linger, so that the client can see the end of the stream.
                 self._is_sending, self._since, waited = False, now, 0.0
             lingers = self._lingers and not self._is_sending
             if waited > (bounds.linger_seconds if lingers else bounds.write_seconds):
@@ -652,15 +656,17 @@ class Connection(asyncio.Protocol):
                 self.abort()
         elif self._is_busy:
             if waited > bounds.answer_seconds:
-                self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The answer took too long."))
+                self._refuse(
+                    RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The request took too long. Try again.")
+                )
                 self._flush()
                 if self._awaited is not None:
-                    # Its client has an answer: nothing may be spent for another one, nor noted.
+                    # The client already has a response: nothing more may be spent or recorded.
                     self._awaited.cancel()
-        elif self._at in (_At.BODY, _At.CHUNKS):
+        elif self._state in (_State.BODY, _State.CHUNKS):
             if waited > bounds.body_seconds:
                 self.abort()
-        elif self._at is _At.HEAD or self._rest or self._head_bytes:
+        elif self._state is _State.HEAD or self._rest or self._head_bytes:
             if waited > bounds.head_seconds:
                 self.abort()
         elif waited > bounds.idle_seconds:

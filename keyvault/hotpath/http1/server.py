@@ -1,4 +1,4 @@
-"""The dedicated verifier's server: connections on listening sockets, their clock, and an end that loses no answer."""
+"""The dedicated verifier's server: connections on listening sockets, their timer, and a graceful shutdown."""
 
 import asyncio
 import gc
@@ -21,20 +21,20 @@ LONGEST_TICK_SECONDS = 0.25
 SHORTEST_TICK_SECONDS = 0.02
 
 DRAIN_SECONDS = 5.0
-"""For what is being answered when the end is asked for. What is noted has to be written after it, within the
-supervisor's patience."""
+"""Maximum time for responses in progress after a shutdown request, in seconds. Recorded data is written after it,
+within the supervisor's timeout."""
 
 IDLE_DRAIN_SECONDS = 1.0
-"""Idle connections stay as long, so that a request that is under way meets an answer that says `close`, not a reset."""
+"""Time that idle connections stay open during shutdown, in seconds. A request in transit then gets a response with
+`close`, not a reset."""
 
 
 SPARE_DESCRIPTORS = 256
-"""For all that is not a client's connection: databases, logs, the feed."""
+"""File descriptors reserved for anything but client connections: databases, logs, the change feed."""
 
 
 class RequestHandler(Protocol):
-    """What answers: `handle`, and `shortcut` for what takes a shorter way; what goes on beside it between `start` and
-    `stop`."""
+    """A request handler with background work between `start` and `stop`. `shortcut` is an optional direct call."""
 
     @property
     def handle(self) -> Handler: ...
@@ -48,7 +48,7 @@ class RequestHandler(Protocol):
 
 
 class Http1Server:
-    """Answers on sockets that listen already. `start` and `stop` once each, in a running loop."""
+    """A server on sockets that listen already. Call `start` and `stop` once each, in a running loop."""
 
     def __init__(self, handle: Handler, bounds: Bounds | None = None, shortcut: Shortcut | None = None) -> None:
         self._handle = handle
@@ -72,16 +72,17 @@ class Http1Server:
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """Number of open connections."""
         return len(self._shared.connections)
 
     async def stop(self, drain_seconds: float = DRAIN_SECONDS, idle_seconds: float = IDLE_DRAIN_SECONDS) -> None:
-        """Takes no more connections, answers what was asked, and returns when all are gone; bounded in time."""
+        """Accept no more connections, complete pending responses, and return when all connections are closed. Bounded
+        in time."""
         loop, shared = asyncio.get_running_loop(), self._shared
         for listener in self._listeners:
             listener.close()
         for connection in list(shared.connections):
-            connection.leave()
+            connection.close_after_response()
         now = loop.time()
         is_idle_closed = False
         while shared.connections and loop.time() < now + drain_seconds:
@@ -108,7 +109,7 @@ class Http1Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """One of several sockets on the same port, among which the kernel shares out new connections (SO_REUSEPORT)."""
+    """Return one of several listening sockets on the same port. The kernel distributes connections (SO_REUSEPORT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -123,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(load: Callable[[], RequestHandler], listening: socket.socket, tell_ready: Callable[[], None]) -> None:
-    """A worker's life: serves until SIGTERM or SIGINT, then drains. In the main thread; returns with all answered."""
+    """Serve until SIGTERM or SIGINT, then drain. Call it in the main thread; it returns when all is answered."""
     sys.setswitchinterval(SWITCH_SECONDS)
     bounds = Bounds()
     bounds = replace(bounds, connections=_fit_connections(bounds.connections))
@@ -131,7 +132,7 @@ def run(load: Callable[[], RequestHandler], listening: socket.socket, tell_ready
 
 
 def _fit_connections(wanted: int) -> int:
-    """As many, or what the host lets a process have; twice as many are open while clients are turned away."""
+    """Return the number of connections that the descriptor limit allows. Up to twice as many may be open."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + SPARE_DESCRIPTORS
     if now < needed and now != resource.RLIM_INFINITY:
@@ -144,18 +145,18 @@ async def _serve(
     engine: RequestHandler, listening: socket.socket, bounds: Bounds, tell_ready: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    is_told = asyncio.Event()
+    stop_requested = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, is_told.set)
+        loop.add_signal_handler(number, stop_requested.set)
     await engine.start()
     server = Http1Server(engine.handle, bounds, engine.shortcut)
     try:
         await server.start([listening])
-        # What is there now stays: the collector needs not look at it again while requests are answered.
+        # Exempt existing objects from garbage collection during requests.
         gc.collect()
         gc.freeze()
         tell_ready()
-        await is_told.wait()
+        await stop_requested.wait()
         await server.stop()
     finally:
         await engine.stop()

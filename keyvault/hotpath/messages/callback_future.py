@@ -1,4 +1,4 @@
-"""An answer that is still to come."""
+"""A future whose callbacks run immediately."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 class CallbackFuture(Struct, eq=False):
-    """As an `asyncio.Future` of an answer, but that whoever waits for it is called at once and not in the loop's next
-    turn: that turn costs more than handing over the answer.
+    """An `asyncio.Future` for a response that calls its callbacks immediately, not in the next turn of the loop.
 
-    `is_open` while there is no `answer` and it was not given up.
+    A turn of the loop costs more than passing on the response. `is_open` is true until a result is set or the future is
+    canceled.
     """
 
     is_open: bool = True
@@ -29,43 +29,42 @@ class CallbackFuture(Struct, eq=False):
         return not self.is_open and self.answer is None
 
     def result(self) -> HttpResponse:
-        """Raises asyncio.CancelledError, and InvalidStateError while there is none."""
+        """Return the response. Raises asyncio.CancelledError if canceled, and InvalidStateError if not done."""
         if self.answer is None:
             raise asyncio.InvalidStateError if self.is_open else asyncio.CancelledError
         return self.answer
 
     def set_result(self, answer: HttpResponse) -> None:
-        """Nobody gets it where it was given up."""
+        """Set the response; ignored after cancellation."""
         if self.is_open:
             self.is_open, self.answer = False, answer
-            self._tell()
+            self._run_callbacks()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
         if self.is_open:
             self.is_open = False
-            self._tell()
+            self._run_callbacks()
 
     def add_done_callback(self, callback: "Callable[[CallbackFuture], object]") -> None:
         self.callbacks = (*self.callbacks, callback) if self.callbacks else (callback,)
         if not self.is_open:
-            self._tell()
+            self._run_callbacks()
 
     def __await__(self) -> Generator[object, None, HttpResponse]:
         if self.is_open:
-            told = asyncio.Event()
-            self.add_done_callback(lambda _: told.set())
+            finished = asyncio.Event()
+            self.add_done_callback(lambda _: finished.set())
             try:
-                yield from told.wait().__await__()
+                yield from finished.wait().__await__()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
         return self.result()
 
-    def _tell(self) -> None:
+    def _run_callbacks(self) -> None:
         callbacks, self.callbacks = self.callbacks, ()
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # noqa: BLE001  of one who waits: the others have their answers all the same
-                _log.exception("an answer could not be handed over")
+            except Exception:  # noqa: BLE001  isolate errors of one callback from the others
+                _log.exception("a response callback failed")

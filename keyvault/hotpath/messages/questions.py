@@ -1,4 +1,4 @@
-"""What the service plane is asked, and by which paths; and what a step still needs for its answer."""
+"""Requests of the service plane, their paths, and the data that a step still requires."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ GATEWAYS: Final = {
 }
 
 KEY, CUSTOMER, TOKEN, RULES = "key", "customer_token", "service_token", "rules"
-"""What may be needed; the first three by id, and named like the subjects of changes."""
+"""Kinds of required data. The first three are read by id, and are also subject names in the change feed."""
 
 Found = KeyRecord | CustomerRecord | TokenRecord
 
 
-def is_ours(path: str) -> bool:
-    """Whether this is one of the paths that the engine answers; the path without its query."""
-    return path in _OURS or path.startswith(ENVOY)
+def is_engine_path(path: str) -> bool:
+    """Return whether the engine answers this path. `path` has no query."""
+    return path in _ENGINE_PATHS or path.startswith(ENVOY)
 
 
-_OURS: Final = frozenset({VERIFY, BATCH, *GATEWAYS})
+_ENGINE_PATHS: Final = frozenset({VERIFY, BATCH, *GATEWAYS})
 
 
 class Headers(dict[str, str]):
-    """By name in any case; the keys are lower case, and of what came twice both values, with a comma between.
+    """Request headers with case-insensitive names, stored in lower case. Repeated headers are joined with a comma.
 
-    Their repr names them only: credentials are among them.
+    The repr shows names only: values may be credentials.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Headers(dict[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class Payment:
-    """What is to be spent for one question, of a batch by its number."""
+    """An amount to spend for one request. `number` is the position in a batch."""
 
     number: int
     buckets: tuple[Bucket, ...]
@@ -60,7 +60,7 @@ class Payment:
 
 @dataclass(frozen=True, slots=True)
 class DataRequirements:
-    """What a step lacks. `address` of the client: look-ups of those that fail too often wait for each other."""
+    """Data that a step requires. `address`: lookups for client addresses with too many failures are throttled."""
 
     ids: Mapping[str, frozenset[str]]
     payments: tuple[Payment, ...] = ()
@@ -68,7 +68,7 @@ class DataRequirements:
 
 
 class MissingDataError(Exception):
-    """This cannot be decided without what it names."""
+    """Required data has not been read."""
 
     def __init__(
         self, kind: str, identity: str = "", payment: Payment | None = None, address: str | None = None
@@ -81,28 +81,28 @@ class MissingDataError(Exception):
 
 
 class SeveralMissingDataError(Exception):
-    """Several of them, on their way to one answer."""
+    """Several requests of a batch require data that has not been read."""
 
     def __init__(self, each: list[MissingDataError]) -> None:
         super().__init__(len(each))
         self.each = each
 
 
-def needs_of(each: Iterable[MissingDataError]) -> DataRequirements:
+def merge_requirements(each: Iterable[MissingDataError]) -> DataRequirements:
     ids: dict[str, set[str]] = {}
     payments = []
     address = None
-    for lacking in each:
-        address = address or lacking.address
-        if lacking.payment is not None:
-            payments.append(lacking.payment)
+    for missing in each:
+        address = address or missing.address
+        if missing.payment is not None:
+            payments.append(missing.payment)
         else:
-            ids.setdefault(lacking.kind, set()).add(lacking.identity)
+            ids.setdefault(missing.kind, set()).add(missing.identity)
     return DataRequirements({kind: frozenset(found) for kind, found in ids.items()}, tuple(payments), address)
 
 
 class PendingRequest:
-    """One request, and what was read for it so far."""
+    """One request with the data read for it so far."""
 
     __slots__ = ("at", "body", "decided", "found", "headers", "method", "paid", "request_id", "rules", "target")
 
@@ -121,14 +121,14 @@ class PendingRequest:
         self.at = datetime.min.replace(tzinfo=UTC)
 
 
-def dialect_of(question: PendingRequest) -> Dialect | None:
-    """None: it is no gateway that asks."""
+def find_dialect(question: PendingRequest) -> Dialect | None:
+    """Return the gateway dialect of the path; None for verify and its batch."""
     path = question.target.partition("?")[0]
     return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 
-def body_of(question: PendingRequest) -> bytes:
-    """Raises KeyvaultError: it is too large, or no JSON by its type."""
+def read_json_body(question: PendingRequest) -> bytes:
+    """Return the JSON body. Raises KeyvaultError when it is too large or has another media type."""
     body = question.body
     if body is None:
         raise _BodyError(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.")
@@ -144,7 +144,7 @@ class _BodyError(KeyvaultError):
         self.code = code
 
 
-def forwarded_of(question: PendingRequest, dialect: Dialect) -> Forwarded:
+def read_forwarded_request(question: PendingRequest, dialect: Dialect) -> Forwarded:
     if dialect is Dialect.ENVOY:
         return Forwarded(
             method=question.method,
@@ -154,6 +154,6 @@ def forwarded_of(question: PendingRequest, dialect: Dialect) -> Forwarded:
         )
     read = read_forwarded(NAMES[dialect], question.headers)
     if isinstance(read, Misread):
-        fault = Fault("", f"{read.header} is missing, or cannot be read.")
-        raise RequestInvalidError("The gateway does not say which request it asks about.", [fault])
+        fault = Fault("", f"{read.header} is missing or malformed.")
+        raise RequestInvalidError("The gateway did not identify the request to check.", [fault])
     return read

@@ -1,7 +1,7 @@
-"""Decisions as the bytes of their answers: of any judgement, and of one that is given again and again.
+"""Render verdicts as response bytes: any judgement, or a template for repeated ones.
 
 decision(judgement, request_id) -> the object that verify answers with
-Template(judgement).fill(standing, request_id) -> the bytes of that object, when only the numbers differ
+Template(judgement, buckets).fill(balances, request_id, identity) -> the bytes of that object
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def decision(judgement: Judgement, request_id: str, *, has_trace: bool = False) -> dict[str, Any]:
-    """The answer that the caller must give to its own client. The trace is for dry runs."""
+    """Return the decision that the caller applies to its own client. `has_trace` is for dry runs."""
     verdict = judgement.verdict
     limits = limit_headers(judgement.spend)
     if isinstance(verdict, Grant):
@@ -60,22 +60,22 @@ def denial_problem(denial: Denial, request_id: str) -> Problem:
 
 
 def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    """`headers` beside those that the problem itself asks for."""
+    """Render a problem document. `headers` are sent beside those of the problem itself."""
     sent = {"Content-Type": CONTENT_TYPE, **found.headers, **(headers or {})}
     return HttpResponse(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
 
 
 def _limit(spend: Spend | None) -> dict[str, Any]:
-    """The limit that binds first."""
+    """Return the binding limit."""
     if spend is None:
         return {}
     binding = spend.binding
-    standing = {"policy": binding.policy, "remaining": binding.remaining, "reset_seconds": binding.reset_seconds}
-    return {"limit": standing}
+    balances = {"policy": binding.policy, "remaining": binding.remaining, "reset_seconds": binding.reset_seconds}
+    return {"limit": balances}
 
 
 def _identity(holder: KeyHolder | KeyRecord | None, customer: Customer | None) -> dict[str, Any]:
-    """Whose key it is, to somebody who was shown possession of its secret, and to nobody else."""
+    """Identify the key. Disclosed only to a caller that has proved possession of its secret."""
     if holder is None:
         return {}
     return {
@@ -89,20 +89,23 @@ def _identity(holder: KeyHolder | KeyRecord | None, customer: Customer | None) -
 
 
 _NUMBER: Final = 8_000_000_000_000_000
-"""Stands for a number that is filled in: no limit is as large."""
+"""Placeholder for a number. No limit is as large."""
 
 _REQUEST_ID: Final = "<request id>"
 _POLICY: Final = "<policy>"
 
 
 def identity_text(holder: KeyHolder | KeyRecord) -> bytes:
-    """The part of a decision that tells whose key it is."""
+    """Return the identity part of a decision."""
     return encode(_identity(holder, None))[1:-1]
 
 
 def identity_template(record: KeyRecord) -> bytes:
-    """The same for all keys of this kind and account: the key's id and its credential's are to be filled in. Both are
-    the service's own, of characters that JSON has as they are."""
+    """Return the identity part shared by all keys of this kind and account, with the key id and credential id left
+    open.
+
+    The service generates both ids from characters that JSON does not escape.
+    """
     marked = msgspec.structs.replace(record, key_id=_KEY_ID, credential_id=_CREDENTIAL_ID)
     text = identity_text(marked).replace(b"%", b"%%")
     return text.replace(_KEY_ID.encode(), b"%b", 1).replace(_CREDENTIAL_ID.encode(), b"%b", 1)
@@ -113,50 +116,53 @@ _CREDENTIAL_ID: Final = "<credential id>"
 
 
 def denial_template(judgement: Judgement) -> bytes:
-    """The answer to a denial, rendered once: the request's id is to be filled in twice."""
+    """Return a denial rendered once. The request id is left open in two places."""
     text = encode(decision(judgement, _REQUEST_ID)).replace(b"%", b"%%")
     return text.replace(_REQUEST_ID.encode(), b"%b")
 
 
 class Template:
-    """The answer to a grant, rendered once: with holes for the request's id, for whose key it is, and for what is left
-    of each limit."""
+    """A grant rendered once, with placeholders for the request id, the identity and the balance of each limit."""
 
     __slots__ = ("_policies", "text")
 
     def __init__(self, judgement: Judgement, buckets: tuple[Bucket, ...]) -> None:
         holder = judgement.holder
         if holder is None or judgement.customer is not None:
-            raise TypeError("a template is of a grant to a key alone")
+            raise TypeError("a template needs a grant to a key without a customer")
         self._policies = tuple(bucket.policy.encode() for bucket in buckets)
-        standings = tuple(
+        statuses = tuple(
             BucketStatus(bucket.policy, bucket.limit, _NUMBER + 2 * index, _NUMBER + 2 * index + 1)
             for index, bucket in enumerate(buckets)
         )
-        spend = Spend(True, standings, 0) if standings else None
+        spend = Spend(True, statuses, 0) if statuses else None
         body = decision(replace(judgement, spend=spend), _REQUEST_ID)
-        # Whose key it is first: what is in a name is no mark.
+        # Replace the identity first: an endpoint name must not be taken for a placeholder.
         holes = [(identity_text(holder), b"%b"), (_REQUEST_ID.encode(), b"%b")]
-        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(standings))]
-        if len(standings) > 1:
+        holes += [(str(_NUMBER + index).encode(), b"%d") for index in range(2 * len(statuses))]
+        if len(statuses) > 1:
             body["limit"]["policy"] = _POLICY
             holes.append((_POLICY.encode(), b"%b"))
         text = encode(body).replace(b"%", b"%%")
         for mark, hole in holes:
             text = text.replace(mark.replace(b"%", b"%%"), hole)
         self.text = text
-        """Under one limit: to be filled with what remains, when it is full again, the request's id, whose key it is,
-        and the first two once more."""
+        """Format string. Under one limit its arguments are remaining, reset_seconds, request id, identity, remaining,
+        reset_seconds."""
 
-    def fill(self, standing: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
-        """`standing`: of each limit what remains and when it is full again, as a payer of `budgets` gives them.
-        `identity`: as `identity_text`."""
-        if not standing:
+    def fill(self, balances: tuple[int, ...], request_id: bytes, identity: bytes) -> bytes:
+        """Return the response.
+
+        Args:
+            balances: Remaining requests and reset in seconds of each limit, as a payer of `budgets` returns them.
+            identity: The result of `identity_text`.
+        """
+        if not balances:
             return self.text % (request_id, identity)
-        if len(standing) == 2:
-            remaining, reset_seconds = standing
+        if len(balances) == 2:
+            remaining, reset_seconds = balances
             return self.text % (remaining, reset_seconds, request_id, identity, remaining, reset_seconds)
-        # The one with the least left binds; of equals the first.
-        first = min(range(0, len(standing), 2), key=standing.__getitem__)
-        binding = (self._policies[first // 2], standing[first], standing[first + 1])
-        return self.text % (*standing, request_id, identity, *binding)
+        # The limit with the least remaining binds; on a tie the first.
+        first = min(range(0, len(balances), 2), key=balances.__getitem__)
+        binding = (self._policies[first // 2], balances[first], balances[first + 1])
+        return self.text % (*balances, request_id, identity, *binding)

@@ -1,8 +1,8 @@
-"""What verify is asked, read strictly: of two ways to read a body neither is taken.
+"""Strict parsing of verify requests. A body that two parsers could read differently is rejected.
 
-read_asked(body) -> Asked | None           the fast way, for bodies that leave nothing to say
-read_verify(body) -> Asked                 the whole way: raises RequestInvalidError with every fault
-read_batch(body) -> list[Asked]
+decode_verify(body) -> VerifyRequest | None      fast path, for valid bodies without escapes
+read_verify(body) -> VerifyRequest               slow path: raises RequestInvalidError with every fault
+read_batch(body) -> list[VerifyRequest]
 """
 
 import ipaddress
@@ -20,8 +20,8 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.redaction import redact
 from keyvault.wire.json_bodies import read_object
 
-MOST_REQUESTS: Final = 100
-"""Of one batch."""
+MAX_BATCH_REQUESTS: Final = 100
+"""Maximum number of requests in one batch."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=100)]
 _Path = Annotated[str, Meta(min_length=1, max_length=8192)]
@@ -30,7 +30,7 @@ _Store = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
-    """One question. UNSET: not there; None where null says so. Bounds are those of the table below."""
+    """One request. A missing field is UNSET; a JSON null is None. The bounds match `_FIELDS` below."""
 
     key: str | None
     environment: Literal["sandbox", "production"]
@@ -47,16 +47,16 @@ class VerifyRequest(Struct, forbid_unknown_fields=True, gc=False):
     dry_run: bool | UnsetType = UNSET
 
     def __repr__(self) -> str:
-        """Whoever prints it sees neither key nor customer token."""
-        return f"Asked({self.environment}, {self.endpoint or self.method})"
+        """Omit the key and the customer token."""
+        return f"VerifyRequest({self.environment}, {self.endpoint or self.method})"
 
 
 class VerifyBatch(Struct, forbid_unknown_fields=True, gc=False):
-    requests: Annotated[list[VerifyRequest], Meta(min_length=1, max_length=MOST_REQUESTS)]
+    requests: Annotated[list[VerifyRequest], Meta(min_length=1, max_length=MAX_BATCH_REQUESTS)]
 
 
 class _Pieces(Struct, forbid_unknown_fields=True, gc=False):
-    requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MOST_REQUESTS)]
+    requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_BATCH_REQUESTS)]
 
 
 _decode = msgspec.json.Decoder(VerifyRequest).decode
@@ -66,46 +66,50 @@ _encode = msgspec.json.Encoder().encode
 _UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_asked(body: bytes) -> VerifyRequest | None:
-    """None: read it the whole way. A name that came twice is not seen by the decoder: but in a text without escapes
-    there are more quotes then than what was decoded takes."""
-    if b"\\" in body:
-        return None
-    try:
-        asked = _decode(body)
-    except _UNREADABLE:
-        return None
-    return asked if _encode(asked).count(b'"') == body.count(b'"') and _is_plain(asked) else None
+def decode_verify(body: bytes) -> VerifyRequest | None:
+    """Return the request; None when the slow path must parse it.
 
-
-def read_plain(body: bytes) -> VerifyRequest | None:
-    """Only what nearly every question is made of: key, environment, endpoint and perhaps client_ip, then user_agent.
-
-    In a text without escapes a quote begins or ends a string: with as many quotes as these fields have, none came twice
-    and no other field is there, however it is spaced.
+    The decoder does not detect duplicate names. In a text without escapes they leave more quotes than the decoded
+    fields need.
     """
     if b"\\" in body:
         return None
     try:
-        asked = _decode(body)
+        request = _decode(body)
     except _UNREADABLE:
         return None
-    if asked.endpoint is UNSET or asked.key is None:
+    return request if _encode(request).count(b'"') == body.count(b'"') and _is_plain(request) else None
+
+
+def decode_plain_verify(body: bytes) -> VerifyRequest | None:
+    """Return the request if it has the most common shape: key, environment, endpoint, optionally client_ip, then
+    user_agent.
+
+    In a text without escapes each quote begins or ends a string. The expected number of quotes proves that no field is
+    duplicated and no other field is present.
+    """
+    if b"\\" in body:
         return None
-    quotes, address, agent = body.count(b'"'), asked.client_ip, asked.user_agent
+    try:
+        request = _decode(body)
+    except _UNREADABLE:
+        return None
+    if request.endpoint is UNSET or request.key is None:
+        return None
+    quotes, address, agent = body.count(b'"'), request.client_ip, request.user_agent
     if address is UNSET:
-        return asked if quotes == 12 else None
+        return request if quotes == 12 else None
     if quotes != (16 if agent is UNSET else 18 if agent is None else 20):
         return None
     canonical = _canonical_address(address) if address else None
     if canonical is None:
         return None
-    asked.client_ip = canonical
-    return asked
+    request.client_ip = canonical
+    return request
 
 
-def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
-    """The same for a batch."""
+def decode_batch(body: bytes) -> list[VerifyRequest] | None:
+    """Return the requests of a batch; None when the slow path must parse it."""
     if b"\\" in body:
         return None
     try:
@@ -118,61 +122,65 @@ def read_asked_batch(body: bytes) -> list[VerifyRequest] | None:
 
 
 def split_batch(body: bytes) -> list[msgspec.Raw] | None:
-    """The bytes of each question, of which nothing is known yet; None: read it the whole way."""
+    """Return the unparsed bytes of each request; None when the slow path must parse the batch."""
     if b"\\" in body or body.count(b'"requests"') != 1:
-        return None  # without escapes a name that came twice is there twice
+        return None  # without escapes a duplicate name appears twice
     try:
         return _split(body).requests
     except _UNREADABLE:
         return None
 
 
-def _is_plain(asked: VerifyRequest) -> bool:
-    """What the decoder's types cannot say. An address is put into its canonical form."""
-    address = asked.client_ip
+def _is_plain(request: VerifyRequest) -> bool:
+    """Check what the decoder's types cannot express, and put the address into its canonical form."""
+    address = request.client_ip
     if address:
         canonical = _canonical_address(address)
         if canonical is None:
             return False
-        asked.client_ip = canonical
+        request.client_ip = canonical
     elif address == "":
         return False
-    if asked.endpoint is not UNSET:
-        return asked.method is UNSET and asked.path is UNSET
-    return isinstance(asked.method, str) and isinstance(asked.path, str) and _METHOD.fullmatch(asked.method) is not None
+    if request.endpoint is not UNSET:
+        return request.method is UNSET and request.path is UNSET
+    return (
+        isinstance(request.method, str)
+        and isinstance(request.path, str)
+        and _METHOD.fullmatch(request.method) is not None
+    )
 
 
-# --- the whole way ----------------------------------------------------------------------------------------
+# --- slow path --------------------------------------------------------------------------------------------
 
 
 def read_verify(body: bytes) -> VerifyRequest:
-    """Raises RequestInvalidError, listing every fault with its JSON Pointer."""
+    """Parse a request. Raises RequestInvalidError, listing every fault with its JSON Pointer."""
     faults: list[Fault] = []
-    asked = _read_one(_read_object(body), "", faults)
-    if asked is None:
+    request = _read_one(_read_object(body), "", faults)
+    if request is None:
         raise RequestInvalidError("The request does not fit.", faults)
-    return asked
+    return request
 
 
 def read_batch(body: bytes) -> list[VerifyRequest]:
-    """One malformed one refuses them all. Raises RequestInvalidError."""
+    """Parse a batch. One malformed request rejects it. Raises RequestInvalidError."""
     value = _read_object(body)
     faults = [Fault(f"/{_escaped(name)}", _UNKNOWN) for name in sorted(value) if name != "requests"]
     if faults:
         raise RequestInvalidError("The request does not fit.", faults)
-    asked: list[VerifyRequest | None] = []
+    request: list[VerifyRequest | None] = []
     match value.get("requests", UNSET):
-        case [*each] if 1 <= len(each) <= MOST_REQUESTS:
-            asked = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
+        case [*each] if 1 <= len(each) <= MAX_BATCH_REQUESTS:
+            request = [_read_one(one, f"/requests/{number}", faults) for number, one in enumerate(each)]
         case []:
             faults.append(Fault("/requests", "Ensure this field has at least 1 elements."))
         case [*_]:
-            faults.append(Fault("/requests", f"Ensure this field has no more than {MOST_REQUESTS} elements."))
+            faults.append(Fault("/requests", f"Ensure this field has no more than {MAX_BATCH_REQUESTS} elements."))
         case other:
             faults.append(Fault("/requests", _absence(other) or "Not a list."))
     if faults:
         raise RequestInvalidError("The request does not fit.", faults)
-    return [one for one in asked if one is not None]
+    return [one for one in request if one is not None]
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -187,15 +195,15 @@ _METHOD = re.compile("[A-Z]{1,16}")
 
 
 def _read_one(value: Any, pointer: str, faults: list[Fault]) -> VerifyRequest | None:
-    """None, and something added to the faults."""
+    """Return the request, or None after adding to `faults`."""
     found = [*_faults_of(value, pointer)]
     faults += found
     if found:
         return None
-    asked = VerifyRequest(**value)
-    if isinstance(asked.client_ip, str):
-        asked.client_ip = _canonical_address(asked.client_ip)
-    return asked
+    request = VerifyRequest(**value)
+    if isinstance(request.client_ip, str):
+        request.client_ip = _canonical_address(request.client_ip)
+    return request
 
 
 def _faults_of(value: Any, pointer: str) -> Iterator[Fault]:
@@ -229,13 +237,13 @@ def _absence(given: object) -> str | None:
 
 
 def _escaped(name: str) -> str:
-    """A JSON Pointer's token. A client's own name of a field may be a key, which no answer repeats, or hold half a
-    surrogate pair, which none can be written with."""
+    """Return a JSON Pointer token. A client's field name may be a key, which must not be echoed, or hold half a
+    surrogate pair, which cannot be encoded."""
     return redact(name.encode(errors="backslashreplace").decode()).replace("~", "~0").replace("/", "~1")
 
 
 def _raw_text(value: object) -> str | None:
-    """Of whatever characters: what is wrong with it is for the verdict to say."""
+    """Accept any characters: the verdict names what is wrong with the text."""
     return None if isinstance(value, str) else "Not a string."
 
 
@@ -272,7 +280,7 @@ def _address(value: object) -> str | None:
 
 @lru_cache(maxsize=16_384)
 def _canonical_address(text: str) -> str | None:
-    """IPv4 or IPv6 in its canonical form, an IPv4-mapped one as IPv4; None for what is none."""
+    """Return IPv4 or IPv6 in canonical form, an IPv4-mapped address as IPv4; None for anything else."""
     if len(text) > 64 or "%" in text:
         return None
     try:
@@ -318,4 +326,4 @@ _FIELDS: dict[str, tuple[bool, Callable[[object], str | None]]] = {
     "cost": (False, _cost),
     "dry_run": (False, _boolean),
 }
-"""Of each field: whether it may be null, and what is wrong with a value that is not."""
+"""For each field: whether it may be null, and a function that returns the fault of a non-null value."""

@@ -1,10 +1,11 @@
-"""The whole way: every question of verify, its batch and forward-auth, with everything that can be wrong with it.
+"""The slow path: every request for verify, its batch and forward-auth, with every possible refusal.
 
-    question = answering.ask(method, target, headers, body)
-    while isinstance(found := answering.step(question), Needs): … read them into the question, and `answering.admit` …
+    question = slow_path.open_request(method, target, headers, body)
+    while isinstance(found := slow_path.step(question), DataRequirements):
+        ...  # read them into the question, and call `slow_path.admit`
 
-A step is made of what is in memory and of what was read for this very question; while nothing may be remembered, of
-the latter alone. What it lacks it says, all at once.
+A step uses memory and the data read for this request; while memory is not fresh, that data alone. It reports all
+missing data together.
 """
 
 import logging
@@ -47,16 +48,16 @@ from keyvault.hotpath.messages.questions import (
     MissingDataError,
     PendingRequest,
     SeveralMissingDataError,
-    body_of,
-    dialect_of,
-    forwarded_of,
-    needs_of,
+    find_dialect,
+    merge_requirements,
+    read_forwarded_request,
+    read_json_body,
 )
 from keyvault.hotpath.messages.rendering import decision, denial_problem, encode, problem_answer
 from keyvault.hotpath.messages.requests import (
     VerifyRequest,
-    read_asked,
-    read_asked_batch,
+    decode_batch,
+    decode_verify,
     read_batch,
     read_verify,
     split_batch,
@@ -80,7 +81,7 @@ _log = logging.getLogger("keyvault.requests")
 
 
 class VerificationDeniedError(Exception):
-    """Carries a denial of the whole request out to where answers are written."""
+    """Refuses the whole request with a denial."""
 
     def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(denial.detail)
@@ -89,13 +90,13 @@ class VerificationDeniedError(Exception):
 
 
 class SlowPath:
-    """The service plane's questions, put to one engine."""
+    """Steps through requests of the service plane on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def ask(self, method: str, target: str, headers: Headers, body: bytes | None) -> PendingRequest:
-        """`body` None: it is larger than 64 KiB and was not read."""
+    def open_request(self, method: str, target: str, headers: Headers, body: bytes | None) -> PendingRequest:
+        """Return the request to step through. `body` is None when it was larger than 64 KiB and not read."""
         return PendingRequest(method, target, headers, body, self._engine.ports.random_bytes)
 
     def step(self, question: PendingRequest) -> HttpResponse | DataRequirements:
@@ -105,22 +106,22 @@ class SlowPath:
             may_remember = engine.may_remember()
         question.at = datetime.fromtimestamp(engine.ports.wall(), UTC)
         path = question.target.partition("?")[0]
-        dialect = dialect_of(question)
+        dialect = find_dialect(question)
         try:
             if dialect is not None:
                 return self._authorize(question, dialect, CachedSources(engine, question, may_remember))
             return self._verify(question, path == BATCH, CachedSources(engine, question, may_remember))
-        except MissingDataError as lacking:
-            return needs_of([lacking])
+        except MissingDataError as missing:
+            return merge_requirements([missing])
         except SeveralMissingDataError as several:
-            return needs_of(several.each)
+            return merge_requirements(several.each)
         except (VerificationDeniedError, KeyvaultError) as error:
             return self._refuse(question, dialect, error)
 
-    def break_off(self, question: PendingRequest) -> HttpResponse:
-        """What is answered when something of ours has failed: called where the exception is, which it tells the log."""
+    def answer_failure(self, question: PendingRequest) -> HttpResponse:
+        """Log the current exception and return the response for an internal error."""
         _log.exception("unhandled", extra={"request_id": question.request_id})
-        return self._refuse(question, dialect_of(question), _FaultError("Something went wrong on our side."))
+        return self._refuse(question, find_dialect(question), _FaultError("Something went wrong on our side."))
 
     # --- verify ---------------------------------------------------------------------------------------------
 
@@ -129,25 +130,25 @@ class SlowPath:
         service = self._service(sources, read_bearer(question.headers.get("authorization")), _NO_TOKEN)
         if question.method != "POST":
             raise _MethodError(("POST",))
-        body = body_of(question)
+        body = read_json_body(question)
         if is_batch:
-            tags = self._decide_again(question, body) if sources.may_remember else []
+            tags = self._decide_cached(question, body) if sources.may_remember else []
             if tags and len(question.decided) == len(tags):
                 return _batch_answer(question)
-            batch = read_asked_batch(body) or read_batch(body)
-            for environment in dict.fromkeys(asked.environment for asked in batch):
+            batch = decode_batch(body) or read_batch(body)
+            for environment in dict.fromkeys(request.environment for request in batch):
                 _require_served(environment, service, question.at)
             return self._decide_batch(question, batch, service, sources, tags)
-        asked = read_asked(body) or read_verify(body)
-        _require_served(asked.environment, service, question.at)
+        request = decode_verify(body) or read_verify(body)
+        _require_served(request.environment, service, question.at)
         if sources.may_remember:
-            self._decide_known(question, [asked], service)
-        text = question.decided.get(0) or self._decide(question, 0, asked, service, sources, question.request_id)
-        self._bind(question, sources)
+            self._decide_known(question, [request], service)
+        text = question.decided.get(0) or self._decide(question, 0, request, service, sources, question.request_id)
+        self._bind_token(question, sources)
         return HttpResponse(200, text, question.request_id)
 
-    def _decide_again(self, question: PendingRequest, body: bytes) -> list[bytes]:
-        """A batch whose questions were all granted before; the tags of its questions, where they can be asked again."""
+    def _decide_cached(self, question: PendingRequest, body: bytes) -> list[bytes]:
+        """Decide a batch whose requests were all granted before. Returns the tags under which grants can be cached."""
         authorization, pieces = _authorization(question), split_batch(body)
         if pieces is None or authorization is None:
             return []
@@ -158,30 +159,30 @@ class SlowPath:
                 engine.catch_up()
                 if engine.may_remember():
                     wall, request_id = engine.ports.wall(), question.request_id.encode()
-                    question.decided |= engine.decide_again(tags, wall, request_id)
+                    question.decided |= engine.decide_cached(tags, wall, request_id)
         return tags
 
     def _decide_known(
         self, question: PendingRequest, batch: list[VerifyRequest], service: Service, tags: Sequence[bytes] = ()
     ) -> None:
-        """What is in memory, or was read for this question, and is yes. `tags` of those that may be asked again."""
+        """Decide plain grants from memory and from the data read for this request. `tags`: where to cache them."""
         engine, decided, own_id = self._engine, question.decided, question.request_id.encode()
         is_single = _is_single(question)
         caller = engine.caller(service)
         with engine.lock:
             engine.catch_up()
-            # Of now and under the lock: no use is noted with a time that a report has passed already.
+            # Read under the lock, so that no use is recorded with a time before the last report.
             wall = engine.ports.wall()
             token = engine.memory.tokens.by_id.get(service.token_id) if tags else None
             if token is not None and token.record.service is not service:
                 token = None
-            for number, asked in enumerate(batch):
+            for number, request in enumerate(batch):
                 if number in decided:
                     continue
-                record = read_for(question, asked.key) if question.found else None
+                record = read_for(question, request.key) if question.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
-                asker = None if token is None else (token, tags[number])
-                text = engine.decide_known(asked, caller, wall, request_id, record, asker=asker)
+                cache_target = None if token is None else (token, tags[number])
+                text = engine.decide_known(request, caller, wall, request_id, record, cache_target=cache_target)
                 if text is not None:
                     decided[number] = text
                     engine.answered_from_memory += record is None
@@ -194,40 +195,40 @@ class SlowPath:
         sources: CachedSources,
         tags: Sequence[bytes],
     ) -> HttpResponse:
-        """Each is decided once: what was spent for one is not spent again while others are read for."""
+        """Decide each request once: nothing is spent twice while data for others is read."""
         if sources.may_remember:
             self._decide_known(question, batch, service, tags)
-        lacking: list[MissingDataError] = []
-        for number, asked in enumerate(batch):
+        missing: list[MissingDataError] = []
+        for number, request in enumerate(batch):
             if number in question.decided:
                 continue
             request_id = f"{question.request_id}-{number}"
             try:
-                question.decided[number] = self._decide(question, number, asked, service, sources, request_id)
-            except MissingDataError as lack:
-                lacking.append(lack)
-        if lacking:
-            raise SeveralMissingDataError(lacking)
-        self._bind(question, sources)
+                question.decided[number] = self._decide(question, number, request, service, sources, request_id)
+            except MissingDataError as missing_data:
+                missing.append(missing_data)
+        if missing:
+            raise SeveralMissingDataError(missing)
+        self._bind_token(question, sources)
         return _batch_answer(question)
 
     def _decide(
         self,
         question: PendingRequest,
         number: int,
-        asked: VerifyRequest,
+        request: VerifyRequest,
         service: Service,
         sources: CachedSources,
         request_id: str,
     ) -> bytes:
-        """One decision as its JSON. Raises MissingDataError, having noted and spent nothing."""
+        """Return one decision as JSON. Raises MissingDataError with nothing recorded or spent."""
         engine = self._engine
-        environment = Environment(asked.environment)
+        environment = Environment(request.environment)
         if environment not in engine.ports.environments:
             raise NotFoundError(f"This process does not serve {environment}.")
         rules = sources.rules()
-        endpoint = _endpoint(asked, rules, engine.base_paths[environment])
-        presented = _presented(asked, environment, endpoint, service)
+        endpoint = _endpoint(request, rules, engine.base_paths[environment])
+        presented = _verification_request(request, environment, endpoint, service)
         sources.number = number
         judgement = _judge(presented, sources, question.at)
         if not presented.is_dry:
@@ -237,15 +238,15 @@ class SlowPath:
                 "verify",
                 environment,
                 endpoint.name if isinstance(endpoint, Endpoint) else "",
-                asked.client_ip or f"token:{service.token_id}",
-                (asked.user_agent or "")[:READ_AT_MOST],
+                request.client_ip or f"token:{service.token_id}",
+                (request.user_agent or "")[:READ_AT_MOST],
                 presented.origin,
                 service.is_probe,
                 question.at,
             )
             engine.ports.note_verdict(verdict)
             if sources.may_remember:
-                self._learn(question, asked, verdict, endpoint, rules, sources.token)
+                self._learn(question, request, verdict, endpoint, rules, sources.token)
         if _is_single(question):
             _refuse_cost(judgement)
         return encode(decision(judgement, request_id, has_trace=presented.is_dry))
@@ -253,45 +254,45 @@ class SlowPath:
     def _learn(
         self,
         question: PendingRequest,
-        asked: VerifyRequest,
+        request: VerifyRequest,
         verdict: EngineVerdict,
         endpoint: Endpoint | NoMatchingEndpoint,
         rules: PolicySnapshot,
         token: TokenRecord | None,
     ) -> None:
-        """The next one like it goes the fast way. `rules` that it was judged by, whatever has become of them."""
+        """Cache the verdict for the fast path. `rules`: the snapshot that it was judged by, current or not."""
         engine, judgement = self._engine, verdict.judgement
         with engine.lock:
             if isinstance(judgement.verdict, Grant):
                 if isinstance(endpoint, Endpoint):
-                    engine.learn(asked, judgement, endpoint, rules)
+                    engine.learn(request, judgement, endpoint, rules)
                 return
             authorization = _authorization(question)
             if authorization is not None and token is not None and _is_single(question):
                 engine.learn_denial(verdict, authorization, question.body or b"", token, rules)
 
-    def _bind(self, question: PendingRequest, sources: CachedSources) -> None:
-        """The next request of this caller goes the fast way."""
+    def _bind_token(self, question: PendingRequest, sources: CachedSources) -> None:
+        """Cache the proved token, so that the caller's next request takes the fast path."""
         authorization, token = _authorization(question), sources.token
         if token is None or authorization is None or not sources.may_remember:
             return
         engine = self._engine
         with engine.lock:
             engine.catch_up()
-            known = engine.memory.tokens.by_id.get(token.service.token_id)
-            if known is not None and known.record is token:
-                known.about = engine.caller(token.service)
-                engine.memory.tokens.bind(known, engine.memory.tag(authorization))
+            entry = engine.memory.tokens.by_id.get(token.service.token_id)
+            if entry is not None and entry.record is token:
+                entry.about = engine.caller(token.service)
+                engine.memory.tokens.bind(entry, engine.memory.tag(authorization))
 
     # --- forward-auth ---------------------------------------------------------------------------------------
 
     def _authorize(self, question: PendingRequest, dialect: Dialect, sources: CachedSources) -> HttpResponse:
-        # Envoy's URL is the client's: a key in it is attributed by the judgement.
+        # Envoy's URL is the client's; the judgement attributes a key in it.
         if dialect is not Dialect.ENVOY:
             _refuse_exposed(question.target)
         headers = question.headers
         service = self._service(sources, headers.get(SERVICE_TOKEN), _NO_GATEWAY)
-        forwarded = forwarded_of(question, dialect)
+        forwarded = read_forwarded_request(question, dialect)
         environment = _environment_of(service, forwarded, self._engine.ports.base_urls)
         if environment not in self._engine.ports.environments:
             raise NotFoundError(f"This process does not serve {environment}.")
@@ -334,21 +335,21 @@ class SlowPath:
         if isinstance(verdict, Denial):
             raise VerificationDeniedError(verdict, limits)
         if holder is None:
-            raise TypeError("a grant is given after proof")
+            raise TypeError("a grant needs a proved key")
         identity = identity_headers(holder, judgement.customer, question.request_id)
-        identity.pop(REQUEST_ID)  # every answer has it
+        identity.pop(REQUEST_ID)  # every response has it
         return HttpResponse(200, b"", question.request_id, (_NO_STORE, *identity.items(), *limits.items()))
 
-    # --- what was read for a question ---------------------------------------------------------------------
+    # --- data read for a request ----------------------------------------------------------------------------
 
     def stamp(self) -> int:
-        """To be taken before a reading begins, and given with what it found."""
+        """Return the change count. Take it before a read begins, and pass it to `admit`."""
         with self._engine.lock:
             self._engine.catch_up()
             return self._engine.changes
 
     def admit(self, kind: str, found: Mapping[str, Found | None], stamp: int) -> None:
-        """Remembers what was read, unless something was changed meanwhile, or nothing may be remembered now."""
+        """Cache the records that were read, unless a change overlapped the read or memory is not fresh."""
         engine = self._engine
         with engine.lock:
             if not self._may_admit(stamp):
@@ -374,10 +375,10 @@ class SlowPath:
         self._engine.catch_up()
         return self._engine.changes == stamp and self._engine.may_remember()
 
-    # --- both -----------------------------------------------------------------------------------------------
+    # --- verify and forward-auth ----------------------------------------------------------------------------
 
     def _service(self, sources: CachedSources, presented: str | None, refusal: Denial) -> Service:
-        """Who asks, once that is proved and may verify. Raises DeniedError."""
+        """Authenticate the caller. Raises VerificationDeniedError unless the token is valid and may verify."""
         service = sources.prove_service(presented)
         if service is None:
             raise VerificationDeniedError(refusal)
@@ -400,15 +401,17 @@ class SlowPath:
             headers = {"Allow": ", ".join(error.allowed)}
         answer = problem_answer(found, request_id, headers)
         if dialect is Dialect.NGINX:
-            told = {AUTH_STATUS: str(found.status), AUTH_CODE: str(found.body["code"])}
-            answer = HttpResponse(nginx_status(found.status), answer.body, request_id, (*answer.headers, *told.items()))
+            nginx_headers = {AUTH_STATUS: str(found.status), AUTH_CODE: str(found.body["code"])}
+            answer = HttpResponse(
+                nginx_status(found.status), answer.body, request_id, (*answer.headers, *nginx_headers.items())
+            )
         _log.info(
             "refused",
             extra={
                 "request_id": request_id,
                 "client_request_id": clean_client_request_id(question.headers.get(REQUEST_ID)) or "",
                 "method": question.method,
-                # Redacted before it is cut: half a key no longer has the shape of one.
+                # Redact before truncating: half a key would no longer be recognized.
                 "path": redact(question.target.partition("?")[0])[:300],
                 "status": answer.status,
                 "code": str(found.body["code"]),
@@ -426,7 +429,7 @@ class _MethodError(KeyvaultError):
     code = ErrorCode.METHOD_NOT_ALLOWED
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
-        super().__init__("The method is not one of this path.")
+        super().__init__(f"This path does not support the method. Use {' or '.join(allowed)}.")
         self.allowed = allowed
 
 
@@ -435,7 +438,7 @@ def _is_single(question: PendingRequest) -> bool:
 
 
 def _authorization(question: PendingRequest) -> bytes | None:
-    """The header as it was sent, for whoever knows it by its tag. None: there is none, or none that a token fits in."""
+    """Return the header as sent, to be tagged; None when it is missing or cannot hold a token."""
     text = question.headers.get("authorization")
     return text.encode() if text is not None and text.isascii() else None
 
@@ -461,7 +464,7 @@ def _refuse_exposed(target: str) -> None:
 
 
 def _refuse_cost(judgement: Judgement) -> None:
-    """A cost that no burst holds is the caller's to mend, not its client's."""
+    """Reject a cost above every burst as the caller's own error, not as a denial of its client."""
     verdict = judgement.verdict
     if isinstance(verdict, Denial) and verdict.code is ErrorCode.REQUEST_INVALID:
         raise RequestInvalidError("The request does not fit.", [Fault("/cost", verdict.detail)])
@@ -482,39 +485,39 @@ def _require_served(environment: str, service: Service, now: datetime) -> None:
         raise VerificationDeniedError(verdict)
 
 
-def _endpoint(asked: VerifyRequest, rules: PolicySnapshot, base_path: str) -> Endpoint | NoMatchingEndpoint:
-    if asked.endpoint is not UNSET:
-        return rules.catalog.find(asked.endpoint)
-    return rules.catalog.match(asked.method or "", asked.path or "", base_path)
+def _endpoint(request: VerifyRequest, rules: PolicySnapshot, base_path: str) -> Endpoint | NoMatchingEndpoint:
+    if request.endpoint is not UNSET:
+        return rules.catalog.find(request.endpoint)
+    return rules.catalog.match(request.method or "", request.path or "", base_path)
 
 
-def _presented(
-    asked: VerifyRequest, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint, service: Service
+def _verification_request(
+    request: VerifyRequest, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint, service: Service
 ) -> VerificationRequest:
-    merchant, store = _given(asked.merchant), _given(asked.store)
-    path = _given(asked.path)
+    merchant, store = _text_or_none(request.merchant), _text_or_none(request.store)
+    path = _text_or_none(request.path)
     if isinstance(endpoint, Endpoint):
         merchant_context, store_context = endpoint.read_contexts(path, {}, merchant, store)
     else:
         merchant_context, store_context = merchant, store
     return VerificationRequest(
-        key=asked.key,
+        key=request.key,
         environment=environment,
         endpoint=endpoint,
         url=path or "",
         merchant=merchant,
         merchant_context=merchant_context,
         store_context=store_context,
-        bearer=_given(asked.customer_token),
-        origin=_given(asked.origin),
-        client_address=_given(asked.client_ip),
-        cost=asked.cost or 1,
+        bearer=_text_or_none(request.customer_token),
+        origin=_text_or_none(request.origin),
+        client_address=_text_or_none(request.client_ip),
+        cost=request.cost or 1,
         scope=service.merchants,
-        is_dry=asked.dry_run is True,
+        is_dry=request.dry_run is True,
     )
 
 
-def _given(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -526,14 +529,18 @@ _NO_GATEWAY = Denial(
 
 
 def _environment_of(service: Service, forwarded: Forwarded, base_urls: Mapping[Environment, str]) -> Environment:
-    """The one environment of the gateway's token. Raises DeniedError: several, or another one's host was asked for."""
+    """Return the one environment of the gateway's token.
+
+    Raises VerificationDeniedError if the token has several environments, or if the request went to another
+    environment's host.
+    """
     if len(service.environments) != 1:
-        detail = "A gateway's service token names exactly one environment, and this one names several."
+        detail = "This service token has several environments. Use a token for exactly one environment in a gateway."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     (environment,) = service.environments
     hosts = {name: urlsplit(url).hostname for name, url in base_urls.items()}
     is_unreadable = forwarded.hostname == "" and len(set(hosts.values())) > 1
     if is_unreadable or (forwarded.hostname != hosts[environment] and forwarded.hostname in hosts.values()):
-        detail = f"The gateway's token is for {environment}, and the request did not go to a host of it."
+        detail = f"The gateway's token is for {environment}, but the request went to a host of another environment."
         raise VerificationDeniedError(Denial(ErrorCode.PERMISSION_MISSING, detail))
     return environment

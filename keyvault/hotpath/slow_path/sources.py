@@ -1,4 +1,4 @@
-"""Where a step takes from what a judgement needs, see `access.judgement.Sources`; what is not there is lacking."""
+"""Data sources of a step (`access.judgement.Sources`). Missing data raises MissingDataError."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,7 @@ from keyvault.hotpath.messages.questions import (
 
 
 class CachedSources:
-    """What a judgement takes from: memory where it may be used, and what was read for this question."""
+    """Sources of one judgement: memory while it is fresh, and the data read for this request."""
 
     def __init__(self, engine: Engine, question: PendingRequest, may_remember: bool) -> None:
         self.brand = engine.ports.brand
@@ -71,10 +71,10 @@ class CachedSources:
         return service
 
     def rules(self) -> PolicySnapshot:
-        """Raises MissingDataError, and VerifierStaleError when they could not be read."""
+        """Return the policy snapshot. Raises MissingDataError, or VerifierStaleError when it could not be read."""
         read, remembered = self._question.rules, self._engine.rules
         if isinstance(read, Exception):
-            raise VerifierStaleError("The rules cannot be looked up right now.")
+            raise VerifierStaleError("The rules cannot be read right now. Try again.")
         if read is not None:
             return read
         if remembered is not None and self.may_remember:
@@ -106,13 +106,14 @@ class CachedSources:
         self,
         kind: str,
         identity: str,
-        shelf: Mapping[str, CacheEntry[KeyRecord] | CacheEntry[CustomerRecord] | CacheEntry[TokenRecord]],
+        cache: Mapping[str, CacheEntry[KeyRecord] | CacheEntry[CustomerRecord] | CacheEntry[TokenRecord]],
         address: str | None = None,
     ) -> Found | None:
-        """Raises MissingDataError, and VerifierStaleError when it could not be read, or is not to be trusted."""
+        """Return the record. Raises MissingDataError, or VerifierStaleError when it could not be read or trusted."""
         if self._engine.freshness.is_lost:
             raise VerifierStaleError(
-                "The verifier knows of changes that its database lacks, and vouches for nothing until it is restarted.",
+                "The verifier's database lacks changes that the verifier has seen. "
+                "It verifies no key until it is restarted.",
                 internal="the change feed went back",
             )
         if (kind, identity) in self._question.found:
@@ -125,17 +126,17 @@ class CachedSources:
                 )
             return found
         if self.may_remember:
-            known = shelf.get(identity)
-            if known is not None:
-                known.is_asked_for = True
-                return known.record
+            entry = cache.get(identity)
+            if entry is not None:
+                entry.is_referenced = True
+                return entry.record
             if self._engine.memory.absent.has(kind, identity, self._engine.ports.monotonic()):
                 return None
         raise MissingDataError(kind, identity, address=address)
 
 
 def read_for(question: PendingRequest, text: str | None) -> KeyRecord | None:
-    """What was read for this question of the key that it is about."""
+    """Return the record read for this request of the key that `text` names."""
     if text is None or not question.found:
         return None
     found = question.found.get((KEY, text[KEY_ID_PLACE]))

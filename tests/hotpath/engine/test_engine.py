@@ -19,8 +19,8 @@ from keyvault.hotpath.engine.cached_verdicts import CacheMiss
 from keyvault.hotpath.engine.memory import Subject
 from keyvault.hotpath.engine.ports import EngineVerdict
 from keyvault.hotpath.frontends import asyncio_frontend
-from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, TellKeys
-from keyvault.hotpath.frontends.threaded_frontend import StoreAwayError
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore, KeysCallback
+from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.questions import BATCH, KEY, RULES, TOKEN, VERIFY, Found, Headers, PendingRequest
 from keyvault.hotpath.messages.responses import HttpResponse
@@ -61,7 +61,7 @@ def test_engine_bytes_divided_otherwise_between_header_and_body_are_another_ques
     primed, clock = prime(), Clock()
     remember(primed, clock, stage)
     header, body = f"Bearer {stage.token}", encode(stage.asked)
-    assert primed.engine.memory.repeats
+    assert primed.engine.memory.granted
     for taken in (1, 2, len(body)):
         moved = header + body[:taken].decode()
         assert primed.send("POST", VERIFY, {"authorization": moved}, body[taken:]).status != 200
@@ -73,8 +73,8 @@ def test_engine_questions_that_were_granted_are_remembered_in_bounds(stage: Stag
         for number in range(5):
             asked = {**stage.asked, "client_ip": f"192.0.2.{number}"}
             assert decision(primed.ask(stage.token, asked)) == ALLOWED
-            assert len(primed.engine.memory.repeats) <= 2
-    assert primed.engine.memory.repeats
+            assert len(primed.engine.memory.granted) <= 2
+    assert primed.engine.memory.granted
 
 
 class Exact:
@@ -83,7 +83,7 @@ class Exact:
     def __init__(self) -> None:
         self._come: set[bytes] = set()
 
-    def has_come(self, tag: bytes) -> bool:
+    def was_seen(self, tag: bytes) -> bool:
         is_back = tag in self._come
         self._come.add(tag)
         return is_back
@@ -91,18 +91,18 @@ class Exact:
 
 def test_engine_question_that_comes_again_and_again_is_not_driven_out_by_others_that_come_once(stage: Stage) -> None:
     primed = prime(capacity=4)
-    primed.engine.memory._questions = Exact()  # type: ignore[assignment]  # it has what is asked of one
+    primed.engine.memory._grant_doorkeeper = Exact()  # type: ignore[assignment]  # it has what is asked of one
     for _ in range(3):
         assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED
-    kept = set(primed.engine.memory.repeats)
+    kept = set(primed.engine.memory.granted)
     once = [{**stage.asked, "client_ip": f"192.0.2.{number}"} for number in range(20)]
     for asked in once:
         assert decision(primed.ask(stage.token, asked)) == ALLOWED
-    assert kept < primed.engine.memory.repeats.keys()
-    full = set(primed.engine.memory.repeats)
+    assert kept < primed.engine.memory.granted.keys()
+    full = set(primed.engine.memory.granted)
     primed.ask(stage.token, once[-1])
-    assert primed.engine.memory.repeats.keys() != full, "it has come again"
-    assert len(full) == len(primed.engine.memory.repeats) == 4
+    assert primed.engine.memory.granted.keys() != full, "it has come again"
+    assert len(full) == len(primed.engine.memory.granted) == 4
 
 
 def test_engine_question_granted_again_is_counted_each_time(stage: Stage) -> None:
@@ -179,7 +179,7 @@ def test_engine_whose_feed_went_back_says_yes_to_nothing_for_ever(stage: Stage) 
     primed = prime_by(clock)
     remember(primed, clock, stage)
     before = primed.from_memory
-    primed.engine.freshness.lose()
+    primed.engine.freshness.mark_lost()
     gateway = {"x-service-token": stage.token, "x-api-key": stage.text, "x-original-method": "POST"}
     gateway |= {"x-original-uri": "/sandbox/merchants/orders", "x-original-host": "127.0.0.1"}
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_engine_whose_feed_goes_back_between_reading_and_judging_says_no(
     def find_and_lose(store: DatabaseStore, of: str, ids: frozenset[str], address: str | None) -> Mapping[str, Found]:
         found = find(store, of, ids, address)
         if of == KEY:
-            primed.engine.freshness.lose()
+            primed.engine.freshness.mark_lost()
         return found
 
     monkeypatch.setattr(DatabaseStore, "find", find_and_lose)
@@ -287,7 +287,7 @@ def test_engine_batch_of_what_was_granted_judges_deadlines_too(stage: Stage) -> 
     primed = prime_by(clock)
     for _ in range(3):
         assert batched(primed, token.reveal(), asked) == batched(primed, token.reveal(), lasting) == ALLOWED
-    assert len(primed.engine.memory.repeats) == 2
+    assert len(primed.engine.memory.granted) == 2
     clock.pass_seconds(key.expires_at.timestamp() - clock.wall_now)
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     assert batched(primed, token.reveal(), asked) == (401, "key_expired")
@@ -314,7 +314,7 @@ def test_engine_question_of_a_key_that_is_not_remembered_grants_nothing_any_more
             for _ in range(2):  # who comes once is not let in
                 memory.admit_key(structs.replace(record, key_id=f"another {number}"))
     assert stage.key.key_id not in primed.engine.memory.keys.by_id
-    assert len(primed.engine.memory.repeats) == 1
+    assert len(primed.engine.memory.granted) == 1
     assert batched(primed, stage.token, stage.asked) == (401, "key_not_active")
     assert decision(primed.ask(stage.token, {**stage.asked, "client_ip": "192.0.2.9"})) == (401, "key_not_active")
     assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
@@ -556,8 +556,11 @@ def test_engine_few_that_come_while_a_reading_is_under_way_are_read_for_together
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reading for one costs as much as for many: they wait for company or the end of the one before, not for ever."""
-    monkeypatch.setattr(asyncio_frontend, "PATIENCE_SECONDS", 3600.0)
-    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(asyncio_frontend.AT_ONCE + 2)]
+    monkeypatch.setattr(asyncio_frontend, "MAX_BATCH_DELAY_SECONDS", 3600.0)
+    texts = [
+        issue(account(), label=f"number {number}")[1].reveal()
+        for number in range(asyncio_frontend.MAX_ANSWERS_PER_TURN + 2)
+    ]
 
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
@@ -616,7 +619,7 @@ def test_engine_miss_that_a_change_came_across_is_answered_by_what_was_read_for_
             store.holds = True
             store.readings.clear()
             question = asks(door, stage, text)
-            assert len(door._missed) == 1, "it lacks the key alone, or this is about something else"
+            assert len(door._misses) == 1, "it lacks the key alone, or this is about something else"
             await until(lambda: bool(store.readings))
             MEANWHILE[change](primed, stage)
             store.readings[0][2].set()
@@ -662,7 +665,7 @@ def test_engine_miss_that_no_change_came_across_is_remembered(stage: Stage, is_r
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("ours"), StoreAwayError("gone")])
+@pytest.mark.parametrize("error", [ZeroDivisionError("ours"), StoreUnavailableError("gone")])
 def test_engine_reading_that_fails_is_an_answer_to_all_that_waited_for_it(
     stage: Stage, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -709,7 +712,7 @@ def test_engine_missed_key_whose_asker_has_given_up_is_neither_spent_nor_noted_f
 def test_engine_missed_key_that_is_given_up_while_others_of_its_reading_are_answered_is_not_spent_for(
     stage: Stage,
 ) -> None:
-    keys = [issue(account(), label=f"number {number}") for number in range(asyncio_frontend.AT_ONCE + 2)]
+    keys = [issue(account(), label=f"number {number}") for number in range(asyncio_frontend.MAX_ANSWERS_PER_TURN + 2)]
 
     async def run() -> None:
         primed, store, door = at_work(stage)
@@ -721,14 +724,17 @@ def test_engine_missed_key_that_is_given_up_while_others_of_its_reading_are_answ
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
         uses, _ = primed.engine.take_uses()
         assert {use[0] for use in uses} == {key.key_id for key, _ in keys[:-1]}
-        assert (len(store.readings), door._reading, last.cancelled()) == (1, 0, True)
+        assert (len(store.readings), door._reads, last.cancelled()) == (1, 0, True)
 
     asyncio.run(run())
 
 
 def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
     """Where keys alone, and questions that lack more or want more than a verdict, begin together."""
-    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(3 * asyncio_frontend.AT_ONCE)]
+    texts = [
+        issue(account(), label=f"number {number}")[1].reveal()
+        for number in range(3 * asyncio_frontend.MAX_ANSWERS_PER_TURN)
+    ]
 
     async def run() -> None:
         _, store, door = at_work(stage)
@@ -738,15 +744,15 @@ def test_engine_has_one_reading_more_than_lanes_at_most(stage: Stage) -> None:
         for number, text in enumerate(texts[1:]):
             asked.append(asks(door, stage, text, dry_run=bool(number % 2)))
             await asyncio.sleep(0)
-        await until(lambda: len(store.readings) == asyncio_frontend.LANES + 1)
+        await until(lambda: len(store.readings) == asyncio_frontend.MAX_CONCURRENT_READS + 1)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(store.readings) == door._reading == asyncio_frontend.LANES + 1
+        assert len(store.readings) == door._reads == asyncio_frontend.MAX_CONCURRENT_READS + 1
         store.holds = False
         for _, _, released in store.readings:
             released.set()
         assert [decision(answer) for answer in await asyncio.gather(*asked)] == [ALLOWED] * len(asked)
-        assert not door._reading
+        assert not door._reads
 
     asyncio.run(run())
 
@@ -766,7 +772,7 @@ def test_engine_question_that_was_given_up_is_not_read_for(stage: Stage) -> None
         late.cancel()
         ((_, ids, released),) = store.readings
         released.set()
-        await until(lambda: not door._reading)
+        await until(lambda: not door._reads)
         assert (len(ids), len(store.readings), noted) == (1, 1, [])
 
     asyncio.run(run())
@@ -777,10 +783,10 @@ class BrokenStore(HeldStore):
 
     breaks = ""
 
-    def find_keys(self, ids: frozenset[str], tell: TellKeys) -> None:
+    def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
         if self.breaks == "asked":
             raise ZeroDivisionError
-        super().find_keys(ids, tell)
+        super().find_keys(ids, callback)
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
         if self.breaks == "reading" and kind == KEY:
@@ -792,7 +798,10 @@ class BrokenStore(HeldStore):
 def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_reading_is_made(
     stage: Stage, breaks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    texts = [issue(account(), label=f"number {number}")[1].reveal() for number in range(asyncio_frontend.AT_ONCE + 2)]
+    texts = [
+        issue(account(), label=f"number {number}")[1].reveal()
+        for number in range(asyncio_frontend.MAX_ANSWERS_PER_TURN + 2)
+    ]
 
     async def run() -> None:
         primed, store = prime(), BrokenStore()
@@ -806,7 +815,7 @@ def test_engine_store_that_fails_by_a_bug_is_told_to_whoever_waits_and_the_next_
         store.breaks = ""
         async with asyncio.timeout(10):
             assert decision(await asks(door, stage, texts[0])) == ALLOWED
-        assert not door._reading
+        assert not door._reads
 
     asyncio.run(run())
 
@@ -815,7 +824,7 @@ def test_engine_question_behind_others_that_were_given_up_is_read_for(stage: Sta
     async def run() -> None:
         primed, store = prime(may_remember=False), HeldStore()
         door = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: True)  # type: ignore[arg-type]  # local ones have both
-        *given_up, last = [asks(door, stage) for _ in range(2 * asyncio_frontend.SLOW_LANE + 1)]
+        *given_up, last = [asks(door, stage) for _ in range(2 * asyncio_frontend.MAX_THROTTLED_PER_READ + 1)]
         for each in given_up:
             each.cancel()
         async with asyncio.timeout(10):
@@ -893,7 +902,7 @@ def test_engine_shows_no_secret_in_any_of_its_reprs(stage: Stage, usage: UsageLo
 def test_engine_with_room_for_few_accounts_answers_for_many_and_forgets_no_key_for_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keyvault.hotpath.engine.engine._MOST_ACCOUNTS", 1)
+    monkeypatch.setattr("keyvault.hotpath.engine.engine._MAX_ACCOUNTS", 1)
     make_merchant("globex")
     other, text = issue(account("globex"))
     primed = prime()
@@ -903,12 +912,14 @@ def test_engine_with_room_for_few_accounts_answers_for_many_and_forgets_no_key_f
     engine = primed.engine
     assert engine.memory.keys.by_id.keys() == {stage.key.key_id, other.key_id}
     assert engine.memory.tokens.by_id
-    assert (len(engine._purses), len(engine._all_purses)) == (1, 2)
+    assert (len(engine._spend_plans), len(engine._all_spend_plans)) == (1, 2)
     engine.evict([("limit", "any")])
-    assert not [each for each in engine._all_purses if each.by_way or each.by_name], "nobody keeps the old rules"
+    assert not [each for each in engine._all_spend_plans if each.by_template or each.by_name], (
+        "nobody keeps the old rules"
+    )
     engine.evict(None)
     gc.collect()
-    assert not engine._all_purses
+    assert not engine._all_spend_plans
 
 
 def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
@@ -920,8 +931,8 @@ def test_engine_ways_that_are_learned_again_and_again_take_no_more_room(
     asked = {**stage.asked, "store": "shop-1"}
     for _ in range(20):
         assert decision(primed.ask(stage.token, asked)) == ALLOWED
-    (purses,) = primed.engine._all_purses
-    assert len(purses.by_way) == len(primed.engine._ways) == 1
+    (plans,) = primed.engine._all_spend_plans
+    assert len(plans.by_template) == len(primed.engine._grant_templates) == 1
 
 
 def test_engine_key_that_many_have_asked_for_at_once_is_remembered_once(stage: Stage) -> None:

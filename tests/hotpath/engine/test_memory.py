@@ -85,7 +85,7 @@ class Remembering(RuleBasedStateMachine):
         known = self.memory.keys.by_id.get(f"key-{number}")
         if known is not None:
             self.memory.keys.bind(known, self.memory.tag(text + b"%d" % number))
-            known.is_asked_for = True
+            known.is_referenced = True
 
     @rule(number=numbers, text=st.binary(max_size=4))
     def prove_one_that_was_dropped(self, number: int, text: bytes) -> None:
@@ -165,7 +165,7 @@ def test_memory_that_is_full_lets_in_who_comes_again_and_makes_room_by_what_nobo
     """Who floods it with keys of his own pushes out the others' only where nobody asks for them."""
     memory = full()
     for number in range(CAPACITY, 4 * CAPACITY):
-        memory.keys.by_id["key-3"].is_asked_for = True
+        memory.keys.by_id["key-3"].is_referenced = True
         for _ in range(2):
             known = memory.admit_key(a_key(number))
         assert memory.keys.by_id[f"key-{number}"] is known
@@ -205,11 +205,11 @@ def test_memory_that_is_full_is_left_alone_by_whoever_asks_for_each_key_once() -
 def test_doorkeeper_knows_who_has_come_lately_and_hardly_anybody_else() -> None:
     """Guarantee: of the last 1,000 everybody, and nobody for ever."""
     doorkeeper = Doorkeeper(1_000)
-    strangers = sum(doorkeeper.has_come(str(number)) for number in range(50_000))
+    strangers = sum(doorkeeper.was_seen(str(number)) for number in range(50_000))
     assert strangers < 50_000 // 10
     for number in range(49_001, 50_000):
-        assert doorkeeper.has_come(str(number))
-    assert sum(doorkeeper.has_come(str(number)) for number in range(10_000)) < 1_000
+        assert doorkeeper.was_seen(str(number))
+    assert sum(doorkeeper.was_seen(str(number)) for number in range(10_000)) < 1_000
 
 
 @given(st.integers(1, 400), st.lists(st.integers(0, 500), max_size=800))
@@ -217,24 +217,24 @@ def test_doorkeeper_knows_each_of_the_last_as_many_as_fit(most: int, comers: lis
     doorkeeper = Doorkeeper(most)
     lately: list[int] = []
     for comer in comers:
-        assert doorkeeper.has_come(str(comer)) or comer not in lately
+        assert doorkeeper.was_seen(str(comer)) or comer not in lately
         lately = [*lately, comer][-max(most, 256) :]
 
 
 def test_doorkeeper_that_has_run_through_all_its_numbers_goes_on() -> None:
     doorkeeper = Doorkeeper(1)
     for number in range(3 * 256 * 256):
-        doorkeeper.has_come(str(number))
+        doorkeeper.was_seen(str(number))
         if number % 5_000 == 0:
-            assert doorkeeper.has_come(str(number))
+            assert doorkeeper.was_seen(str(number))
 
 
 @pytest.mark.parametrize("most", [1, 100_000, 1_000_000])
 def test_doorkeeper_takes_little_room(most: int) -> None:
     doorkeeper = Doorkeeper(most)
-    assert not doorkeeper._places
-    doorkeeper.has_come("somebody")
-    assert len(doorkeeper._places) <= max(65_536, 64 * most)
+    assert not doorkeeper._slots
+    doorkeeper.was_seen("somebody")
+    assert len(doorkeeper._slots) <= max(65_536, 64 * most)
 
 
 def test_memory_ids_that_are_nobodys_are_bounded_and_short_lived() -> None:
@@ -296,14 +296,14 @@ def fresh(at: float = 100.0, wall: float = 1_000.0) -> Freshness:
 
 
 def test_freshness_before_the_first_confirmation_vouches_for_nothing() -> None:
-    assert not Freshness(2.0).may_vouch(0.0, 0.0)
+    assert not Freshness(2.0).is_fresh(0.0, 0.0)
     assert Freshness(2.0).age_seconds(5.0) == float("inf")
 
 
 def test_freshness_lasts_up_to_its_bound_of_monotonic_time() -> None:
     freshness = fresh()
-    assert freshness.may_vouch(101.99, 1_001.99)
-    assert not freshness.may_vouch(102.0, 1_002.0)
+    assert freshness.is_fresh(101.99, 1_001.99)
+    assert not freshness.is_fresh(102.0, 1_002.0)
     assert freshness.age_seconds(101.5) == 1.5
 
 
@@ -311,16 +311,16 @@ def test_freshness_lasts_up_to_its_bound_of_monotonic_time() -> None:
 def test_freshness_a_step_of_the_wall_clock_counts_as_unconfirmed_until_confirmed_again(step: float) -> None:
     """Guarantee: nothing is judged by a clock that has just jumped, and a machine that slept vouches for nothing."""
     freshness = fresh()
-    assert not freshness.may_vouch(100.1, 1_000.1 + step)
+    assert not freshness.is_fresh(100.1, 1_000.1 + step)
     freshness.confirm(100.2, 1_000.2 + step)
-    assert freshness.may_vouch(100.3, 1_000.3 + step)
+    assert freshness.is_fresh(100.3, 1_000.3 + step)
 
 
 def test_freshness_a_slewed_clock_is_no_step() -> None:
-    assert fresh().may_vouch(101.0, 1_001.3)
+    assert fresh().is_fresh(101.0, 1_001.3)
 
 
 def test_freshness_confirmation_at_minus_infinity_takes_every_earlier_one_back() -> None:
     freshness = fresh()
     freshness.confirm(float("-inf"), 1_000.0)
-    assert not freshness.may_vouch(100.1, 1_000.1)
+    assert not freshness.is_fresh(100.1, 1_000.1)

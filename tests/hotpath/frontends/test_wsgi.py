@@ -142,5 +142,5 @@ def test_wsgi_fault_of_the_fast_way_is_told_to_the_log_and_the_whole_way_answers
 ) -> None:
     door = Door(ZeroDivisionError())
     assert ask(door, Whole(b"{}"), CONTENT_LENGTH="2")[0] == "401 Unauthorized"
-    assert [record.message for record in caplog.records if record.exc_info] == ["the fast way failed"]
+    assert [record.message for record in caplog.records if record.exc_info] == ["the fast path failed"]
     assert door.bodies == [b"{}"]

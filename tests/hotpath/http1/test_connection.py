@@ -92,7 +92,7 @@ def test_answer_of_a_lost_connection_is_known_of_until_it_is_there(wire: Wire) -
 
 def test_awaited_answer_of_a_server_that_ends_is_the_last(wire: Wire) -> None:
     wire.connection.data_received(GET % 0)
-    wire.connection.leave()
+    wire.connection.close_after_response()
     wire.settle(0)
     assert wire.answers == [b"answer 0"]
     assert b"connection: close\r\n" in wire.written[0]

@@ -71,4 +71,4 @@ def test_later_one_who_cannot_take_his_answer_holds_up_nobody(caplog: pytest.Log
     later.add_done_callback(lambda done: told.append(done.result()))
     later.set_result(ANSWER)
     assert told == [ANSWER]
-    assert [record.message for record in caplog.records if record.exc_info] == ["an answer could not be handed over"]
+    assert [record.message for record in caplog.records if record.exc_info] == ["a response callback failed"]

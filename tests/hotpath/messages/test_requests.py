@@ -11,12 +11,12 @@ from msgspec import UNSET
 from keyvault.api.serializers import VerifyBatchRequestBody, VerifyRequestBody
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.hotpath.messages.requests import (
-    MOST_REQUESTS,
+    MAX_BATCH_REQUESTS,
     VerifyRequest,
-    read_asked,
-    read_asked_batch,
+    decode_batch,
+    decode_plain_verify,
+    decode_verify,
     read_batch,
-    read_plain,
     read_verify,
 )
 
@@ -79,7 +79,7 @@ def wholly(body: bytes) -> VerifyRequest | set[str]:
 def test_requests_read_quickly_are_those_read_wholly(asked: dict[str, Any], is_raw: bool) -> None:
     """Guarantee: the fast way reads nothing that the whole one refuses, and nothing in another way."""
     body = raw(asked) if is_raw else encoded(asked)
-    quick = read_asked(body)
+    quick = decode_verify(body)
     assert quick is None or quick == wholly(body)
 
 
@@ -94,7 +94,7 @@ def test_requests_of_any_bytes_are_read_alike(asked: dict[str, Any], data: st.Da
             st.binary(max_size=2)
             | st.sampled_from([b'"', b',"cost":1', b',"key":"x"', b"\\", b" ", b"\xed\xa0\x80", b"{"])
         )
-    quick = read_asked(bytes(body))
+    quick = decode_verify(bytes(body))
     assert quick is None or quick == wholly(bytes(body))
 
 
@@ -118,7 +118,7 @@ def test_requests_of_any_bytes_are_read_alike(asked: dict[str, Any], data: st.Da
     ],
 )
 def test_requests_that_can_be_read_in_two_ways_are_read_in_none(body: bytes) -> None:
-    assert read_asked(body) is None
+    assert decode_verify(body) is None
     assert isinstance(wholly(body), set)
 
 
@@ -140,7 +140,7 @@ def _escaped(name: str) -> str:
 
 @given(st.lists(questions(), max_size=4))
 def test_requests_of_a_batch_are_read_as_each_of_them(several: list[dict[str, Any]]) -> None:
-    quick = read_asked_batch(raw({"requests": several}))
+    quick = decode_batch(raw({"requests": several}))
     body = encoded({"requests": several})
     each = [wholly(encoded(asked)) for asked in several]
     is_good = bool(each) and all(isinstance(one, VerifyRequest) for one in each)
@@ -159,11 +159,11 @@ def test_requests_of_a_batch_are_read_as_each_of_them(several: list[dict[str, An
 
 def test_requests_of_a_batch_are_as_many_as_documented() -> None:
     one = {"key": None, "environment": "sandbox", "endpoint": "x"}
-    for many in (1, MOST_REQUESTS, MOST_REQUESTS + 1):
+    for many in (1, MAX_BATCH_REQUESTS, MAX_BATCH_REQUESTS + 1):
         body = {"requests": [one] * many}
-        is_taken = many <= MOST_REQUESTS
+        is_taken = many <= MAX_BATCH_REQUESTS
         assert VerifyBatchRequestBody(data=body).is_valid() is is_taken
-        assert (read_asked_batch(raw(body)) is not None) is is_taken
+        assert (decode_batch(raw(body)) is not None) is is_taken
 
 
 @given(questions(), st.booleans(), st.data())
@@ -176,7 +176,7 @@ def test_requests_read_as_plain_are_those_read_wholly_and_have_nothing_else(
     text = raw(asked).decode(errors="surrogatepass")
     spaced = text.replace('":', data.draw(st.sampled_from(['":', '" :', '"\n:']))).replace(", ", " , ")
     body = spaced.encode(errors="surrogatepass")
-    plain = read_plain(body)
+    plain = decode_plain_verify(body)
     assert plain is None or plain == wholly(body)
     if plain is not None:
         others = set(usual) - {"key", "environment", "endpoint", "client_ip", "user_agent"}
@@ -192,8 +192,8 @@ def test_requests_with_another_field_are_not_plain(more: str, colon: str) -> Non
     """Found here: a blank before the colon hid a field from the count of names."""
     start = '{"key":"a","environment":"sandbox","endpoint":"x"'
     for before in (start, f'{start},"client_ip":"192.0.2.1"'):
-        assert read_plain(f"{before},{more % colon}}}".encode()) is None
-    assert read_plain(b'{"key":"a","environment" : "sandbox", "endpoint":"x"}') is not None
+        assert decode_plain_verify(f"{before},{more % colon}}}".encode()) is None
+    assert decode_plain_verify(b'{"key":"a","environment" : "sandbox", "endpoint":"x"}') is not None
 
 
 def test_requests_name_of_a_field_that_is_a_key_is_not_repeated() -> None:
