@@ -8,7 +8,7 @@ class KeyIdConverter(StringConverter):
     regex = "[0-9A-Za-z]{16}"
 
 
-class RequestIdConverter(StringConverter):
+class IssuanceRequestIdConverter(StringConverter):
     regex = "req_[0-9A-Za-z]{20}"
 
 
@@ -23,6 +23,6 @@ class SequenceConverter(StringConverter):
 
 
 register_converter(KeyIdConverter, "key_id")
-register_converter(RequestIdConverter, "request_id")
+register_converter(IssuanceRequestIdConverter, "issuance_request_id")
 register_converter(RotationIdConverter, "rotation_id")
 register_converter(SequenceConverter, "sequence")

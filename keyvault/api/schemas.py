@@ -129,7 +129,7 @@ class DecisionsBody(serializers.Serializer[Any]):
 
 
 class IssuanceRequestBody(serializers.Serializer[Any]):
-    request_id = serializers.CharField()
+    issuance_request_id = serializers.CharField()
     state = OneOf(IssuanceState)
     merchant_id = serializers.CharField()
     environment = OneOf(Environment)
@@ -156,7 +156,7 @@ class CollectedBody(serializers.Serializer[Any]):
     """The key once: itself, or sealed to the recipient's public key. Once a replay can no longer show it, `key` is
     null and `secret_available` false."""
 
-    request_id = serializers.CharField()
+    issuance_request_id = serializers.CharField()
     credential_id = serializers.CharField()
     key_id = serializers.CharField()
     key = serializers.CharField(required=False, allow_null=True)

@@ -25,7 +25,7 @@ from keyvault.services.issuance.collection import Handover, is_asked_by, read_ha
 from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
 from keyvault.services.merchants.merchants import find_account
 
-_REQUEST_ID = in_path("request_id", "^req_[0-9A-Za-z]{20}$")
+_ISSUANCE_REQUEST_ID = in_path("issuance_request_id", "^req_[0-9A-Za-z]{20}$")
 
 
 class IssuanceRequestsView(ServiceView):
@@ -73,10 +73,10 @@ class IssuanceRequestView(ServiceView):
         "issuance_requests_read",
         summary="What became of a request.",
         answers={200: IssuanceRequestBody},
-        parameters=[_REQUEST_ID],
+        parameters=[_ISSUANCE_REQUEST_ID],
     )
-    def get(self, request: Request, request_id: str) -> Response:
-        found = _find(request_id)
+    def get(self, request: Request, issuance_request_id: str) -> Response:
+        found = _find(issuance_request_id)
         self.grant_for(found.account)
         return Response(describe_request(found))
 
@@ -90,11 +90,11 @@ class CollectionView(ServiceView):
         takes=CollectRequest,
         answers={200: CollectedBody},
         codes=[ErrorCode.STATE_CONFLICT],
-        parameters=[_REQUEST_ID],
+        parameters=[_ISSUANCE_REQUEST_ID],
         idempotency_key=NEEDED,
     )
-    def post(self, request: Request, request_id: str) -> Response:
-        found = _find(request_id)
+    def post(self, request: Request, issuance_request_id: str) -> Response:
+        found = _find(issuance_request_id)
         if not is_asked_by(found, self.service):
             raise NotFoundError
         grant = self.grant_for(found.account)
@@ -113,8 +113,8 @@ class CollectionView(ServiceView):
         )
 
 
-def _find(request_id: str) -> IssuanceRequest:
-    found = get_request(request_id)
+def _find(issuance_request_id: str) -> IssuanceRequest:
+    found = get_request(issuance_request_id)
     if found is None:
         raise NotFoundError
     return found
@@ -150,7 +150,7 @@ def _collecting(grant: Grant, request: IssuanceRequest) -> Effect:
 
 
 def _about(request: IssuanceRequest, key: Key) -> dict[str, Any]:
-    return {"request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
+    return {"issuance_request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
 
 
 def _handed_over(request: IssuanceRequest, handover: Handover) -> StoredResponse:

@@ -57,7 +57,7 @@ class Command(JsonCommand):
                 f"The key is not issued yet; the worker goes on with {request.request_id}."
             )
         answer: dict[str, Any] = {
-            "request_id": issued.request_id,
+            "issuance_request_id": issued.request_id,
             "credential_id": issued.key.credential_id,
             "key_id": issued.key.key_id,
         }
