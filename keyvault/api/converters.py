@@ -1,4 +1,4 @@
-"""What ids in paths look like: anything else names nothing, and never reaches the database."""
+"""Path converters for ids. A value of any other form is 404 and never reaches the database."""
 
 from django.urls import register_converter
 from django.urls.converters import StringConverter
@@ -17,7 +17,7 @@ class RotationIdConverter(StringConverter):
 
 
 class SequenceConverter(StringConverter):
-    """Digits; some of them are beyond every sequence, and found to be none."""
+    """Up to 19 digits; the view answers 404 for a number beyond the largest sequence."""
 
     regex = "[0-9]{1,19}"
 

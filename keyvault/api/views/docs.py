@@ -1,4 +1,4 @@
-"""The OpenAPI page: as data for machines, and browsable for people."""
+"""The OpenAPI page, as JSON and as Swagger UI."""
 
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
-        # Swagger UI lays styles on its elements, and draws its icons from data.
+        # Swagger UI sets inline styles and loads its icons from data: URLs.
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data:",
         "connect-src 'self'",
@@ -30,7 +30,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 
 @cache
 def openapi_page() -> dict[str, Any]:
-    """The whole page; the same for as long as the process lives."""
+    """Generate the page, once per process."""
     page: dict[str, Any] = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]  # untyped package
     return page
 

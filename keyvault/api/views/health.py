@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it can judge: what a load balancer asks."""
+"""Liveness and readiness checks for load balancers."""
 
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -10,7 +10,7 @@ from keyvault.services.startup.readiness import find_readiness, readiness_body
 
 
 class HealthView(PublicView):
-    """The process answers; nothing else is asked, so that an outage elsewhere restarts nothing."""
+    """Liveness: checks no dependency, so that an outage elsewhere restarts nothing."""
 
     @documented(
         "healthz",
@@ -25,8 +25,11 @@ class HealthView(PublicView):
 
 
 class ReadinessView(PublicView):
-    """Each thing that a verdict needs, by name: the database with its rules in force, the peppers, and the
-    change feed where the process judges from memory."""
+    """Readiness, with each dependency of a verdict by name.
+
+    The dependencies are the database with its triggers, the peppers and, where the process answers from memory, the
+    change feed.
+    """
 
     @documented(
         "readyz",

@@ -1,4 +1,4 @@
-"""Keys and credentials on the service plane: their state, never their material; and their end."""
+"""Keys and credentials on the service plane: read their state, never their material, and revoke keys."""
 
 from typing import Any
 
@@ -74,9 +74,9 @@ class CredentialsView(ServiceView):
     def get(self, request: Request) -> Response:
         form = CredentialQuery(data=request.query_params)
         form.is_valid(raise_exception=True)
-        asked = form.validated_data
-        rows = list(self._rows(asked)[: asked["limit"] + 1])
-        page = rows[: asked["limit"]]
+        query = form.validated_data
+        rows = list(self._rows(query)[: query["limit"] + 1])
+        page = rows[: query["limit"]]
         return Response(
             {
                 "credentials": [credential_as_json(row) for row in page],
@@ -84,11 +84,11 @@ class CredentialsView(ServiceView):
             }
         )
 
-    def _rows(self, asked: dict[str, Any]) -> Any:
-        """Within the token's environments and merchants. Raises DeniedError on an environment outside them."""
+    def _rows(self, query: dict[str, Any]) -> Any:
+        """Return the credentials in the token's scope. Raises DeniedError for an environment outside it."""
         environments = self.service.environments
-        if "environment" in asked:
-            environment = Environment(asked["environment"])
+        if "environment" in query:
+            environment = Environment(query["environment"])
             verdict = decide(operation(self.permission), self.service, Target(environment=environment), self.now)
             if isinstance(verdict, Denial):
                 raise DeniedError(verdict)
@@ -97,12 +97,12 @@ class CredentialsView(ServiceView):
         rows = rows.filter(account__environment__in=environments).order_by("credential_id")
         if self.service.merchants is not None:
             rows = rows.filter(account__merchant__in=self.service.merchants)
-        if "merchant" in asked:
-            rows = rows.filter(account__merchant=asked["merchant"])
-        if "kind" in asked:
-            rows = rows.filter(kind=asked["kind"])
-        if "cursor" in asked:
-            rows = rows.filter(credential_id__gt=asked["cursor"])
+        if "merchant" in query:
+            rows = rows.filter(account__merchant=query["merchant"])
+        if "kind" in query:
+            rows = rows.filter(kind=query["kind"])
+        if "cursor" in query:
+            rows = rows.filter(credential_id__gt=query["cursor"])
         return rows
 
 
