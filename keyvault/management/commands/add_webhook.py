@@ -1,4 +1,4 @@
-"""Adds a webhook endpoint to a merchant's account."""
+"""Add a webhook endpoint to a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any

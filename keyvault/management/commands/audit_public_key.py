@@ -1,4 +1,4 @@
-"""The public keys with which an auditor checks the checkpoints of the audit log."""
+"""Print the public keys that verify the audit log's checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ class Command(JsonCommand):
     help = "Prints the public keys that check the audit log's checkpoints, as a file for the auditor."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        keys, silent = read_public_keys()
+        keys, unavailable = read_public_keys()
         if not keys:
-            why = "; ".join(f"{scope}: {reason}" for scope, reason in silent.items())
+            why = "; ".join(f"{scope}: {reason}" for scope, reason in unavailable.items())
             raise CommandError(
                 f"no signer tells its public key now: {why}"
-                if silent
+                if unavailable
                 else "there is no public key yet; the worker makes one when it first signs"
             )
-        for scope, reason in silent.items():
+        for scope, reason in unavailable.items():
             self.stderr.write(f"the public key of {scope} is not among them: {reason}")
         answer: dict[str, Any] = json.loads(public_keys_text(keys))
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return json.dumps(answer, indent=1)

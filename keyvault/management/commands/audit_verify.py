@@ -1,4 +1,4 @@
-"""Walks the audit chains and their signed checkpoints, and names the first that does not hold."""
+"""Verify the audit chains and their signed checkpoints, and name the first broken one."""
 
 import sys
 from collections.abc import Mapping
@@ -42,10 +42,16 @@ class Command(JsonCommand):
             "checkpoints": {scope.scope: self._scope(scope) for scope in scopes},
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        text = super().words({**answer, "checkpoints": None}).rpartition("\n")[0]
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        text = super().format_text({**answer, "checkpoints": None}).rpartition("\n")[0]
         return "\n".join(
-            [text, *(f"checkpoints of {scope}: {_words(told)}" for scope, told in answer["checkpoints"].items())]
+            [
+                text,
+                *(
+                    f"checkpoints of {scope}: {_format_scope(report)}"
+                    for scope, report in answer["checkpoints"].items()
+                ),
+            ]
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -88,15 +94,17 @@ def _read_kept(path: Path | None, keys: PublicKeys, unchecked: Mapping[str, str]
         raise CommandError(f"{path}: {error}") from error
 
 
-def _words(told: Mapping[str, Any]) -> str:
-    if told["newest"] is None:
-        text = f"none, {told['unsigned_entries']} entries unsigned"
+def _format_scope(scope: Mapping[str, Any]) -> str:
+    if scope["newest"] is None:
+        text = f"none, {scope['unsigned_entries']} entries unsigned"
     else:
         text = (
-            f"{told['count']}, the newest is {told['newest']} of {told['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
-            f"({told['newest_age_seconds']} s old, {told['signer']} version {told['key_version']}), "
-            f"{told['unsigned_entries']} entries after it; signatures {told['signatures']}"
+            f"{scope['count']}, the newest is {scope['newest']} of {scope['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
+            f"({scope['newest_age_seconds']} s old, {scope['signer']} version {scope['key_version']}), "
+            f"{scope['unsigned_entries']} entries after it; signatures {scope['signatures']}"
         )
     return (
-        text if told["broken"] is None else f"{text}; BROKEN at {told['broken']['sequence']}: {told['broken']['why']}"
+        text
+        if scope["broken"] is None
+        else f"{text}; BROKEN at {scope['broken']['sequence']}: {scope['broken']['why']}"
     )

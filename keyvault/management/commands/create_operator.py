@@ -1,4 +1,4 @@
-"""Makes a log-in for the console; operators are made on the host only."""
+"""Create an operator of the console. Operators can be created on the host only."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes a service token for a backend service or a gateway."""
+"""Create a service token for a backend service or a gateway."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,5 +56,5 @@ class Command(JsonCommand):
         if options["reveal"]:
             answer["token"] = text.reveal()
         else:
-            self.warn_of_secrecy()
+            self.warn_unrevealed()
         return answer

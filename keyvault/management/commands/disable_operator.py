@@ -1,4 +1,4 @@
-"""Ends an operator."""
+"""Disable an operator permanently."""
 
 from collections.abc import Mapping
 from typing import Any

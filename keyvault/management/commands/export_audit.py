@@ -1,4 +1,4 @@
-"""The audit log as lines of JSON, for the checker on an auditor's machine (`keyvault.client.audit_check`)."""
+"""Export the audit log as JSON lines for the auditor's checker (`keyvault.client.audit_check`)."""
 
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ class Command(BaseCommand):
 
 
 def _moment(text: str) -> datetime:
-    """A time without a zone is UTC. Raises ArgumentTypeError."""
+    """Parse an ISO 8601 time; without a zone it is UTC. Raises ArgumentTypeError."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Refuses Django's `flush` on a command line."""
+"""Refuse Django's `flush` on a command line."""
 
 from typing import NoReturn
 

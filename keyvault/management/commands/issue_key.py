@@ -1,4 +1,4 @@
-"""Asks for a credential, approves and issues it in one go, through the same services as the console."""
+"""Request, approve and issue a credential in one run, through the same services as the console."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -67,7 +67,7 @@ class Command(JsonCommand):
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:
-        """A refused approval leaves nothing behind that somebody could approve by mistake: it is withdrawn."""
+        """Approve the request. When that is refused, withdraw it, so that nobody approves it by mistake."""
         try:
             if approver_name is None:
                 raise StateConflictError("This takes a second person: name one with --approved-by.")

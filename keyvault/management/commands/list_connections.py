@@ -1,4 +1,4 @@
-"""Lists the provider connections of a merchant's account."""
+"""List the provider connections of a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any

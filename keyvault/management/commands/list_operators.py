@@ -1,4 +1,4 @@
-"""Lists the operators."""
+"""List the operators."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Lists the webhook endpoints of a merchant's account."""
+"""List the webhook endpoints of a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any

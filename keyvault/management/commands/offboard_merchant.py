@@ -1,4 +1,4 @@
-"""A merchant leaves: everything of it is revoked, for ever."""
+"""Offboard a merchant: revoke everything that belongs to it, permanently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +30,8 @@ class Command(JsonCommand):
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
         grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
         if not options["yes"]:
-            would = count_belongings(merchant, self.now)
-            raise StateConflictError(f"This would end {would.words()}; there is no way back. Say --yes to do it.")
+            belongings = count_belongings(merchant, self.now)
+            raise StateConflictError(f"This would end {belongings.words()}; there is no way back. Say --yes to do it.")
         done = offboard_merchant(grant, merchant, options["why"])
         self.left = done.left.words() if done.left else ""
         return {

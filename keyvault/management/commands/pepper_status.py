@@ -1,4 +1,4 @@
-"""How the peppers are, version by version; exit 1 when one is missing, wrong or in another one's place."""
+"""Show the status of each pepper version; exit 1 when one is missing, wrong or swapped with another."""
 
 import sys
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Command(JsonCommand):
             ]
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = []
         for state in answer["versions"]:
             lines.append(f"{state['pepper_set']} {state['number']}  {_stage(state)}")

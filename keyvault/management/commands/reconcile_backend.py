@@ -1,4 +1,4 @@
-"""Compares what the secret backend holds with the rows, as it is done every night."""
+"""Reconcile the secret backend with the database, like the nightly task."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,11 +34,11 @@ class Command(JsonCommand):
         self.unfinished: list[str] = [report.environment for report in reports if not report.is_complete]
         return {report.environment: report.as_json() for report in reports}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = []
         for environment, report in answer.items():
             counts = [f"{name.replace('_', ' ')} {value}" for name, value in report.items() if name in _COUNTS]
-            lines += [f"{environment}: {', '.join(counts)}", *(_finding(each) for each in report["findings"])]
+            lines += [f"{environment}: {', '.join(counts)}", *(_format_finding(each) for each in report["findings"])]
         return "\n".join(lines)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -53,7 +53,7 @@ class Command(JsonCommand):
 _COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
 
 
-def _finding(finding: Mapping[str, Any]) -> str:
+def _format_finding(finding: Mapping[str, Any]) -> str:
     version = "" if finding["backend_version"] is None else f"@{finding['backend_version']}"
     more = [str(finding[name]) for name in ("key_id", "why") if finding.get(name)]
     return f"  {finding['what']}: {finding['path']}{version} {', '.join(more)}".rstrip()

@@ -1,4 +1,4 @@
-"""Masks every secret in a support attachment."""
+"""Mask every secret in a support attachment."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Command(BaseCommand):
         parser.add_argument("file", nargs="?", type=Path)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        # Bytes that are no UTF-8 pass through unchanged.
+        # Bytes that are not UTF-8 pass through unchanged.
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")  # type: ignore[union-attr]  # a real stream
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")  # type: ignore[union-attr]  # a real stream
         if options["file"] is None:

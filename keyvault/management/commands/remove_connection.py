@@ -1,4 +1,4 @@
-"""Removes a provider connection from a merchant's account."""
+"""Remove a provider connection from a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any

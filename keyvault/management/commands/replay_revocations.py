@@ -1,4 +1,4 @@
-"""Ends again what the journal of revocations says has ended; exit 1 when something is left to do."""
+"""Reapply the revocations in the revocation log; exit 1 when something is left to do."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -50,9 +50,9 @@ class Command(JsonCommand):
         except OSError as error:
             raise CommandError(f"the revocation journal {settings.JOURNAL} cannot be used: {error.strerror}") from error
         found = replay.found
-        self.is_mended = not (replay.left or found.damaged or replay.counter < found.highest)
+        self.is_repaired = not (replay.left or found.damaged or replay.counter < found.highest)
         return {
-            "ok": self.is_mended,
+            "ok": self.is_repaired,
             "accepted": is_accepting,
             "journal": str(settings.JOURNAL),
             "lines": found.lines,
@@ -65,7 +65,7 @@ class Command(JsonCommand):
             "sequence": replay.counter,
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = ["the loss is accepted, in the audit log and the inbox; a new journal is made"] * answer["accepted"]
         lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
@@ -83,7 +83,7 @@ class Command(JsonCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         super().handle(*args, **options)
-        if not self.is_mended:
+        if not self.is_repaired:
             sys.exit(1)
 
 

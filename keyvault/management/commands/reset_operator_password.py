@@ -1,4 +1,4 @@
-"""Gives an operator a new password."""
+"""Reset an operator's password."""
 
 import secrets
 from collections.abc import Mapping

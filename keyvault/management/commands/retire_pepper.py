@@ -1,4 +1,4 @@
-"""Ends a pepper version that nothing living is hashed with; and, a month later, destroys its material."""
+"""Retire a pepper version that no active credential uses; a month later, destroy its material."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -34,7 +34,7 @@ class Command(JsonCommand):
     )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """Here `--version` is a pepper's, not Django's."""
+        """Let the pepper's `--version` replace Django's option."""
         return super().create_parser(prog_name, subcommand, conflict_handler="resolve", **kwargs)
 
     def add_options(self, parser: CommandParser) -> None:
@@ -61,7 +61,7 @@ class Command(JsonCommand):
             "destroyed_at": row.destroyed_at,
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         version = f"{answer['set']} pepper {answer['version']}"
         if answer["destroyed_at"]:
             return f"{version} is retired and destroyed."
@@ -77,6 +77,6 @@ class Command(JsonCommand):
             raise PepperInUseError(error.detail + self._listed(pepper_set, number)) from error
 
     def _listed(self, pepper_set: PepperSet, number: int) -> str:
-        """The keys in the way, the first hundred."""
+        """List the keys that prevent the retirement, at most _MOST_LISTED."""
         keys = islice(list_dormant_keys(pepper_set, number, self.now, dormant_days=0), _MOST_LISTED)
         return "".join(f"\n  {key.words()}" for key in keys)

@@ -1,4 +1,4 @@
-"""Ends a key, at once and for ever."""
+"""Revoke a key, immediately and permanently."""
 
 import re
 from argparse import ArgumentTypeError
@@ -42,12 +42,12 @@ class Command(JsonCommand):
         receipt, _ = wait_for_receipt(sequence, options["wait"])
         return {**answer, "receipt": describe_receipt(receipt)}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        told = super().words({name: value for name, value in answer.items() if name != "receipt"})
-        return f"{told}\n{_words_of(answer['receipt'])}" if "receipt" in answer else told
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        text = super().format_text({name: value for name, value in answer.items() if name != "receipt"})
+        return f"{text}\n{_format_receipt(answer['receipt'])}" if "receipt" in answer else text
 
 
-def _words_of(receipt: Mapping[str, Any]) -> str:
+def _format_receipt(receipt: Mapping[str, Any]) -> str:
     lines = [f"receipt: {'complete' if receipt['complete'] else 'not complete: some verifiers have yet to confirm'}"]
     for verifier in receipt["verifiers"]:
         at = verifier["confirmed_at"]

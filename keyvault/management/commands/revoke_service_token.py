@@ -1,4 +1,4 @@
-"""Ends a service token, at once and for ever."""
+"""Revoke a service token, immediately and permanently."""
 
 from collections.abc import Mapping
 from typing import Any

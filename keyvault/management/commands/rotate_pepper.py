@@ -1,4 +1,4 @@
-"""Makes a new pepper version, which every key moves to when it is next used."""
+"""Create a new pepper version; every key moves to it when it is next used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ class Command(JsonCommand):
         row = rotate_pepper(grant, PepperSet(options["pepper_set"]))
         return {"set": row.pepper_set, "version": row.number, "hashes_from_at": row.hashes_from_at}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return (
             f"{answer['set']} pepper {answer['version']} is made. Every process loads it by itself; when all have, in "
             f"{PROPAGATION.seconds} seconds at the earliest, the worker takes it into use: new digests are made with "

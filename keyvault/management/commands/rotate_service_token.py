@@ -1,4 +1,4 @@
-"""Makes the successor of a service token, and ends the old one after an overlap."""
+"""Create the successor of a service token; the old one expires after an overlap."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,5 +45,5 @@ class Command(JsonCommand):
         if options["reveal"]:
             answer["token"] = text.reveal()
         else:
-            self.warn_of_secrecy()
+            self.warn_unrevealed()
         return answer

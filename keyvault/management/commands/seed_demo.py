@@ -1,4 +1,4 @@
-"""Demo merchants and operators, after whatever set-up is missing; repeatable."""
+"""Run the missing setup, then create demo merchants and operators; repeatable."""
 
 import secrets
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Stores a provider's credentials as a connection of a merchant's account."""
+"""Store a provider's credentials as a connection of a merchant's account."""
 
 import sys
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
 _MOST_READ = 2 * MOST_BYTES
-"""With the blanks around it. What is longer is refused for its size, read to the end or not."""
+"""Maximum size read, in bytes: room for surrounding whitespace. Longer credentials are refused for their size."""
 
 
 class Command(JsonCommand):
@@ -46,7 +46,7 @@ class Command(JsonCommand):
 
 
 def _read(name: str) -> Plaintext:
-    """The file's text, or that of standard input. Raises RequestInvalidError where there is none."""
+    """Read the credentials from the file or from standard input. Raises RequestInvalidError."""
     try:
         if name == "-":
             content = sys.stdin.buffer.read(_MOST_READ)

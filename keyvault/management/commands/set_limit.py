@@ -1,4 +1,4 @@
-"""Sets how often a merchant, or whoever asks for an endpoint, may ask; and says what holds now."""
+"""Set the rate limit of an account or of an endpoint, and print the limit in force."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ class Command(JsonCommand):
         parser.add_argument("--by", required=True, metavar="OPERATOR")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        limit = _wished(options)
+        limit = _parse_limit(options)
         environment, endpoint = Environment(options["environment"]), options["endpoint"]
         if options["merchant"] is None and endpoint is None:
             raise CommandError("--merchant, --endpoint, or both", returncode=2)
@@ -49,8 +49,8 @@ class Command(JsonCommand):
         return _in_force(environment, endpoint, account)
 
 
-def _wished(options: Mapping[str, Any]) -> Limit | None:
-    """None: to be cleared."""
+def _parse_limit(options: Mapping[str, Any]) -> Limit | None:
+    """Return the requested limit; None with --clear."""
     rate, per_seconds = options["rate"], options["per_seconds"]
     if options["clear"] and rate is None and per_seconds is None:
         return None

@@ -1,4 +1,4 @@
-"""Replaces an operator's roles."""
+"""Replace an operator's roles."""
 
 from collections.abc import Mapping
 from typing import Any

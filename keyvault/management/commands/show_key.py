@@ -1,4 +1,4 @@
-"""What is known of a key, and with a Vault where the merchant reads it; never its material."""
+"""Show a key's state and, with a Vault, where the merchant reads it; never its material."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sets the Vault up for this service, mends what drifted, and makes the logins of its hosts."""
+"""Set up the Vault for this service, repair drift, and create the logins of its hosts."""
 
 import sys
 from collections.abc import Mapping
@@ -79,15 +79,15 @@ class Command(JsonCommand):
             raise CommandError("--logins-folder: not with --dry-run or --kubernetes-namespace", returncode=2)
         if not settings.VAULT_ADDRESS:
             raise CommandError("VAULT_ADDR: wants the address of the Vault", returncode=2)
-        wishes, changes = _read_wishes(options), list[str]()
+        choices, changes = _read_options(options), list[str]()
         admin = open_client(vault_server(), _read_token(options["token_file"]))
 
-        def say(change: str) -> None:
+        def report(change: str) -> None:
             changes.append(change)
             if not options["json"]:
-                self.stdout.write(change)  # At once: a run that fails later has changed it all the same.
+                self.stdout.write(change)  # Immediately: the change stays when a later step fails.
 
-        bootstrap(admin, vault_layout(), options["environment"], say, wishes, is_dry_run=options["dry_run"])
+        bootstrap(admin, vault_layout(), options["environment"], report, choices, is_dry_run=options["dry_run"])
         answer: dict[str, Any] = {"dry_run": options["dry_run"], "changes": changes}
         if folder is not None:
             try:
@@ -96,12 +96,12 @@ class Command(JsonCommand):
                 raise CommandError(f"--logins-folder: {folder} cannot be written ({error.strerror})") from None
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         count = len(answer["changes"])
-        told = f"{count} change{'' if count == 1 else 's'}{' to be made' if answer['dry_run'] else ''}."
+        text = f"{count} change{'' if count == 1 else 's'}{' to be made' if answer['dry_run'] else ''}."
         for name in answer.get("logins", ()):
-            told += f"\nlogin {name}: made"
-        return told
+            text += f"\nlogin {name}: made"
+        return text
 
 
 def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -> list[str]:
@@ -112,7 +112,7 @@ def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -
     return make_logins(admin, layout, names, folder, wrap_seconds=wrap_seconds, renew=options["renew_logins"])
 
 
-def _read_wishes(options: Mapping[str, Any]) -> BootstrapOptions:
+def _read_options(options: Mapping[str, Any]) -> BootstrapOptions:
     for name, most in (("secret_id_days", 3_650), ("wrap_seconds", 30 * 86_400)):
         if options[name] is not None and not 1 <= options[name] <= most:
             raise RequestInvalidError("That cannot be meant.", [Fault(f"/{name}", f"wants 1 to {most}")])
@@ -125,7 +125,7 @@ def _read_wishes(options: Mapping[str, Any]) -> BootstrapOptions:
 
 
 def _read_token(name: str) -> Plaintext:
-    """Raises RequestInvalidError where there is none."""
+    """Read the administrator's token. Raises RequestInvalidError."""
     try:
         text = sys.stdin.read(_LONGEST_TOKEN) if name == "-" else Path(name).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Says what is wrong between this host and its Vault, and what to do about it."""
+"""Diagnose this host's connection to its Vault, and print what to do about each problem."""
 
 import sys
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Command(JsonCommand):
             "findings": [asdict(finding) for finding in examination.findings],
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         found = "".join(f"{each['subject']}: {each['problem']}\n  {each['cure']}\n" for each in answer["findings"])
         unused = (
             ""
@@ -76,7 +76,10 @@ class Command(JsonCommand):
 
 
 def _find_check_values() -> dict[str, dict[int, bytes]]:
-    """Of each set that this process loads; before the switch the database's peppers are in the local keystore."""
+    """Return the check values of each pepper set that this process loads.
+
+    Before the switch to the Vault, the database's peppers are those of the local keystore.
+    """
     rows = PepperVersion.objects.filter(destroyed_at=None)
     return {
         pepper_set.value: {row.number: bytes(row.check_value) for row in rows.filter(pepper_set=pepper_set)}

@@ -1,4 +1,4 @@
-"""The dedicated verifier in the foreground: a process for each core, with nothing but verification in it."""
+"""Run the dedicated verifier in the foreground: one process per core that only verifies."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ class Command(BaseCommand):
                         self._serve({"socket": str(options["socket"].absolute())}, options, listener)
                 else:
                     host, port = options["host"], options["port"]
-                    refuse_taken(host, port)
+                    require_free_address(host, port)
                     self._serve({"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}, options)
         except StopRequestedError as stop:
             self.stderr.write(f"{stop}: everything has stopped.")
@@ -67,16 +67,16 @@ class Command(BaseCommand):
             )
         connections.close_all()
         logs = settings.DATA_DIR / "logs"
-        told, tells = os.pipe()
-        os.set_blocking(told, False)
+        ready_reader, ready_writer = os.pipe()
+        os.set_blocking(ready_reader, False)
         with Supervisor(
-            _programs(options, tells, listener),
+            _programs(options, ready_writer, listener),
             _environ(next(iter(place.values()))),
             CHECKOUT,
             logs,
             stops_together=True,
         ) as workers:
-            ready = wait_until_ready(workers, told)
+            ready = wait_until_ready(workers, ready_reader)
             answer = {**place, "workers": len(ready), "pids": ready}
             where = next(iter(place.values()))
             self.stdout.write(
@@ -88,8 +88,8 @@ class Command(BaseCommand):
             self.stdout.flush()
             while True:
                 workers.wait(3600)
-                workers.tend()
-                _read_ready(told)
+                workers.restart_ended()
+                _read_ready(ready_reader)
 
 
 def worker_count(text: str) -> int:
@@ -98,11 +98,11 @@ def worker_count(text: str) -> int:
     return int(text)
 
 
-def refuse_taken(host: str, port: int) -> None:
-    """Raises ServiceError when somebody listens there: with SO_REUSEPORT the workers would share his requests."""
+def require_free_address(host: str, port: int) -> None:
+    """Check that nothing listens on the address: SO_REUSEPORT would share its requests. Raises ServiceError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # Not SO_REUSEPORT. SO_REUSEADDR passes over connections that are still closing, never over a listener.
+        # Not SO_REUSEPORT. SO_REUSEADDR ignores connections that are still closing, never a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -114,14 +114,14 @@ def refuse_taken(host: str, port: int) -> None:
 
 @contextmanager
 def listening_at(path: Path) -> Iterator[socket.socket]:
-    """A Unix socket that is removed in the end. Raises ServiceError where somebody else's is, or no socket at all."""
+    """Listen on a Unix socket and remove it at the end. Raises ServiceError when the path is in use or not a socket."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise ServiceError(f"{path} is there already, and is no socket. Choose another --socket.")
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise ServiceError(f"Somebody listens at {path}. Stop that, or choose another --socket.")
-        path.unlink()  # of a verifier that was killed
+        path.unlink()  # left by a verifier that was killed
     with socket.socket(socket.AF_UNIX) as listener:
         before = os.umask(0o117)
         try:
@@ -137,12 +137,12 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def wait_until_ready(workers: Supervisor, told: int) -> list[int]:
-    """The workers' process ids once all answer. Raises ServiceError, with the end of a log, when one does not."""
+def wait_until_ready(workers: Supervisor, ready_reader: int) -> list[int]:
+    """Wait for all workers and return their process ids. Raises ServiceError, with the end of a log, when one fails."""
     deadline = time.monotonic() + READY_SECONDS
     ready: list[int] = []
     while True:
-        ready += _read_ready(told)
+        ready += _read_ready(ready_reader)
         if len(ready) == len(workers.programs):
             return sorted(ready)
         ended = [program.name for program in workers.programs if not workers.is_running(program.name)]
@@ -150,18 +150,18 @@ def wait_until_ready(workers: Supervisor, told: int) -> list[int]:
             name = ended[0] if ended else workers.programs[0].name
             what = "has ended" if ended else "is not ready in time"
             raise ServiceError(f"{name} {what}.\n{workers.log_tail(name)}")
-        select.select([told], [], [], 0.1)
+        select.select([ready_reader], [], [], 0.1)
 
 
-def _read_ready(told: int) -> list[int]:
+def _read_ready(ready_reader: int) -> list[int]:
     with suppress(BlockingIOError):
-        return [int(line) for line in os.read(told, 65536).split()]
+        return [int(line) for line in os.read(ready_reader, 65536).split()]
     return []
 
 
-def _programs(options: dict[str, Any], tells: int, listener: socket.socket | None) -> tuple[Program, ...]:
-    command = [sys.executable, "-m", "keyvault.project.verifier", "--ready", str(tells)]
-    descriptors = [tells]
+def _programs(options: dict[str, Any], ready_writer: int, listener: socket.socket | None) -> tuple[Program, ...]:
+    command = [sys.executable, "-m", "keyvault.project.verifier", "--ready", str(ready_writer)]
+    descriptors = [ready_writer]
     if listener is None:
         command += ["--host", options["host"], "--port", str(options["port"])]
     else:
@@ -174,7 +174,7 @@ def _programs(options: dict[str, Any], tells: int, listener: socket.socket | Non
 
 
 def _environ(place: str) -> dict[str, str]:
-    """Workers add their meters up, beside those of the ordinary server and of other verifiers on the same data."""
+    """Return the workers' environment, with a metrics folder separate from other servers on the same data folder."""
     digest = hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
     folder = ensure_private_directory(settings.DATA_DIR / f"metrics-verifier-{digest}")
     for file in folder.glob("*.db"):
