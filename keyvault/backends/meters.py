@@ -1,6 +1,6 @@
-"""What there is to watch about verdicts, secrets, peppers and the signed log, as Prometheus meters; no ids.
+"""Prometheus metrics about verdicts, the secret backend, peppers and audit checkpoints, without ids.
 
-Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR, where whoever starts them sets it.
+Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR when the environment sets it.
 """
 
 import time
@@ -41,7 +41,7 @@ _known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of verifiers
 
 
 def note_verifier(from_memory: int, known_keys: int, feed_age_seconds: float) -> None:
-    """`from_memory` since the last time."""
+    """Record a verifier's state; `from_memory` counts the verdicts from memory since the last call."""
     _from_memory.inc(from_memory)
     _known_keys.set(known_keys)
     _feed_age.set(feed_age_seconds)
@@ -52,7 +52,7 @@ def note_denial(code: str) -> None:
 
 
 def note_call(login: str, outcome: str) -> None:
-    """`outcome`: ok, unavailable, denied, conflict, missing, invalid, or not_asked while the breaker is open."""
+    """Count a call. `outcome`: ok, unavailable, denied, conflict, missing, invalid; not_asked: the breaker is open."""
     _calls.labels(login, outcome).inc()
 
 

@@ -1,7 +1,7 @@
-"""What is wrong between this host and its Vault, in plain words, and how to mend it.
+"""Diagnosis of a host's connection to its Vault, with a remedy for each problem.
 
-It looks with the logins that the host has, as the service does, and changes nothing on the server. On a host it does
-what a login does: a wrapped secret id is opened and kept.
+The doctor uses the logins of the host, like the service, and changes nothing on the server. A login itself may unwrap
+and store a wrapped secret id on the host.
 """
 
 import base64
@@ -39,13 +39,19 @@ from keyvault.backends.vault.remediation import (
 from keyvault.domain.digests import Peppers, PepperSet
 
 CLOCK_SECONDS: Final = 30
+"""Maximum difference between the clocks of the server and this host, in seconds."""
+
 ENDING_DAYS: Final = 14
+"""Remaining lifetime of a secret id below which it is reported, in days."""
 
 
 @dataclass(slots=True)
 class Examination:
-    """One host and one server. `folder` None: no files are needed (Kubernetes). `check_values`: of each pepper set
-    that this host loads, by version, from the database; empty: not compared."""
+    """The examination of one host and one server.
+
+    `folder` None: no login files are needed (Kubernetes). `check_values`: from the database, by pepper set that this
+    host loads and version; empty: not compared.
+    """
 
     server: VaultServer
     layout: Layout
@@ -58,7 +64,7 @@ class Examination:
     checked: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Fills `findings` and `checked`. Never raises for what is the server's or the host's fault."""
+        """Fill `findings` and `checked`. Problems of the server or the host are findings, not exceptions."""
         self.checked.append("server")
         if not self._check_server():
             return
@@ -73,7 +79,7 @@ class Examination:
     # --- the server -----------------------------------------------------------------------------------------
 
     def _check_server(self) -> bool:
-        """Whether it makes sense to go on."""
+        """Check the server; return whether the logins can be checked."""
         where = self.server.address
         if self.server.ca_file is not None and not self.server.ca_file.is_file():
             self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Put it there; see VAULT_CACERT.")
@@ -102,7 +108,7 @@ class Examination:
     # --- the files of this host -----------------------------------------------------------------------------
 
     def _check_folder(self, folder: Path, names: Mapping[str, tuple[VaultRole, str]]) -> set[str]:
-        """The names that this host can log in as."""
+        """Check the folder of the logins; return the names with complete files."""
         if not folder.is_dir():
             self._find(str(folder), "The folder of the logins is not there.", hand_over())
             return set()
@@ -152,7 +158,7 @@ class Examination:
             try:
                 yield client
             finally:
-                if token.is_renewable:  # Our own, and not an agent's.
+                if token.is_renewable:  # our own token, not an agent's
                     client.auth.token.revoke_self()
         finally:
             client.adapter.close()
@@ -165,11 +171,11 @@ class Examination:
             self._find(name, *read_refused(name, error))
 
     def _check_login(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
-        about = client.auth.token.lookup_self()["data"]
-        others = sorted({*about["policies"], *(about.get("identity_policies") or ())} - {name})
-        if others or name not in about["policies"]:
+        token = client.auth.token.lookup_self()["data"]
+        others = sorted({*token["policies"], *(token.get("identity_policies") or ())} - {name})
+        if others or name not in token["policies"]:
             self._find(
-                name, f"Its token has the policies {', '.join(about['policies'])}, not just its own.", mend("the role")
+                name, f"Its token has the policies {', '.join(token['policies'])}, not just its own.", mend("the role")
             )
         self._check_capabilities(client, name, role, scope)
         if self.folder is not None and (secret_id := self.folder / f"{name}.secret_id").exists():
@@ -195,8 +201,8 @@ class Examination:
                 )
 
     def _check_secret_id(self, client: hvac.Client, name: str, role: VaultRole, file: Path) -> None:
-        asked = {"secret_id": file.read_text(encoding="ascii").strip()}
-        found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", asked)
+        body = {"secret_id": file.read_text(encoding="ascii").strip()}
+        found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", body)
         ends_at = datetime.fromisoformat(found["expiration_time"])
         left = ends_at - self.now
         if ends_at.year > 1 and left < timedelta(days=ENDING_DAYS):
@@ -237,7 +243,7 @@ class Examination:
     def _report_mount(self, mount: str, error: BackendError) -> None:
         if error.status == 404:
             self._find(mount, "The mount is missing, or of another type.", mend("it"))
-        # A refusal (403) was found by its path already.
+        # `_check_capabilities` already reported a refusal (403).
 
     def _check_peppers(self, client: hvac.Client, scope: str) -> None:
         if scope not in self.check_values:
@@ -257,7 +263,7 @@ class Examination:
                 self._find(mount, f"Pepper version {number} is missing.", RESTORE)
                 continue
             except BackendDeniedError:
-                continue  # Found by its path already.
+                continue  # `_check_capabilities` already reported it.
             except (KeyError, TypeError, binascii.Error):
                 pepper = b""
             if Peppers(PepperSet(scope), {number: pepper}).check_value(number) != check_value:
@@ -269,7 +275,7 @@ class Examination:
         self._check_pepper_path(client, mount)
 
     def _check_pepper_path(self, client: hvac.Client, mount: str) -> None:
-        """A path may have options of its own, which win over the mount's."""
+        """Check the path's own options, which override the mount's."""
         try:
             found = client.secrets.kv.v2.read_secret_metadata(PEPPER_PATH, mount_point=mount)["data"]
         except (BackendMissingError, BackendDeniedError):
@@ -291,7 +297,7 @@ def _write(client: hvac.Client, path: str, data: dict[str, Any]) -> Any:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Logins that are complete."""
+    """Return the names of complete logins."""
     stems: dict[str, set[str]] = {}
     for path in folder.iterdir():
         name, _, kind = path.name.rpartition(".")

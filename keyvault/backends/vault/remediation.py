@@ -1,4 +1,4 @@
-"""The doctor's words: what each fault of the server or of a login is called, and what to do about it."""
+"""Texts of the doctor: the description and remedy of each problem of the server or a login."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +16,7 @@ RESTORE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: where, what, and what to do."""
+    """One problem: where it is, what it is, and how to fix it."""
 
     subject: str
     problem: str
@@ -32,11 +32,11 @@ def hand_over(options: str = "") -> str:
 
 
 def read_unreachable(error: BackendError) -> tuple[str, str]:
-    """Problem and cure."""
-    told = error.internal or error.detail
-    if told.startswith("TLS"):
+    """Return the problem and the cure of a server that cannot be reached."""
+    reason = error.internal or error.detail
+    if reason.startswith("TLS"):
         return (
-            f"The server's certificate is not trusted ({told}).",
+            f"The server's certificate is not trusted ({reason}).",
             "VAULT_CACERT names the file of the CA that signed it; the name in VAULT_ADDR must be in the certificate.",
         )
     if error.status is not None and 300 <= error.status < 400:
@@ -46,14 +46,14 @@ def read_unreachable(error: BackendError) -> tuple[str, str]:
         )
     if isinstance(error, BackendUnavailableError):
         return (
-            f"Nobody answers there ({told}).",
+            f"Nobody answers there ({reason}).",
             "Is the server up, is VAULT_ADDR right, does a firewall let us through?",
         )
-    return f"What answers there is no Vault ({told}).", "VAULT_ADDR is the address alone, without /v1."
+    return f"What answers there is no Vault ({reason}).", "VAULT_ADDR is the address alone, without /v1."
 
 
 def read_unready(status: int) -> tuple[str, str]:
-    """Problem and cure, by the status of the health check."""
+    """Return the problem and the cure for the status of the health check."""
     known = {
         429: ("The node is a standby.", "VAULT_ADDR names the active node: a balancer finds it by /v1/sys/health."),
         472: ("The node is a recovery standby.", "VAULT_ADDR names the active node of the primary cluster."),
@@ -65,18 +65,18 @@ def read_unready(status: int) -> tuple[str, str]:
 
 
 def read_refused(name: str, error: BackendError) -> tuple[str, str]:
-    """Problem and cure of a login that failed."""
-    told, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
+    """Return the problem and the cure of a login that failed."""
+    reason, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
     if isinstance(error, TakenLoginError):
-        return told, (
+        return reason, (
             "Find out in the server's audit log who opened it. Then have every secret id of the role destroyed, and "
             f"another one made: {BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins."
         )
-    if "CIDR" in told:
+    if "CIDR" in reason:
         return "This host's address is not one that the login is bound to.", f"{BOOTSTRAP} --cidr … for each network."
     if isinstance(error, BackendUnavailableError):
         return (
-            f"The server cannot answer ({told}).",
+            f"The server cannot answer ({reason}).",
             "Look at the server's log: a quota, a full disk under its audit log?",
         )
     if isinstance(error, BackendInvalidError) or error.status == 400:
@@ -85,15 +85,15 @@ def read_refused(name: str, error: BackendError) -> tuple[str, str]:
             f"{BOOTSTRAP} mends the role. " + hand_over(f"--role {role} --renew-logins"),
         )
     if error.status == 404:
-        return f"The way of logging in is not set up ({told}).", mend("it")
-    if error.status == 403 and "/login:" in told:
+        return f"The way of logging in is not set up ({reason}).", mend("it")
+    if error.status == 403 and "/login:" in reason:
         return (
-            f"The server refuses the login ({told}).",
+            f"The server refuses the login ({reason}).",
             "With Kubernetes: the pod's service account and namespace are not the role's, or its token has ended.",
         )
     if error.status == 403:
         return (
-            f"The server refuses it ({told}): its policy is missing or not ours, or an agent's token has ended.",
+            f"The server refuses it ({reason}): its policy is missing or not ours, or an agent's token has ended.",
             mend("the policy") + " With an agent: see that it runs.",
         )
-    return told, hand_over(f"--role {role}")
+    return reason, hand_over(f"--role {role}")
