@@ -46,7 +46,7 @@ def run_upkeep() -> None:
         try:
             step()
         except Exception as error:  # noqa: BLE001  logged here, raised below
-            _log.exception("a step of the upkeep failed")
+            _log.exception("a maintenance step failed")
             errors.append(error)
     if errors:
         raise errors[0]

@@ -47,7 +47,7 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response |
     view_methods = [method for method in view.allowed_methods if method != "OPTIONS"]
     found = _problem(error, request_id, view_methods)
     if found is None:
-        _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
+        _log.error("unhandled exception", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
     # REST framework overwrites the response's headers with the view's, so these are set on the view.
     allow = {"Allow": ", ".join(view_methods)} if view_methods else {}
@@ -91,19 +91,19 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
         case drf.NotFound() | Http404():
             return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
         case OperationalError() | InterfaceError():
-            _log.error("the database does not answer", exc_info=error, extra={"request_id": request_id})
+            _log.error("database unavailable", exc_info=error, extra={"request_id": request_id})
             return problem(
                 ErrorCode.DEPENDENCY_UNAVAILABLE,
-                "The database does not answer. Try again.",
+                "The database is unavailable. Try again.",
                 request_id,
                 retry_after_seconds=1,
             )
         case DataError():
-            return _invalid("A value cannot be stored or compared.", request_id)
+            return _invalid("The database cannot store a value of the request. Check lengths and ranges.", request_id)
         case RequestDataTooBig():
             return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
         case SuspiciousOperation():  # after RequestDataTooBig, which is one
-            return _invalid("The request cannot be read, or its query has more than 1,000 parameters.", request_id)
+            return _invalid("The request is malformed, or its query has more than 1,000 parameters.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():
             return problem(
                 ErrorCode.SERVICE_TOKEN_INVALID, "This needs a service token in Authorization: Bearer.", request_id

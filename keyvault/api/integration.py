@@ -98,11 +98,11 @@ def require_whole(servers: Servers) -> None:
     """
     rules = {endpoint.name: endpoint for endpoint in BUILT_IN.endpoints}
     if orphans := rules.keys() ^ servers.keys():
-        raise ImproperlyConfigured(f"the catalog and the routes disagree about {', '.join(sorted(orphans))}")
+        raise ImproperlyConfigured(f"endpoints in the catalog or in the routes only: {', '.join(sorted(orphans))}")
     for name, server in servers.items():
         wanted = server.prepares if rules[name].idempotent_by_key else server.answers
         if wanted is None or None not in {server.prepares, server.answers}:
-            raise ImproperlyConfigured(f"{name} is served in another way than the catalog has it")
+            raise ImproperlyConfigured(f"{name}: its server does not match `idempotent_by_key` of the catalog")
 
 
 class IntegrationView(APIView):
@@ -145,7 +145,7 @@ class IntegrationView(APIView):
             raise DeniedError(verdict, {**headers, **limits})
         holder = judgement.holder
         if server is None or holder is None or not isinstance(endpoint, Endpoint):
-            raise TypeError("only what is served is granted")
+            raise TypeError("a granted request needs a server and a key holder")
         self.headers = {**self.headers, **headers, **limits}
         variables = endpoint.variables(self._path(request))
         return _serve(server, Call(request, endpoint, holder, judgement.customer, variables, now))
@@ -219,7 +219,7 @@ def _serve(server: EndpointServer, call: Call) -> Response:
             now=call.now,
         )
     if server.answers is None:
-        raise TypeError("a server answers or prepares")
+        raise TypeError("a server needs `answers` or `prepares`")
     if call.endpoint.method == "POST":
         _refuse_body(call.request)
     return server.answers(call)
@@ -239,4 +239,4 @@ def read_json(request: Request) -> dict[str, Any]:
 def _refuse_body(request: Request) -> None:
     """Reject a body, since ignoring it would hide the client's mistake. Raises RequestInvalidError."""
     if request._request.body.strip() not in {b"", b"{}"}:
-        raise RequestInvalidError("The request does not fit.", [Fault("", "This endpoint takes no body.")])
+        raise RequestInvalidError("The request does not fit.", [Fault("", "This endpoint accepts no body. Send none.")])

@@ -22,7 +22,7 @@ class OrderRequest(StrictSerializer):
         required=False,
         allow_null=True,
         max_length=128,
-        validators=[RegexValidator(CUSTOMER_ID, "Not what a customer id may be.")],
+        validators=[RegexValidator(CUSTOMER_ID, "Not a valid customer id.")],
     )
 
 

@@ -18,7 +18,7 @@ from keyvault.domain.redaction import redact
 from keyvault.wire.headers import REQUEST_ID, clean_client_request_id, mint_request_id
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
-RAW_PATH = "keyvaultraw_path"
+RAW_PATH = "keyvault.raw_path"
 """Key in `request.META`: the path as sent, before percent-decoding. Only our own server sets it."""
 
 FORWARDED_HOST = "keyvault.forwarded_host"
@@ -90,7 +90,7 @@ class EnvironmentMiddleware:
         response = self.get_response(request)
         if request.path_info.startswith("/admin/") and response.status_code != 400 and find_exposed(raw_url(request)):
             # The redirect to the sign-in page and its form would repeat the URL.
-            detail = "A whole key stands in the address, where logs keep it. Have it rotated."
+            detail = "The URL contains a whole key, and URLs are logged. Have the key rotated."
             return problem_response(ErrorCode.CREDENTIAL_IN_URL, detail, request)
         return response
 

@@ -41,7 +41,7 @@ SECURITY_SCHEMES = {
     "customerToken": {
         "type": "http",
         "scheme": "bearer",
-        "description": "A customer access token, beside the private key and never instead of it.",
+        "description": "A customer access token, in addition to the private key and never instead of it.",
     },
     "serviceToken": {
         "type": "http",
@@ -87,7 +87,7 @@ def _idempotency_key(required: bool) -> OpenApiParameter:
         {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
         OpenApiParameter.HEADER,
         required=required,
-        description="1 to 255 printable ASCII characters; the same for every retry of one attempt, with the same body.",
+        description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
     )
 
 
@@ -98,14 +98,14 @@ PREFER_WAIT = OpenApiParameter(
     "Prefer",
     {"type": "string"},
     OpenApiParameter.HEADER,
-    description="`wait=5` (RFC 7240): wait up to so many seconds, at most 10, for the receipt to be complete.",
+    description="`wait=5` (RFC 7240): wait up to 5 seconds (maximum 10) for the receipt to be complete.",
 )
 
 _TEXT: Any = {"type": "string"}
 PROBLEM = {
     "type": "object",
-    "description": "RFC 9457. `check` is the number of what to go through before trying again; `errors` lists the "
-    "faults of a request; `request_id` is for support.",
+    "description": "RFC 9457. `check` is the number of the list of checks before a retry; `errors` lists the faults of "
+    "the request; `request_id` is the support id.",
     "properties": {
         "type": {"type": "string", "format": "uri"},
         "title": _TEXT,
@@ -130,22 +130,25 @@ PROBLEM = {
 
 _SECONDS = {"type": "integer", "minimum": 1}
 HEADERS: dict[str, dict[str, Any]] = {
-    "X-Request-Id": {"description": "Ours, of this request.", "schema": {"type": "string", "minLength": 1}},
-    "Cache-Control": {"description": "Nothing is kept.", "schema": {"type": "string", "const": "no-store"}},
+    "X-Request-Id": {
+        "description": "The server's id of this request, for support.",
+        "schema": {"type": "string", "minLength": 1},
+    },
+    "Cache-Control": {"description": "Responses are never cached.", "schema": {"type": "string", "const": "no-store"}},
     "WWW-Authenticate": {
-        "description": "What is asked for.",
+        "description": "The required authentication scheme.",
         "schema": {"type": "string", "pattern": "^(ApiKey|Bearer) realm="},
     },
-    "Allow": {"description": "The path's methods.", "schema": _TEXT},
-    "Retry-After": {"description": "Seconds to wait before the same request.", "schema": _SECONDS},
+    "Allow": {"description": "The methods of the path.", "schema": _TEXT},
+    "Retry-After": {"description": "Seconds to wait before a retry.", "schema": _SECONDS},
     "RateLimit-Policy": {"description": 'The limits, such as `"account";q=25;w=1`.', "schema": _TEXT},
-    "RateLimit": {"description": 'What is left of them, such as `"account";r=24;t=1`.', "schema": _TEXT},
+    "RateLimit": {"description": 'The remaining quota, such as `"account";r=24;t=1`.', "schema": _TEXT},
     REPLAYED: {
-        "description": "There when this is the answer of an earlier attempt.",
+        "description": "Present when this is the stored response of an earlier attempt.",
         "schema": {"type": "string", "const": "true"},
     },
     PREFERENCE_APPLIED: {
-        "description": "There when `Prefer` was: for how many seconds the server was ready to wait.",
+        "description": "Present with `Prefer`: the maximum wait that the server applied, in seconds.",
         "schema": {"type": "string", "pattern": "^wait=[0-9]+$"},
     },
 }
@@ -181,7 +184,7 @@ def documented(
         tags=[tag],
         request=takes,
         responses={
-            **{status: OpenApiResponse(body, description="Done.") for status, body in answers.items()},
+            **{status: OpenApiResponse(body, description="Success.") for status, body in answers.items()},
             **_problems(every, travels_as),
         },
         auth=[{name: [] for name in schemes} for schemes in auth],  # type: ignore[misc]  # as the specification has it; spectacular passes it through

@@ -66,7 +66,7 @@ def _stand_in(path: str, method: str, document: Documenter) -> tuple[str, str, s
     """Return an endpoint with a documented view that is never routed."""
 
     def answer(self: APIView) -> None:
-        raise NotImplementedError("it is documented, and another view answers")
+        raise NotImplementedError("documented only; another view serves it")
 
     view: type[APIView] = type("Documented", (APIView,), {method.lower(): document(answer)})
     return path, path, method, view.as_view()
@@ -86,7 +86,7 @@ def _servers() -> Mapping[str, EndpointServer]:
         if isinstance(pattern, URLPattern) and getattr(pattern.callback, "cls", None) is IntegrationView:
             servers: Mapping[str, EndpointServer] = pattern.callback.initkwargs["servers"]  # type: ignore[attr-defined]  # REST framework's
             return servers
-    raise LookupError("the integration plane has no route")
+    raise LookupError("no URL pattern serves the integration plane")
 
 
 def _template(endpoint: Endpoint) -> str:
@@ -148,18 +148,21 @@ def _environment_parameter() -> list[OpenApiParameter]:
 
 def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
     if KeyKind.PUBLIC in endpoint.credentials:
-        text = "The origin that parameters, where the key's account lists it."
+        text = "The request's origin, when the key's account lists it."
         yield _response_header("Access-Control-Allow-Origin", text, [status], is_always=False)
-        yield _response_header("Vary", "Holds Origin.", [status])
+        yield _response_header("Vary", "Contains Origin.", [status])
 
 
 # --- the verifier -----------------------------------------------------------------------------------------
 
 
 def _verify() -> Iterator[Any]:
-    one = documented("keys_verify", summary="Judges one key.", takes=VerifyRequestBody, answers={200: DecisionBody})
+    one = documented("keys_verify", summary="Verify a key.", takes=VerifyRequestBody, answers={200: DecisionBody})
     several = documented(
-        "keys_verify_batch", summary="Judges up to 100.", takes=VerifyBatchRequestBody, answers={200: DecisionsBody}
+        "keys_verify_batch",
+        summary="Verify up to 100 keys.",
+        takes=VerifyBatchRequestBody,
+        answers={200: DecisionsBody},
     )
     yield _stand_in("/v1/keys/verify", "POST", one)
     yield _stand_in("/v1/keys/verify-batch", "POST", several)
@@ -179,13 +182,13 @@ def _forward_auth() -> Iterator[Any]:
     for dialect, names in NAMES.items():
         parameters = [
             _header(names.method, "The method of the client's request.", pattern="^[^,]+$"),
-            _header(names.uri, "Its path and query, as they were sent.", pattern="^/"),
-            _header(names.host, "Its Host.", is_needed=False, pattern="^[^,]*$"),
-            _header(names.address, "Where it came from; the right-most entry counts.", is_needed=False),
+            _header(names.uri, "The path and query of the client's request, as sent.", pattern="^/"),
+            _header(names.host, "The Host of the client's request.", is_needed=False, pattern="^[^,]*$"),
+            _header(names.address, "The client's address; the right-most entry counts.", is_needed=False),
         ]
         yield _stand_in(f"/v1/authorize/{dialect}", "GET", _gateway(dialect, parameters))
     path = OpenApiParameter(
-        "path", str, OpenApiParameter.PATH, description="The client's own, of up to 8 KiB with its query."
+        "path", str, OpenApiParameter.PATH, description="The client's path, at most 8 KiB with its query."
     )
     yield _stand_in("/v1/authorize/envoy/{path}", "GET", _gateway(Dialect.ENVOY, [path]))
 
@@ -202,8 +205,8 @@ def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Docume
         )
     return documented(
         f"authorize_{dialect}",
-        summary=f"Whether {dialect.title()} lets its client's request in.",
-        description="Any method is answered alike. Allowed is 200 and nothing else.",
+        summary=f"Authorize a client's request to {dialect.title()}.",
+        description="The response does not depend on the method. Only 200 allows the request.",
         answers={200: None},
         plane=SERVICE_CODES,
         codes=_UPSTREAM_CODES,

@@ -37,7 +37,7 @@ class RawText(serializers.Field[Any, Any, Any, Any]):
         return data
 
     def to_representation(self, value: Any) -> Any:
-        raise NotImplementedError("raw text is never sent back")
+        raise NotImplementedError("raw text is never part of a response")
 
 
 class OneOf(serializers.ChoiceField):
@@ -144,7 +144,7 @@ class QuerySerializer(StrictSerializer):
     def to_internal_value(self, data: QueryDict) -> Any:
         repeated = sorted(name for name, values in data.lists() if len(values) > 1)
         if repeated:
-            raise serializers.ValidationError({name: ["Given more than once."] for name in repeated})
+            raise serializers.ValidationError({name: ["The parameter is repeated. Send it once."] for name in repeated})
         return super().to_internal_value(data.dict())
 
 
@@ -153,7 +153,7 @@ class QueryInteger(serializers.IntegerField):
 
     def to_internal_value(self, data: Any) -> int:
         if re.fullmatch("[0-9]{1,9}", data) is None:
-            raise serializers.ValidationError("Not a whole number.")
+            raise serializers.ValidationError("Not a whole number of at most 9 digits.")
         return super().to_internal_value(data)
 
 

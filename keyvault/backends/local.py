@@ -109,7 +109,7 @@ class LocalKeystore:
         with self._transaction() as connection:
             if _newest_version(connection, mount, path) != expected_version:
                 raise BackendConflictError(
-                    "The secret was written by somebody else meanwhile.",
+                    "Another writer changed the secret meanwhile.",
                     internal=f"check-and-set failed at {mount}/{path}, expected version {expected_version}",
                 )
             connection.execute(
@@ -131,8 +131,8 @@ class LocalKeystore:
             body = json.loads(self._cipher.decrypt(row[0], row[1], _associated_data(mount, path, chosen)))
         except _ALTERED:
             raise BackendInvalidError(
-                "A stored secret does not belong where it stands, or was altered.",
-                internal=f"{mount}/{path}@{chosen} does not open under the master key",
+                "A stored secret was altered, or is at the wrong path.",
+                internal=f"{mount}/{path}@{chosen} cannot be decrypted with the master key",
             ) from None
         return StoredSecret(chosen, Plaintext(body["secret"]), body["labels"])
 
@@ -156,7 +156,7 @@ class LocalKeystore:
             is_erased = _retry_while_busy(lambda: _empty_write_ahead_log(connection))
         if not is_erased:
             raise BackendUnavailableError(
-                "The local keystore is too busy to erase the secret for certain. Try again.",
+                "The local keystore is busy, so the secret may not be erased yet. Try again.",
                 internal=f"{mount}/{path}@{version}: readers hold the write-ahead log of {self._file}",
             )
 
@@ -228,7 +228,7 @@ class LocalKeystore:
                 connection.close()
         except sqlite3.Error as error:
             raise BackendUnavailableError(
-                "The local keystore does not answer.", internal=f"{self._file}: {error}"
+                "The local keystore is unavailable.", internal=f"{self._file}: {error}"
             ) from error
 
     @contextmanager

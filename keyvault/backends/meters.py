@@ -11,11 +11,13 @@ from prometheus_client import Counter, Gauge
 _calls = Counter("keyvault_vault_calls", "Calls to the secrets manager.", ["login", "outcome"])
 _lease_ends = Gauge(
     "keyvault_vault_lease_ends_timestamp_seconds",
-    "When the token of a login ends, unless it is renewed; 0: it does not.",
+    "Expiry of a login's token unless it is renewed; 0: it does not expire.",
     ["login"],
     multiprocess_mode="livemin",
 )
-_sealed = Gauge("keyvault_vault_sealed", "1 while the secrets manager is sealed or away.", multiprocess_mode="livemax")
+_sealed = Gauge(
+    "keyvault_vault_sealed", "1 while the secrets manager is sealed or unavailable.", multiprocess_mode="livemax"
+)
 _pepper = Gauge(
     "keyvault_pepper_version",
     "The pepper version that new digests are made with.",
@@ -30,14 +32,14 @@ _checkpoint = Gauge(
     multiprocess_mode="livemax",
 )
 
-_from_memory = Counter("keyvault_verdicts_from_memory", "Keys allowed, and ended ones refused again, from memory.")
+_from_memory = Counter("keyvault_verdicts_from_memory", "Verdicts from memory: allowed keys and repeated refusals.")
 _denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
 _feed_age = Gauge(
     "keyvault_change_feed_age_seconds",
-    "How long ago the process confirmed the change feed; above KEYVAULT_MAX_STALENESS it reads the database.",
+    "Seconds since the process confirmed the change feed; above KEYVAULT_MAX_STALENESS it reads the database.",
     multiprocess_mode="livemax",
 )
-_known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of verifiers.", multiprocess_mode="livesum")
+_known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of the verifiers.", multiprocess_mode="livesum")
 
 
 def note_verifier(from_memory: int, known_keys: int, feed_age_seconds: float) -> None:

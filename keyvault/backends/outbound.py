@@ -58,7 +58,7 @@ class Deadline:
         """Return the remaining seconds, more than 0. Raises TimeoutError when none remain."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it took too long")
+            raise TimeoutError("the time limit has passed")
         return min(left, at_most)
 
 
@@ -128,16 +128,16 @@ def _require_allowed(
     """Return the addresses if all are allowed: a name that also has an internal address is not trusted."""
     for address in addresses:
         if not may_connect(address[0], own_networks):
-            raise OutboundError("The name stands for an address that is not public.", internal=f"{address[0]}")
+            raise OutboundError("The name resolves to an address that is not public.", internal=f"{address[0]}")
         if destination.scheme == "http" and not is_within(address[0], own_networks):
-            raise OutboundError("Plain http is for the networks in KEYVAULT_WEBHOOK_NETWORKS only.")
+            raise OutboundError("Plain http is allowed only to the networks in KEYVAULT_WEBHOOK_NETWORKS.")
     return addresses
 
 
 def _connect(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
     """Connect to the first address that accepts; all addresses share the connection timeout."""
     connecting = Deadline(deadline.left(CONNECT_SECONDS))
-    fault: OSError = OSError("there is no address")
+    fault: OSError = OSError("the name has no address")
     for address in addresses:
         connection = socket.socket(socket.AF_INET6 if len(address) == 4 else socket.AF_INET)
         try:
@@ -209,13 +209,13 @@ class _Bounded(io.RawIOBase):
 def _reason(error: OSError | HTTPException) -> str:
     """Describe an error without text from the server."""
     if isinstance(error, TimeoutError):
-        return "It took too long."
+        return "The request timed out."
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"The certificate is not good: {error.verify_message}"
+        return f"The certificate is not valid: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
-        return "No TLS connection could be made."
+        return "The TLS handshake failed."
     if isinstance(error, HTTPException):
-        return "The answer was no HTTP."
+        return "The response is not valid HTTP."
     if isinstance(error, ConnectionRefusedError):
-        return "Nobody listens there."
+        return "The connection was refused."
     return f"The connection failed: {error}"[:200]

@@ -9,7 +9,7 @@ from keyvault.models.recording import RecordedModel
 
 
 class Order(RecordedModel):
-    """An order. `amount_minor` is in the currency's minor unit; `customer_id` is the merchant's and not checked here."""
+    """An order. `amount_minor` is in the currency's minor unit; `customer_id` is the merchant's and not verified."""
 
     order_token = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="orders")

@@ -46,7 +46,7 @@ def require_recording(model: type[models.Model]) -> dict[Subject, bool]:
     """Return the subjects of the open block. Raises UnrecordedWriteError outside one."""
     subjects = _open_subjects.get()
     if subjects is None:
-        raise UnrecordedWriteError(f"{model.__name__} is written inside `recorded(...)` only")
+        raise UnrecordedWriteError(f"{model.__name__} may only be written inside `recorded(...)`")
     return subjects
 
 
@@ -104,7 +104,7 @@ class RecordedModel(models.Model):
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
         if rows.update(version=self.version + 1, **changes) != 1:
             raise StateConflictError(
-                "Somebody else changed this meanwhile. Look at it again.",
+                "Another request changed this meanwhile. Reload it and try again.",
                 internal=f"{type(self).__name__} {self.pk} is no longer at version {self.version}",
             )
         self.version += 1

@@ -15,8 +15,8 @@ from keyvault.models.recording import RecordedModel, Subject
 class ServiceToken(RecordedModel):
     """A service token. `merchants` None: all merchants. The creator's person is responsible for its requests.
 
-    `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our own
-    test calls and never count as use of a key.
+    `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our
+    own test calls and never count as use of a key.
     """
 
     token_id = models.CharField(primary_key=True, max_length=16)

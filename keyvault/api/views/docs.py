@@ -38,7 +38,7 @@ def openapi_page() -> dict[str, Any]:
 class OpenAPIView(PublicView):
     @documented(
         "openapi",
-        summary="This page.",
+        summary="This OpenAPI page.",
         answers={200: dict},
         plane=PUBLIC_CODES,
         auth=NOBODY,
@@ -51,7 +51,7 @@ class OpenAPIView(PublicView):
 class DocsView(PublicView):
     @documented(
         "docs",
-        summary="This page, browsable.",
+        summary="This OpenAPI page in Swagger UI.",
         answers={(200, "text/html"): str},
         plane=PUBLIC_CODES,
         auth=NOBODY,

@@ -14,7 +14,7 @@ class HealthView(PublicView):
 
     @documented(
         "healthz",
-        summary="Whether the process lives.",
+        summary="Liveness of the process.",
         answers={200: HealthBody},
         plane=PUBLIC_CODES,
         auth=NOBODY,
@@ -33,7 +33,7 @@ class ReadinessView(PublicView):
 
     @documented(
         "readyz",
-        summary="Whether the process can judge; what it needs for that, each by name.",
+        summary="Readiness of the process, with each dependency by name.",
         answers={200: ReadinessBody, 503: ReadinessBody},
         plane=PUBLIC_CODES,
         auth=NOBODY,

@@ -33,7 +33,7 @@ class IssuanceRequestsView(ServiceView):
 
     @documented(
         "issuance_requests_create",
-        summary="Asks for a new credential.",
+        summary="Request a new credential.",
         takes=CredentialRequest,
         answers={201: IssuanceRequestBody},
         idempotency_key=NEEDED,
@@ -71,7 +71,7 @@ class IssuanceRequestView(ServiceView):
 
     @documented(
         "issuance_requests_read",
-        summary="What became of a request.",
+        summary="Read an issuance request.",
         answers={200: IssuanceRequestBody},
         parameters=[_ISSUANCE_REQUEST_ID],
     )
@@ -86,7 +86,7 @@ class CollectionView(ServiceView):
 
     @documented(
         "issuance_requests_collect",
-        summary="The issued key, once, for the token that fields.",
+        summary="Collect the issued key, once, with the token that requested it.",
         takes=CollectRequest,
         answers={200: CollectedBody},
         codes=[ErrorCode.STATE_CONFLICT],

@@ -27,7 +27,7 @@ _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
-    @documented("keys_read", summary="A key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
+    @documented("keys_read", summary="Read a key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -37,9 +37,9 @@ class RevokeView(ServiceView):
 
     @documented(
         "keys_revoke",
-        summary="Ends a key for ever; repeatable.",
-        description="It has ended when this is answered, whatever the receipt says: that tells which verifiers have "
-        "confirmed it by then.",
+        summary="Revoke a key permanently; repeatable.",
+        description="The response means that the key is revoked. The receipt lists the verifiers that have confirmed "
+        "it so far.",
         takes=RevokeRequest,
         answers={202: RevokedBody},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -67,7 +67,7 @@ class CredentialsView(ServiceView):
 
     @documented(
         "credentials_list",
-        summary="Credentials with their keys, a page at a time.",
+        summary="List credentials with their keys, paginated.",
         answers={200: CredentialsBody},
         parameters=[CredentialQuery],
     )

@@ -131,7 +131,7 @@ def make_logins(
     written = []
     for name in names:
         if not name.startswith(f"{layout.prefix}-"):
-            raise ValueError(f"{name} is no name of this installation")
+            raise ValueError(f"{name} is not a name of this installation")
         kept, wrapped, role_id = (folder / f"{name}.{kind}" for kind in ("secret_id", "wrapped_secret_id", "role_id"))
         if not renew and role_id.exists() and (kept.exists() or wrapped.exists()):
             continue
@@ -191,7 +191,7 @@ class _BootstrapRun:
             raise _foreign_error(f"The auth method at {method} is of type {methods[method]['type']}.")
         if method == KUBERNETES and method not in methods:
             raise StateConflictError(
-                "The auth method kubernetes is not there: enable it, tell it of your cluster, and run this again."
+                "The auth method kubernetes is missing. Enable it, configure it for your cluster, and run this again."
             )
 
     # --- mounts ---------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class _BootstrapRun:
             )
             return
         if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
-            raise _foreign_error(f"The key {name}/{SIGNING_KEY} is of another type, or can be taken out of the server.")
+            raise _foreign_error(f"The key {name}/{SIGNING_KEY} is of another type, or can be exported.")
         if key["deletion_allowed"]:
             self._change(
                 f"signing key {name}/{SIGNING_KEY}: deletion_allowed false",
@@ -349,4 +349,4 @@ def _format_settings(choices: Mapping[str, Any]) -> str:
 
 
 def _foreign_error(what: str) -> StateConflictError:
-    return StateConflictError(f"{what} Somebody else made it: move it away, or choose another KEYVAULT_VAULT_PREFIX.")
+    return StateConflictError(f"{what} It is not Keyvault's: move it, or choose another KEYVAULT_VAULT_PREFIX.")

@@ -55,7 +55,7 @@ class VaultServer:
         is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
         if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_local)):
             raise ImproperlyConfigured(
-                "VAULT_ADDR: wants an address such as https://vault.example.com:8200; plain http on this machine only"
+                "VAULT_ADDR: not a URL such as https://vault.example.com:8200; plain http is allowed for localhost only"
             )
 
 
@@ -206,8 +206,8 @@ class VaultClient:
         if left > 0:
             meters.note_call(self.name, "not_asked")
             raise BackendUnavailableError(
-                "The secrets manager does not answer.",
-                internal=f"{self.name}: not asked for {left:.1f} s more, after failures in a row",
+                "The secrets manager is unavailable.",
+                internal=f"{self.name}: circuit breaker open for {left:.1f} s more, after consecutive failures",
                 retry_after_seconds=max(1, round(left)),
             )
         client = self._client()

@@ -30,11 +30,11 @@ from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
     RESTORE,
     Finding,
-    hand_over,
-    mend,
+    login_advice,
     read_refused,
     read_unreachable,
     read_unready,
+    repair_advice,
 )
 from keyvault.domain.digests import Peppers, PepperSet
 
@@ -82,7 +82,7 @@ class Examination:
         """Check the server; return whether the logins can be checked."""
         where = self.server.address
         if self.server.ca_file is not None and not self.server.ca_file.is_file():
-            self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Put it there; see VAULT_CACERT.")
+            self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Provide it; see VAULT_CACERT.")
             return False
         client = open_client(self.server)
         try:
@@ -101,7 +101,7 @@ class Examination:
             self._find(
                 where,
                 f"The server's clock is {abs(ahead):.0f} s {way} this host's.",
-                "Let both keep time by NTP: tokens and secret ids end by the server's clock.",
+                "Synchronize both with NTP: tokens and secret ids expire by the server's clock.",
             )
         return True
 
@@ -110,7 +110,7 @@ class Examination:
     def _check_folder(self, folder: Path, names: Mapping[str, tuple[VaultRole, str]]) -> set[str]:
         """Check the folder of the logins; return the names with complete files."""
         if not folder.is_dir():
-            self._find(str(folder), "The folder of the logins is not there.", hand_over())
+            self._find(str(folder), "The folder of the logins is missing.", login_advice())
             return set()
         if (owner := folder.stat().st_uid) != os.geteuid():
             self._find(
@@ -121,29 +121,29 @@ class Examination:
             return set()
         for path in (folder, *sorted(folder.iterdir())):
             if (mode := path.stat().st_mode & 0o777) & 0o077:
-                self._find(str(path), f"Others may open it (mode {mode:o}).", f"chmod go= {path}")
+                self._find(str(path), f"Other users can access it (mode {mode:o}).", f"chmod go= {path}")
         found = _names_in(folder)
         if found and not any(name.startswith(f"{self.layout.prefix}-") for name in found):
             self._find(
                 str(folder),
                 f"None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is {self.layout.prefix!r}, and "
-                f"they are called as {min(found)}.",
-                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_CREDENTIALS_DIR to the folder of this "
-                "service's own; touch no file before that.",
+                f"their names are like {min(found)}.",
+                "Set KEYVAULT_VAULT_PREFIX to their prefix, or KEYVAULT_VAULT_CREDENTIALS_DIR to this service's own "
+                "folder; change no file before that.",
             )
             return set()
         for name in sorted(found - names.keys()):
             self._find(
                 name,
                 "This host has a login that it does not need.",
-                f"Delete {folder / name}.* here, and have its secret id destroyed: {BOOTSTRAP} --renew-logins.",
+                f"Delete {folder / name}.* here, and destroy its secret id: {BOOTSTRAP} --renew-logins.",
             )
         for name, (role, _) in names.items():
             if name not in _names_in(folder):
                 self._find(
                     name,
-                    f"This host has no such login; needed by hosts of kind {', '.join(list_hosts(role))} (--host).",
-                    hand_over(f"--role {role}"),
+                    f"This host lacks the login; hosts of kind {', '.join(list_hosts(role))} need it (--host).",
+                    login_advice(f"--role {role}"),
                 )
         return names.keys() & _names_in(folder)
 
@@ -175,7 +175,9 @@ class Examination:
         others = sorted({*token["policies"], *(token.get("identity_policies") or ())} - {name})
         if others or name not in token["policies"]:
             self._find(
-                name, f"Its token has the policies {', '.join(token['policies'])}, not just its own.", mend("the role")
+                name,
+                f"Its token has the policies {', '.join(token['policies'])}, not just its own.",
+                repair_advice("the role"),
             )
         self._check_capabilities(client, name, role, scope)
         if self.folder is not None and (secret_id := self.folder / f"{name}.secret_id").exists():
@@ -192,12 +194,12 @@ class Examination:
         found = _write(client, "sys/capabilities-self", {"paths": list(wanted)})
         for each in list_deviations(wanted, found):
             if each.missing:
-                self._find(name, f"It may not {', '.join(each.missing)} at {each.path}.", mend("the policy"))
+                self._find(name, f"It may not {', '.join(each.missing)} at {each.path}.", repair_advice("the policy"))
             if each.excess:
                 self._find(
                     name,
-                    f"It may {', '.join(each.excess)} at {each.path}, which is not its business.",
-                    mend("the policy") + " If it stays so, an entity or a group gives it more: look there.",
+                    f"It may {', '.join(each.excess)} at {each.path}, which is more than it needs.",
+                    repair_advice("the policy") + " If this remains, check the policies of its entity and groups.",
                 )
 
     def _check_secret_id(self, client: hvac.Client, name: str, role: VaultRole, file: Path) -> None:
@@ -206,7 +208,7 @@ class Examination:
         ends_at = datetime.fromisoformat(found["expiration_time"])
         left = ends_at - self.now
         if ends_at.year > 1 and left < timedelta(days=ENDING_DAYS):
-            self._find(name, f"Its secret id ends in {left.days} days.", hand_over(f"--role {role}"))
+            self._find(name, f"Its secret id expires in {left.days} days.", login_advice(f"--role {role}"))
 
     # --- mounts ---------------------------------------------------------------------------------------------
 
@@ -219,14 +221,14 @@ class Examination:
             return
         for name, value in secrets_options(engine).items():
             if found.get(name) != value:
-                self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", mend("the mount"))
+                self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", repair_advice("the mount"))
 
     def _check_signing(self, client: hvac.Client, scope: str) -> None:
         mount = self.layout.mount(SecretsEngine.ANCHOR, scope)
         try:
             key = read_path(client, f"{mount}/keys/{SIGNING_KEY}")
         except BackendMissingError:
-            self._find(mount, f"The signing key {SIGNING_KEY} is missing.", mend("it"))
+            self._find(mount, f"The signing key {SIGNING_KEY} is missing.", repair_advice("it"))
             return
         except BackendDeniedError as error:
             self._report_mount(mount, error)
@@ -234,15 +236,15 @@ class Examination:
         if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
             self._find(
                 mount,
-                f"The signing key {SIGNING_KEY} is of another type than ed25519, or can be taken out of the server.",
-                "Its signatures prove nothing. Move the mount away, and run " + BOOTSTRAP + ".",
+                f"The signing key {SIGNING_KEY} is not of type ed25519, or can be exported.",
+                "Its signatures prove nothing. Move the mount, and run " + BOOTSTRAP + ".",
             )
         elif key["deletion_allowed"]:
-            self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", mend("it"))
+            self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", repair_advice("it"))
 
     def _report_mount(self, mount: str, error: BackendError) -> None:
         if error.status == 404:
-            self._find(mount, "The mount is missing, or of another type.", mend("it"))
+            self._find(mount, "The mount is missing, or of another type.", repair_advice("it"))
         # `_check_capabilities` already reported a refusal (403).
 
     def _check_peppers(self, client: hvac.Client, scope: str) -> None:
@@ -250,7 +252,7 @@ class Examination:
             return
         mount = self.layout.mount(SecretsEngine.PEPPERS, scope)
         if not self.check_values[scope]:
-            self._find(mount, f"The database knows no {scope} pepper.", "manage.py setup")
+            self._find(mount, f"The database has no {scope} pepper.", "Run manage.py setup.")
             return
         self.checked.append(f"pepper {scope}")
         for number, check_value in self.check_values[scope].items():
@@ -269,7 +271,7 @@ class Examination:
             if Peppers(PepperSet(scope), {number: pepper}).check_value(number) != check_value:
                 self._find(
                     mount,
-                    f"Pepper version {number} is not the one that the database's keys were hashed with.",
+                    f"Pepper version {number} is not the one with which the database's keys were hashed.",
                     RESTORE,
                 )
         self._check_pepper_path(client, mount)
@@ -284,7 +286,7 @@ class Examination:
         if fewer or found["delete_version_after"] != "0s":
             self._find(
                 f"{mount}/{PEPPER_PATH}",
-                "The path has a max_versions or delete_version_after of its own: a pepper in use would be erased.",
+                "The path overrides max_versions or delete_version_after: the server could erase a pepper in use.",
                 f"bao kv metadata put -max-versions=0 -delete-version-after=0s -mount={mount} {PEPPER_PATH}",
             )
 

@@ -66,7 +66,7 @@ class VaultBackend:
         expected_version: int,
     ) -> int:
         if _OURS & labels.keys():
-            raise ValueError("no label is called as a field of the payload")
+            raise ValueError("a label has the name of a field of the payload")
         role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.ISSUER
         scope, engine, place = self._place(mount, path)
 
@@ -156,7 +156,7 @@ class VaultBackend:
     def _place(self, mount: Mount, path: str) -> tuple[str, str, str]:
         """Return scope, mount and path. Raises BackendInvalidError for a path with empty or dot segments."""
         if not {"", ".", ".."}.isdisjoint(path.split("/")):
-            raise BackendInvalidError("That is no path of a secret.", internal="an empty or a dotted segment")
+            raise BackendInvalidError("Not a path of a secret.", internal="an empty or a dot segment")
         return self.layout.place(mount, path)
 
 
@@ -175,7 +175,7 @@ def read_health(server: VaultServer) -> Health:
         429: "the secrets manager's node is a standby",
         472: "the secrets manager's node is a recovery standby",
         473: "the secrets manager's node is a performance standby",
-        501: "the secrets manager was not initialised",
+        501: "the secrets manager is not initialized",
         503: "the secrets manager is sealed",
     }
     status = 200 if isinstance(answer, dict) else int(answer.status_code)

@@ -80,7 +80,7 @@ class AppRoleLogin:
             if made_by == expected:
                 opened = client.adapter.post("/v1/sys/wrapping/unwrap", headers={"X-Vault-Token": token.reveal()})
         except (BackendInvalidError, BackendDeniedError, BackendMissingError) as error:
-            raise _taken(self.name, "it was opened already, or has expired", error.status) from None
+            raise _taken(self.name, "it was unwrapped already, or has expired", error.status) from None
         if made_by != expected:
             raise _taken(self.name, f"it was made by {made_by!r}, not by {expected!r}")
         with understanding("unwrapping"):
@@ -130,7 +130,7 @@ def _is_unwrapped(kept: Path, wrapped: Path) -> bool:
 
 def _no_login(name: str, why: str) -> BackendDeniedError:
     return BackendDeniedError(
-        "This process has no login for that at the secrets manager.", internal=f"no login {name}: {why}"
+        "This process has no login at the secrets manager for this.", internal=f"no login {name}: {why}"
     )
 
 
@@ -146,8 +146,8 @@ class TakenLoginError(BackendDeniedError):
 
 def _taken(name: str, why: str, status: int | None = None) -> TakenLoginError:
     return TakenLoginError(
-        "A login that was delivered wrapped may be in somebody else's hands.",
-        internal=f"{name}: the wrapped secret id is not good ({why}). Have it destroyed and another one made: "
+        "Another party may have a login that was delivered wrapped.",
+        internal=f"{name}: the wrapped secret id is not valid ({why}). Destroy it and create a new one: "
         "manage.py vault_bootstrap --renew-logins",
         status=status,
     )

@@ -59,23 +59,23 @@ class PlainAdapter(JSONAdapter):
             answer = super().request(*args, **kwargs)
         except requests.exceptions.SSLError as error:
             raise BackendUnavailableError(
-                "The secrets manager does not prove who it is.", internal=f"TLS: {type(error).__name__}"
+                "The secrets manager's certificate is not trusted.", internal=f"TLS: {type(error).__name__}"
             ) from None
         except (requests.exceptions.RequestException, OSError) as error:
             # The text of such an exception may contain the address, never a header or a body.
             raise BackendUnavailableError(
-                "The secrets manager does not answer.", internal=f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+                "The secrets manager is unavailable.", internal=f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
             ) from None
         if isinstance(answer, requests.Response) and 300 <= answer.status_code < 400:
             # hvac treats a 307 to another node as a success. The token is not sent to the other node.
             raise BackendUnavailableError(
                 "The secrets manager's node is not the active one.",
-                internal=f"{answer.status_code}: VAULT_ADDR names a node that redirects, or no Vault at all",
+                internal=f"{answer.status_code}: VAULT_ADDR is a node that redirects, or not a Vault",
                 status=answer.status_code,
             )
         if not isinstance(answer, dict) and getattr(answer, "status_code", 200) == 200:
             # A proxy's page: the server may or may not have received the request.
-            raise not_understood("a body that is no JSON object")
+            raise not_understood("the body is not a JSON object")
         return answer
 
     def _raise_for_error(self, method: str, url: str, response: requests.Response) -> None:
@@ -84,7 +84,7 @@ class PlainAdapter(JSONAdapter):
 
 def not_understood(what: str) -> BackendUnavailableError:
     """Return the error of a success without the expected data, which is treated like no reply."""
-    return BackendUnavailableError("The secrets manager's answer cannot be understood.", internal=what, status=200)
+    return BackendUnavailableError("The secrets manager's response is not valid.", internal=what, status=200)
 
 
 @contextmanager
@@ -113,22 +113,20 @@ def read_failure(method: str, url: str, response: requests.Response) -> BackendE
     internal = f"{method.upper()} {_path(url)}: {status} {said}"[:_LONGEST_TEXT].strip()
     if status == 400:
         if _CONFLICT in said:
-            return BackendConflictError(
-                "The secret was written by somebody else meanwhile.", internal=internal, status=400
-            )
+            return BackendConflictError("Another writer changed the secret meanwhile.", internal=internal, status=400)
         if _NO_SUCH_LOGIN.search(said):
             return BackendDeniedError("The secrets manager does not know our login.", internal=internal, status=400)
         return BackendInvalidError("The secrets manager does not accept the request.", internal=internal, status=400)
     if status in {401, 403}:
-        return BackendDeniedError("The secrets manager does not let us do that.", internal=internal, status=status)
+        return BackendDeniedError("The secrets manager denied access.", internal=internal, status=status)
     if status == 404 and said:
         # A 404 for a missing secret has no errors; one with errors is for a missing mount or engine.
-        return BackendDeniedError("The secrets manager was not set up for this.", internal=internal, status=404)
+        return BackendDeniedError("The secrets manager is not set up for this.", internal=internal, status=404)
     if status == 404:
         return BackendMissingError("No readable secret is stored there.", internal=internal, status=404)
     if status == 429 or status == 412 or status >= 500:
         return BackendUnavailableError(
-            "The secrets manager cannot answer now.",
+            "The secrets manager is temporarily unavailable.",
             internal=internal,
             status=status,
             retry_after_seconds=_retry_after(response),
