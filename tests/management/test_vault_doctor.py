@@ -96,7 +96,7 @@ def test_vault_doctor_before_setup_says_that_there_is_no_pepper(installed_vault:
     assert [problem for _, problem in told(report)] == [
         f"The database has no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
     ]
-    assert {finding["cure"] for finding in report["findings"]} == {"manage.py setup"}
+    assert {finding["cure"] for finding in report["findings"]} == {"Run manage.py setup."}
 
 
 # --- the server ---------------------------------------------------------------------------------------------
