@@ -27,7 +27,7 @@ class JsonCommand(BaseCommand):
     """A subclass defines `answer`, and optionally `add_options` and `format_text`."""
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
         self.add_options(parser)
 
     def add_options(self, parser: CommandParser) -> None:
@@ -52,12 +52,12 @@ class JsonCommand(BaseCommand):
             internal = f" ({error.internal})" if error.internal else ""
             raise CommandError(redact(f"{error.code}: {error.detail}{internal}")) from error
         except (OperationalError, ProgrammingError) as error:
-            raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
+            raise CommandError(f"the database is unavailable or not set up (run manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.format_text(answer))
 
     def warn_unrevealed(self) -> None:
         """Warn on standard error that the new token was not printed and is stored nowhere."""
-        self.stderr.write("Made without --reveal: nobody can read this token, now or later.")
+        self.stderr.write("Created without --reveal: this token can never be read.")
 
     def operator(self, username: str) -> Operator:
         return find_operator(username, host_user=getpass.getuser())

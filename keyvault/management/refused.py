@@ -11,5 +11,5 @@ USAGE = 2
 
 def refuse(argv: list[str], instead: str) -> NoReturn:
     """Write one line to standard error and exit with status 2."""
-    sys.stderr.write(f"{argv[1]} is refused: it would write past the audit log. {instead}\n")
+    sys.stderr.write(f"{argv[1]} is refused: it would bypass the audit log. {instead}\n")
     sys.exit(USAGE)

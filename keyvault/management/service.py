@@ -49,7 +49,7 @@ def require_free_port(port: int) -> None:
     Granian listens with SO_REUSEPORT: two servers on one port would both start, and share its requests.
     """
     free = find_free_port()
-    taken = f"Port {port} on {ADDRESS} is taken. Stop what listens there, or choose another one: make run PORT={free}"
+    taken = f"Port {port} on {ADDRESS} is in use. Stop the program that uses it, or run: make run PORT={free}"
     with socket.socket() as probe:
         probe.settimeout(2)
         if probe.connect_ex((ADDRESS, port)) == 0:
@@ -89,7 +89,7 @@ def lock_data_folder() -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ServiceError(
-                f"Another Keyvault runs on the data in {settings.DATA_DIR}. Stop it, or choose another folder."
+                f"Another Keyvault uses the data folder {settings.DATA_DIR}. Stop it, or set another KEYVAULT_DATA_DIR."
             ) from None
         yield
 
@@ -124,7 +124,7 @@ def wait_until_ready(service: Supervisor, port: int) -> None:
                 return
         service.wait(0.1)
     if not service.is_running(SERVER):
-        seen = "it has ended"
+        seen = "it has exited"
     raise ServiceError(f"The server did not become ready: {seen}.\n{service.log_tail(SERVER)}")
 
 

@@ -113,7 +113,7 @@ class _Child:
 
 def _require_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("programs are started by the main thread: they die with the thread that starts them")
+        raise RuntimeError("only the main thread may start programs, since they end with the thread that starts them")
 
 
 def _write_line(line: str) -> None:
@@ -181,7 +181,7 @@ class Supervisor:
                 child.due_at = now + pause
                 exit_status = _format_status(child.reap())
                 self.report(
-                    f"{child.program.name} has ended ({exit_status}) and starts again in {pause:.0f} s: {child.log}"
+                    f"{child.program.name} has exited ({exit_status}); it restarts in {pause:.0f} s. Log: {child.log}"
                 )
             if child.process is None and time.monotonic() >= child.due_at:
                 self._start(child)
@@ -209,7 +209,7 @@ class Supervisor:
                 os.kill(child.process.pid, signal.SIGTERM)
                 select.select([child.descriptor], [], [], max(0.0, deadline - time.monotonic()))
                 if not child.has_ended():
-                    self.report(f"{child.program.name} did not end when asked to, and is killed: {child.log}")
+                    self.report(f"{child.program.name} did not stop in time and is killed. Log: {child.log}")
                 child.reap()
 
     def _start(self, child: _Child) -> None:

@@ -67,7 +67,7 @@ def test_demo_of_a_pinned_process_keeps_to_its_environment(served: Environment) 
         assert curl.startswith("curl ")
         assert set(Credential.objects.values_list("account__environment", flat=True)) == {"sandbox"}
     else:
-        assert curl == "(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
+        assert curl == "(no key was issued: the demo needs the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
         assert not IssuanceRequest.objects.exists()
         assert not ServiceToken.objects.exists()
 

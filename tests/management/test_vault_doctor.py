@@ -79,7 +79,7 @@ def test_vault_doctor_before_the_switch_says_that_nothing_uses_it(installed_vaul
     with pointed_at(installed_vault.server.address, installed_vault):
         said = io.StringIO()
         call_command("vault_doctor", stdout=said)
-    assert "Nothing here uses it: KEYVAULT_BACKEND is local" in said.getvalue()
+    assert "The Vault is not in use: KEYVAULT_BACKEND is local" in said.getvalue()
 
 
 def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:

@@ -99,7 +99,7 @@ def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(da
     workers = set(on_port.answer["pids"])
     assert len(workers) == on_port.answer["workers"] == 2
     assert workers == descendants(on_port.process.pid)
-    assert "each process counts limits for itself" in on_port.stderr
+    assert "each process counts limits separately" in on_port.stderr
     assert ask(place).startswith(b"HTTP/1.1 200 OK\r\n")
 
     with pytest.raises(ServiceError, match="cannot be used"):
@@ -165,7 +165,7 @@ def test_verifier_on_a_unix_socket_serves_it_and_removes_it(data: Path, tmp_path
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         for _ in range(20):
             assert ask(str(path)).startswith(b"HTTP/1.1 200 OK\r\n")
-        with pytest.raises(ServiceError, match="Somebody listens"), listening_at(path):
+        with pytest.raises(ServiceError, match="is in use"), listening_at(path):
             pass
         verifying.process.send_signal(signal.SIGTERM)
         assert verifying.process.wait(60) == 0
@@ -201,7 +201,7 @@ def test_socket_of_a_verifier_that_was_killed_is_replaced(tmp_path: Path) -> Non
 def test_file_in_the_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
-    with pytest.raises(ServiceError, match="is no socket"), listening_at(path):
+    with pytest.raises(ServiceError, match="is not a socket"), listening_at(path):
         pass
     assert path.read_text() == "data"
 

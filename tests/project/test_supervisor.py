@@ -42,7 +42,7 @@ print("child", child.pid, flush=True)
 print("I am", os.getpid(), flush=True)
 time.sleep(600)
 """
-READY = "Ctrl-C stops everything"
+READY = "Press Ctrl-C to stop"
 
 
 def eventually(look: Callable[[], T], seconds: float = 30) -> T:
@@ -151,7 +151,7 @@ def test_supervisor_stops_in_reverse_order_and_kills_what_does_not_hear(
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert are_gone(started)
-    assert ["deaf did not end when asked to" in line for line in said] == [True]
+    assert ["deaf did not stop in time" in line for line in said] == [True]
 
 
 def test_supervisor_logs_are_for_the_owner_alone(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_port_with_a_listener_that_shares_it_is_refused(address: str) -> None:
 def test_port_bound_by_somebody_who_does_not_listen_is_refused() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        with pytest.raises(ServiceError, match="is taken"):
+        with pytest.raises(ServiceError, match="is in use"):
             require_free_port(holder.getsockname()[1])
 
 

@@ -12,19 +12,19 @@ from keyvault.services.audit.checkpoints import read_public_keys
 
 
 class Command(JsonCommand):
-    help = "Prints the public keys that check the audit log's checkpoints, as a file for the auditor."
+    help = "Print the public keys that verify the audit log's checkpoints, as a file for the auditor."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         keys, unavailable = read_public_keys()
         if not keys:
             why = "; ".join(f"{scope}: {reason}" for scope, reason in unavailable.items())
             raise CommandError(
-                f"no signer tells its public key now: {why}"
+                f"no signer provides its public key: {why}"
                 if unavailable
-                else "there is no public key yet; the worker makes one when it first signs"
+                else "there is no public key yet; the worker creates one when it first signs"
             )
         for scope, reason in unavailable.items():
-            self.stderr.write(f"the public key of {scope} is not among them: {reason}")
+            self.stderr.write(f"the public key of {scope} is missing: {reason}")
         answer: dict[str, Any] = json.loads(public_keys_text(keys))
         return answer
 

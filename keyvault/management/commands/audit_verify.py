@@ -17,13 +17,13 @@ from keyvault.services.recording.audit_chain import verify_audit
 
 class Command(JsonCommand):
     help = (
-        "Checks every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have waited "
-        "for more than an hour to be signed."
+        "Verify every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have been "
+        "unsigned for more than an hour."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--public-key", type=Path, help="public keys from a file (manage.py audit_public_key)")
-        parser.add_argument("--checkpoints", type=Path, help="checkpoints kept from earlier exports, to compare with")
+        parser.add_argument("--public-key", type=Path, help="file of public keys (manage.py audit_public_key)")
+        parser.add_argument("--checkpoints", type=Path, help="file of checkpoints of earlier exports, to compare with")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         keys, unchecked = gather_public_keys(_read_keys(options["public_key"]))

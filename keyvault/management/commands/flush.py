@@ -14,5 +14,5 @@ class Command(DjangoCommand):
         refuse(
             argv,
             "No command empties the database. "
-            "To start anew set KEYVAULT_DATABASE_URL to an empty one. Run: manage.py setup",
+            "To start over, set KEYVAULT_DATABASE_URL to an empty one. Run: manage.py setup",
         )

@@ -15,14 +15,13 @@ from keyvault.services.reconciliation.reconciliation import reconcile
 
 class Command(JsonCommand):
     help = (
-        "Compares every version in the secret backend with the rows: destroys what dead keys of ours left there, puts "
-        "right what was left half done, and tells of what is missing and of what nobody can attribute, which is never "
-        "touched."
+        "Compare every version in the secret backend with the database: destroy copies of revoked keys, repair "
+        "incomplete changes, and report missing and unattributed copies. Unattributed copies are never changed."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--environment", choices=settings.ENVIRONMENTS, help="only this one")
-        parser.add_argument("--dry-run", action="store_true", help="only tells what it would do")
+        parser.add_argument("--environment", choices=settings.ENVIRONMENTS, help="only this environment")
+        parser.add_argument("--dry-run", action="store_true", help="only report the changes")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         host = replace(WORKER, channel=Channel.COMMAND_LINE)
@@ -46,7 +45,7 @@ class Command(JsonCommand):
         super().handle(*args, **options)
         if self.unfinished:
             raise CommandError(
-                f"not finished, run it again: {', '.join(self.unfinished)}: the backend was away, or refused us"
+                f"not finished, run again: {', '.join(self.unfinished)}; the backend was unavailable or denied access"
             )
 
 

@@ -13,7 +13,7 @@ _CHUNK_CHARACTERS = 1 << 16
 
 
 class Command(BaseCommand):
-    help = "Filters standard input, or a file, of any size: `manage.py redact < support.log > clean.log`."
+    help = "Mask secrets in standard input or a file of any size: `manage.py redact < support.log > clean.log`."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("file", nargs="?", type=Path)

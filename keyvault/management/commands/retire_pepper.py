@@ -27,10 +27,10 @@ _MOST_LISTED = 100
 
 class Command(JsonCommand):
     help = (
-        "Retires an old pepper version; refused while anything that may still be good leans on it. Its dead keys are "
-        "answered credential_invalid instead of key_revoked from then on. Its material stays in the secret backend, "
-        f"for a database restored from a backup of before: {KEPT_AFTER_RETIREMENT.days} days after the retirement "
-        "--destroy erases it, for ever, and such backups are useless then. Nothing destroys it by itself."
+        "Retire an old pepper version; refused while a usable key or token depends on it. Its revoked keys are then "
+        "answered credential_invalid instead of key_revoked. Its material stays in the secret backend for restored "
+        f"backups. {KEPT_AFTER_RETIREMENT.days} days after the retirement --destroy erases it permanently, which makes "
+        "older backups useless. It is never destroyed automatically."
     )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
@@ -43,7 +43,7 @@ class Command(JsonCommand):
         parser.add_argument(
             "--destroy",
             action="store_true",
-            help=f"erase the material of a version retired {KEPT_AFTER_RETIREMENT.days} days ago, for ever",
+            help=f"permanently erase the material of a version retired {KEPT_AFTER_RETIREMENT.days} days ago",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class Command(JsonCommand):
         if answer["destroyed_at"]:
             return f"{version} is retired and destroyed."
         return (
-            f"{version} is retired. Its material may be destroyed from {answer['destroyable_from']:%Y-%m-%d} on "
-            "(--destroy), when no backup of before is needed any more."
+            f"{version} is retired. Its material can be destroyed from {answer['destroyable_from']:%Y-%m-%d} on "
+            "(--destroy), when older backups are no longer needed."
         )
 
     def _retire(self, grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:

@@ -45,12 +45,12 @@ LIFETIME_DAYS = 1
 
 class Command(BaseCommand):
     help = (
-        "Sets up, makes the demo data, and serves on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
-        "The demo's passwords, token and key are printed here and nowhere else, and are new at each start."
+        "Set up, create demo data, and serve on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
+        "The demo's passwords, token and key are new at each start and printed here only."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--port", type=port_number, default=8000, help="8000 unless told")
+        parser.add_argument("--port", type=port_number, default=8000, help="default 8000")
 
     def handle(self, *args: Any, **options: Any) -> None:
         port: int = options["port"]
@@ -58,7 +58,7 @@ class Command(BaseCommand):
             with stopping_on_signals(), lock_data_folder():
                 self._serve(port)
         except StopRequestedError as stop:
-            self.stderr.write(f"{stop}: everything has stopped.")
+            self.stderr.write(f"{stop}: all programs have stopped.")
         except ServiceError as error:
             raise CommandError(str(error)) from None
 
@@ -69,7 +69,7 @@ class Command(BaseCommand):
         try:
             require_ready()
         except ImproperlyConfigured as error:
-            raise CommandError(f"nothing is started: {error}") from None
+            raise CommandError(f"not started: {error}") from None
         seeded = call("seed_demo")
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
         curl = _demo_curl(port)
@@ -78,7 +78,7 @@ class Command(BaseCommand):
         with supervise(port) as service:
             wait_until_ready(service, port)
             self._introduce(port, seeded, passwords, curl)
-            self._print(f"The logs are in {service.logs}. Ctrl-C stops everything.")
+            self._print(f"The logs are in {service.logs}. Press Ctrl-C to stop.")
             while True:
                 service.wait(3600)
                 service.restart_ended()
@@ -99,10 +99,10 @@ class Command(BaseCommand):
             *(f"  {name:<13} {url}" for name, url in _base_urls(seeded, origin)),
             f"  merchants     {merchants}",
             "",
-            "Operators of the demo, with passwords that are new at each start and shown only here:",
+            "Demo operators and passwords (new at each start, shown only here):",
             *operators,
             "",
-            f"Ask whether a key is good (demo token and key, good for {LIFETIME_DAYS} day, shown only here):",
+            f"Verify a key (demo token and key, valid for {LIFETIME_DAYS} day, shown only here):",
             f"  {curl}",
             "",
         )
@@ -115,7 +115,7 @@ class Command(BaseCommand):
 
 def port_number(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise ArgumentTypeError(f"wants 1 to 65535, not {text[:40]!r}")
+        raise ArgumentTypeError(f"{text[:40]!r} is not a port. Use 1 to 65535.")
     return int(text)
 
 
@@ -163,7 +163,7 @@ def _demo_curl(port: int) -> str:
     """Return a curl command that verifies a new key with a new token, or the reason why there is none."""
     if Environment.SANDBOX not in settings.ENVIRONMENTS:
         served = ", ".join(settings.ENVIRONMENTS)
-        return f"(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is {served})"
+        return f"(no key was issued: the demo needs the sandbox, and KEYVAULT_ENVIRONMENTS is {served})"
     try:
         return _curl(port, _new_token(), _new_key())
     except CommandError as error:

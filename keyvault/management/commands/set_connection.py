@@ -22,8 +22,8 @@ _MOST_READ = 2 * MOST_BYTES
 
 class Command(JsonCommand):
     help = (
-        "Stores a payment provider's credentials in the secret backend, in place of those that the account had: test "
-        "mode in sandbox, live in production. They are never shown again."
+        "Store a payment provider's credentials in the secret backend and replace the account's earlier ones: test "
+        "mode in sandbox, live mode in production. They are never shown again."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -34,7 +34,7 @@ class Command(JsonCommand):
             "--secret-file",
             required=True,
             metavar="PATH",
-            help="the credentials: one secret text, or a flat JSON object of texts; - for standard input",
+            help="file with one secret text or a flat JSON object of texts; - for standard input",
         )
         parser.add_argument("--by", required=True, metavar="OPERATOR")
 
@@ -59,5 +59,5 @@ def _read(name: str) -> Plaintext:
         try:
             return Plaintext(content.decode())
         except UnicodeDecodeError:
-            fault = "no text in UTF-8"
+            fault = "is not UTF-8 text"
     raise RequestInvalidError("There are no credentials to store.", [Fault("/secret_file", fault)])

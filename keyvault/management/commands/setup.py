@@ -15,14 +15,14 @@ from keyvault.services.startup.startup_checks import words_of_loss
 
 
 class Command(JsonCommand):
-    help = "Migrates the database, opens the keystore, makes the first peppers and checks them. Repeatable."
+    help = "Migrate the database, open the keystore, create the first peppers and check them. Repeatable."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
         if not open_journal(self.now):
-            self.stderr.write(f"Nothing will start: {words_of_loss()}")
+            self.stderr.write(f"The service will not start: {words_of_loss()}")
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:

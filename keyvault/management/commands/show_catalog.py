@@ -15,7 +15,7 @@ _COLUMNS = ("endpoint", "method", "path", "key", "bearer", "context", "limit", "
 
 
 class Command(JsonCommand):
-    help = "Prints every endpoint with its rule and limits. Where no limit stands, the account's alone holds."
+    help = "Print every endpoint with its rule and limits. Without an endpoint limit, only the account's limit applies."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -31,7 +31,7 @@ class Command(JsonCommand):
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         accounts = [f"{name} {_limit_text(limit)}" for name, limit in answer["account_limits"].items()]
-        return "\n".join([*lines, "", f"An account's limit unless it has its own: {', '.join(accounts)}"])
+        return "\n".join([*lines, "", f"Default limit of an account: {', '.join(accounts)}"])
 
 
 def _describe(endpoint: Endpoint) -> dict[str, Any]:

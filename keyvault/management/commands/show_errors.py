@@ -8,7 +8,7 @@ from keyvault.wire.problems import PROBLEM_TYPES, problems_page
 
 
 class Command(JsonCommand):
-    help = "Prints every error code: its status, what caused it, and what to do. Without --json: a Markdown page."
+    help = "Print every error code with its status, cause and remedy. Without --json: a Markdown page."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
