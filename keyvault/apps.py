@@ -1,4 +1,4 @@
-"""The application's place in Django: what happens after `migrate`, and what a process checks before it serves."""
+"""Django application: drops and restores the database triggers around `migrate`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +12,15 @@ class KeyvaultConfig(AppConfig):
     name = "keyvault"
 
     def ready(self) -> None:
-        pre_migrate.connect(_take_rules_away, dispatch_uid="keyvault.triggers")
-        # Without a sender: rotation's tables come after ours, and each app's turn may complete a rule.
-        post_migrate.connect(_put_rules_in_place, dispatch_uid="keyvault.triggers")
+        pre_migrate.connect(_drop_triggers, dispatch_uid="keyvault.triggers")
+        # No sender: rotation migrates after keyvault, and either migration may complete the tables of a trigger.
+        post_migrate.connect(_ensure_triggers, dispatch_uid="keyvault.triggers")
 
 
-def _take_rules_away(sender: AppConfig, using: str, plan: Sequence[Any] = (), **_: Any) -> None:
-    """SQLite rebuilds a table by renaming it, and refuses to while a trigger of another table names it.
+def _drop_triggers(sender: AppConfig, using: str, plan: Sequence[Any] = (), **_: Any) -> None:
+    """Drop the triggers before a migration on SQLite, which cannot rename a table that a trigger names.
 
-    A migration that stops half-way leaves none: `require_ready` then refuses to serve.
+    An interrupted migration leaves no triggers; `require_ready` then refuses to serve.
     """
     from keyvault.models.triggers import drop_triggers
 
@@ -28,7 +28,7 @@ def _take_rules_away(sender: AppConfig, using: str, plan: Sequence[Any] = (), **
         drop_triggers(connections[using])
 
 
-def _put_rules_in_place(sender: AppConfig, using: str, **_: Any) -> None:
+def _ensure_triggers(sender: AppConfig, using: str, **_: Any) -> None:
     from keyvault.models.triggers import ensure_triggers
 
     if sender.name in {"keyvault", "rotation"}:

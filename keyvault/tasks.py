@@ -1,4 +1,4 @@
-"""Celery tasks, thin: which rows are due is in the database, a message only says "look"."""
+"""Celery tasks: each runs one service. A message carries no data; the database has the due rows."""
 
 import logging
 from datetime import UTC, datetime
@@ -30,8 +30,11 @@ def sign_checkpoints() -> None:
 
 @shared_task(name="keyvault.tasks.upkeep", expires=30)
 def run_upkeep() -> None:
-    """What ends keys comes first; no step's fault keeps another from its turn. Raises the first fault at the end."""
-    faults = []
+    """Run every maintenance step, those that end keys first.
+
+    A failed step does not stop the others. Raises the first error at the end.
+    """
+    errors = []
     ends = (maintenance.expire_due, maintenance.burn_due, maintenance.mend_journal)
     copies = (
         maintenance.destroy_due,
@@ -42,11 +45,11 @@ def run_upkeep() -> None:
     for step in (*ends, *copies, maintenance.renew_peppers, maintenance.forget_due):
         try:
             step()
-        except Exception as fault:  # noqa: BLE001  whatever it is, it is told here and raised below
-            _log.exception("a step of the upkeep failed")
-            faults.append(fault)
-    if faults:
-        raise faults[0]
+        except Exception as error:  # noqa: BLE001  logged here, raised below
+            _log.exception("a maintenance step failed")
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @shared_task(name="keyvault.tasks.watch_backend", expires=30)

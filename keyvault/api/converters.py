@@ -1,4 +1,4 @@
-"""What ids in paths look like: anything else names nothing, and never reaches the database."""
+"""Path converters for ids. A value of any other form is 404 and never reaches the database."""
 
 from django.urls import register_converter
 from django.urls.converters import StringConverter
@@ -8,7 +8,7 @@ class KeyIdConverter(StringConverter):
     regex = "[0-9A-Za-z]{16}"
 
 
-class RequestIdConverter(StringConverter):
+class IssuanceRequestIdConverter(StringConverter):
     regex = "req_[0-9A-Za-z]{20}"
 
 
@@ -17,12 +17,12 @@ class RotationIdConverter(StringConverter):
 
 
 class SequenceConverter(StringConverter):
-    """Digits; some of them are beyond every sequence, and found to be none."""
+    """Up to 19 digits; the view answers 404 for a number beyond the largest sequence."""
 
     regex = "[0-9]{1,19}"
 
 
 register_converter(KeyIdConverter, "key_id")
-register_converter(RequestIdConverter, "request_id")
+register_converter(IssuanceRequestIdConverter, "issuance_request_id")
 register_converter(RotationIdConverter, "rotation_id")
 register_converter(SequenceConverter, "sequence")

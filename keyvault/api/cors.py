@@ -1,7 +1,7 @@
-"""CORS (the Fetch standard), on endpoints that take a public key and nowhere else. It is not authorization.
+"""CORS (the Fetch standard) for endpoints that accept a public key. CORS is not authorization.
 
-A preflight carries no key: any active account of the environment that lists the origin will do. The answer itself
-is for the origins of the key's own account.
+A preflight carries no key, so an origin that any active account of the environment lists is allowed. The response
+itself allows only the origins of the key's own account.
 """
 
 from rest_framework.request import Request
@@ -15,11 +15,11 @@ from keyvault.services.merchants.client_configuration import is_listed_by, is_li
 from keyvault.wire.headers import API_KEY
 
 _EXPOSED = "X-Request-Id, Retry-After, RateLimit, RateLimit-Policy"
-_KEPT_SECONDS = 600
+_MAX_AGE_SECONDS = 600
 
 
 def answer_preflight(request: Request, environment: Environment, path: str) -> Response | None:
-    """The answer to a preflight for a path with a public endpoint; None for every other request."""
+    """Return the response to a preflight for a path with a public endpoint; None for every other request."""
     origin, method = request.headers.get("Origin"), request.headers.get("Access-Control-Request-Method")
     if request.method != "OPTIONS" or origin is None or method is None or not _is_public_path(path):
         return None
@@ -29,13 +29,13 @@ def answer_preflight(request: Request, environment: Environment, path: str) -> R
             "Access-Control-Allow-Origin": origin,
             "Access-Control-Allow-Methods": method,
             "Access-Control-Allow-Headers": f"{API_KEY}, Content-Type",
-            "Access-Control-Max-Age": str(_KEPT_SECONDS),
+            "Access-Control-Max-Age": str(_MAX_AGE_SECONDS),
         }
     return Response(status=204, headers=headers)
 
 
 def cors_headers(origin: str | None, endpoint: Endpoint, holder: KeyHolder | None) -> dict[str, str]:
-    """What the answer of an endpoint carries; without a proved key, no more than that it depends on the origin."""
+    """Return the CORS headers of an endpoint's response; without a proved key only `Vary`."""
     if not _is_public(endpoint):
         return {}
     headers = {"Vary": "Origin"}
@@ -49,7 +49,7 @@ def _is_public(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
 
 
 def _is_public_path(path: str) -> bool:
-    """Whether a public endpoint answers to the path, with whichever method."""
+    """Whether the path has a public endpoint, for any method."""
     found = BUILT_IN.match("OPTIONS", path)
     return isinstance(found, NoMatchingEndpoint) and any(
         _is_public(BUILT_IN.match(method, path)) for method in found.allowed

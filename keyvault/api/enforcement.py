@@ -1,4 +1,7 @@
-"""Who may use a view: service tokens prove a principal, and every view asks the one decision function."""
+"""Authentication and authorization of service-plane views.
+
+A service token proves the principal, and every view calls the one decision function.
+"""
 
 from datetime import UTC, datetime
 
@@ -23,7 +26,7 @@ _INVALID = Denial(ErrorCode.SERVICE_TOKEN_INVALID, "This needs a valid service t
 
 
 class ServiceTokenAuthentication(BaseAuthentication):
-    """Nothing but a service token is a credential here: no session, no API key (D4)."""
+    """Accept service tokens only: neither sessions nor API keys."""
 
     def authenticate(self, request: Request) -> tuple[Service, None]:
         service = prove_service_token(read_bearer(request.headers.get("Authorization")), datetime.now(UTC))
@@ -36,7 +39,7 @@ class ServiceTokenAuthentication(BaseAuthentication):
 
 
 class ServiceView(APIView):
-    """A view of the service plane. `permission` is asked for before anything else of the request is read."""
+    """Base class of service-plane views. `permission` is checked before the rest of the request is read."""
 
     authentication_classes = (ServiceTokenAuthentication,)
     permission_classes = (HasServiceToken,)
@@ -58,5 +61,5 @@ class ServiceView(APIView):
         return self.request.user
 
     def grant_for(self, account: Account) -> Grant:
-        """The grant for this account's things. Raises PermissionMissingError, NotFoundError."""
+        """Return the grant for the account. Raises PermissionMissingError, NotFoundError."""
         return authorize(self.service, self.permission, account, now=self.now)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong behind a REST door, as a problem document (RFC 9457)."""
+"""Exceptions of REST views as problem documents (RFC 9457)."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeniedError(Exception):
-    """Carries a denial out of a view to where answers are written; not an error of ours."""
+    """Carries a denial from a view to the exception handler; not a KeyvaultError."""
 
     def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(denial.detail)
@@ -40,16 +40,16 @@ class DeniedError(Exception):
 
 
 def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response | None:
-    """REST framework's exception handler. What is not known here is a fault of ours: 500, told to the log."""
+    """REST framework's exception handler. An unexpected exception is logged and answered with 500."""
     request_id = request_id_of(getattr(context.get("request"), "_request", None))
     view: APIView = context["view"]
-    # Every Django view has an `options`; without metadata none of ours answers to it.
+    # Django gives every view an `options` method; without metadata ours do not support it.
     view_methods = [method for method in view.allowed_methods if method != "OPTIONS"]
     found = _problem(error, request_id, view_methods)
     if found is None:
-        _log.error("unhandled", exc_info=error, extra={"request_id": request_id})
+        _log.error("unhandled exception", exc_info=error, extra={"request_id": request_id})
         found = problem(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request_id)
-    # REST framework copies the view's headers over those of the answer: so these are given to the view.
+    # REST framework overwrites the response's headers with the view's, so these are set on the view.
     allow = {"Allow": ", ".join(view_methods)} if view_methods else {}
     view.headers = {**view.headers, **allow, **found.headers}
     return Response(dict(found.body), found.status, content_type=CONTENT_TYPE)
@@ -70,7 +70,7 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
             found = problem(error.code, error.detail, request_id, retry_after_seconds=spend.retry_after_seconds)
             return replace(found, headers={**found.headers, **limit_headers(spend)})
         case KeyvaultError():
-            _note(error, request_id)
+            _log_internal(error, request_id)
             return problem(
                 error.code,
                 error.detail,
@@ -91,19 +91,19 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
         case drf.NotFound() | Http404():
             return problem(ErrorCode.NOT_FOUND, "There is no such thing, or it is not yours to see.", request_id)
         case OperationalError() | InterfaceError():
-            _log.error("the database does not answer", exc_info=error, extra={"request_id": request_id})
+            _log.error("database unavailable", exc_info=error, extra={"request_id": request_id})
             return problem(
                 ErrorCode.DEPENDENCY_UNAVAILABLE,
-                "The database does not answer. Try again.",
+                "The database is unavailable. Try again.",
                 request_id,
                 retry_after_seconds=1,
             )
         case DataError():
-            return _invalid("A value cannot be stored or compared.", request_id)
+            return _invalid("The database cannot store a value of the request. Check lengths and ranges.", request_id)
         case RequestDataTooBig():
             return problem(ErrorCode.PAYLOAD_TOO_LARGE, "The body is larger than 64 KiB.", request_id)
         case SuspiciousOperation():  # after RequestDataTooBig, which is one
-            return _invalid("The request cannot be read, or its query has more than 1,000 parameters.", request_id)
+            return _invalid("The request is malformed, or its query has more than 1,000 parameters.", request_id)
         case drf.PermissionDenied() | drf.NotAuthenticated():
             return problem(
                 ErrorCode.SERVICE_TOKEN_INVALID, "This needs a service token in Authorization: Bearer.", request_id
@@ -113,7 +113,7 @@ def _problem(error: Exception, request_id: str, view_methods: Sequence[str]) -> 
 
 
 def _invalid(detail: str, request_id: str) -> Problem:
-    """A fault of the request as a whole, to which the empty JSON Pointer points."""
+    """Return a problem about the request as a whole: its JSON Pointer is empty."""
     return problem(ErrorCode.REQUEST_INVALID, detail, request_id, faults=[Fault("", detail)])
 
 
@@ -129,18 +129,18 @@ def _retry_after(error: KeyvaultError) -> int | None:
     return 5 if error.code is ErrorCode.DEPENDENCY_UNAVAILABLE else None
 
 
-def _note(error: KeyvaultError, request_id: str) -> None:
-    """What the caller is not told, for whoever is asked why."""
+def _log_internal(error: KeyvaultError, request_id: str) -> None:
+    """Log the detail that the response leaves out, for support."""
     if error.internal:
         _log.info("refused", extra={"request_id": request_id, "code": error.code, "internal": error.internal})
 
 
 def _faults(detail: Any, pointer: str) -> Iterator[Fault]:
-    """REST framework's nested details, flat, each with its JSON Pointer."""
+    """Flatten REST framework's nested details into faults, each with its JSON Pointer."""
     if isinstance(detail, Mapping):
         for name, inner in detail.items():
-            # A client's own name of a field may be a key, which no answer repeats, or hold half a surrogate pair, which
-            # none can be written with.
+            # A member name from the client may be a key, which no response repeats, or hold half a surrogate pair,
+            # which UTF-8 cannot encode.
             shown = redact(str(name).encode(errors="backslashreplace").decode())
             step = "" if name == "non_field_errors" else f"/{shown.replace('~', '~0').replace('/', '~1')}"
             yield from _faults(inner, pointer + step)
@@ -148,4 +148,4 @@ def _faults(detail: Any, pointer: str) -> Iterator[Fault]:
         for index, inner in enumerate(detail):
             yield from _faults(inner, pointer if isinstance(inner, str) else f"{pointer}/{index}")
     else:
-        yield Fault(pointer, redact(str(detail)))  # a choice that is none is quoted
+        yield Fault(pointer, redact(str(detail)))  # REST framework quotes an invalid choice

@@ -1,4 +1,4 @@
-"""Requests that create, over REST: the Idempotency-Key is asked for, and a retry gets the first one's answer."""
+"""Idempotent create requests over REST: a retry with the same Idempotency-Key gets the first response."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,10 +21,10 @@ def answer_once(
     now: datetime,
     prepare: Callable[[], Effect],
 ) -> Response:
-    """The effect's answer, or that of the request before which had this Idempotency-Key.
+    """Return the effect's response, or the stored response of an earlier request with this Idempotency-Key.
 
-    The same request has the same path and the same body, byte for byte; `prepare` validates the latter.
-    Raises what `read_idempotency_key`, `run_once`, `prepare` and the effect raise.
+    A retry has the same path and the same body, byte for byte. `prepare` validates the body.
+    Raises the errors of `read_idempotency_key`, `run_once`, `prepare` and the effect.
     """
     key = read_idempotency_key(request.headers.get(IDEMPOTENCY_KEY))
     outcome = run_once(
@@ -44,5 +44,5 @@ def answer_once(
 
 
 def _fingerprint(request: Request) -> bytes:
-    """The path says whose token is made and which key is collected: another one is another request."""
+    """Return path and body: the path names the customer or the issuance request, so it is part of the request."""
     return request._request.path_info.encode() + b"\n" + request._request.body

@@ -1,8 +1,8 @@
-"""The integration plane: one view for each environment, which judges first and then hands over to an endpoint's server.
+"""The integration plane: one view per environment judges a request, then calls the endpoint's server.
 
-The catalog says which endpoints there are; `Integration` is made with a server for each built-in one and fails to be
-made when either side has an orphan, so that no route exists without a rule and no rule without a route. Upstream
-endpoints have a rule here and no server: asking us for one is `endpoint_unknown`, as for anything that is not served.
+The catalog lists the endpoints. `require_whole` checks that every built-in endpoint has a server and every server an
+endpoint, so that no route lacks a rule and no rule a route. Upstream endpoints have a rule and no server here: a
+request for one is `endpoint_unknown`, like any path that is not served.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ from keyvault.wire.limits import limit_headers
 
 @dataclass(frozen=True)
 class Call:
-    """A request that was judged: who asks, for which customer, with which path variables."""
+    """A judged request: its key holder, customer and path variables."""
 
     request: Request
     endpoint: Endpoint
@@ -59,23 +59,23 @@ class Call:
 
     @cached_property
     def account(self) -> Account:
-        """Looked up once, and only by an endpoint that needs it."""
+        """The key holder's account, read once and only on demand."""
         return find_account(self.holder.merchant_id, self.holder.environment)
 
     def grant(self, permission: Permission) -> Grant:
-        """The grant to write with. Raises PermissionMissingError."""
+        """Return the grant for a write. Raises PermissionMissingError."""
         return authorize(self.holder, permission, self.account, now=self.now)
 
 
 @dataclass(frozen=True)
 class EndpointServer:
-    """What answers for one endpoint: `answers` at once, or `prepares` the effect of a request that creates.
+    """The implementation of one endpoint: `answers` responds, `prepares` returns the effect of a create request.
 
-    `serves_denied` says which denied requests, after proof, are answered all the same: whoever ends a leaked key may
-    say so twice.
+    `serves_denied` selects denied requests, with a proved key, that are served anyway: a holder may repeat the
+    revocation of a leaked key.
 
-    The rest is for the OpenAPI page: the status of success, the shapes of bodies, what path variables look like, and
-    the codes of refusals that are not the judgement's.
+    The other fields are for the OpenAPI page: the success status, the bodies' schemas, the path parameters, and the
+    error codes that do not come from the judgement.
     """
 
     answers: Callable[[Call], Response] | None = None
@@ -92,27 +92,30 @@ Servers = Mapping[str, EndpointServer]
 
 
 def require_whole(servers: Servers) -> None:
-    """Raises ImproperlyConfigured unless every built-in endpoint has a server of its own sort, and no other has one."""
+    """Check that the servers match the built-in endpoints.
+
+    Raises ImproperlyConfigured for a missing or an extra server, or one of the wrong kind.
+    """
     rules = {endpoint.name: endpoint for endpoint in BUILT_IN.endpoints}
     if orphans := rules.keys() ^ servers.keys():
-        raise ImproperlyConfigured(f"the catalog and the routes disagree about {', '.join(sorted(orphans))}")
+        raise ImproperlyConfigured(f"endpoints in the catalog or in the routes only: {', '.join(sorted(orphans))}")
     for name, server in servers.items():
         wanted = server.prepares if rules[name].idempotent_by_key else server.answers
         if wanted is None or None not in {server.prepares, server.answers}:
-            raise ImproperlyConfigured(f"{name} is served in another way than the catalog has it")
+            raise ImproperlyConfigured(f"{name}: its server does not match `idempotent_by_key` of the catalog")
 
 
 class IntegrationView(APIView):
-    """Everything under an environment's base URL."""
+    """All endpoints under an environment's base URL."""
 
     authentication_classes = ()
-    permission_classes = (AllowAny,)  # the judgement below is the permission
+    permission_classes = (AllowAny,)  # `http_method_not_allowed` judges the request
     environment: Environment = Environment.SANDBOX
     servers: Servers = {}
 
     @property
     def allowed_methods(self) -> list[str]:
-        """None of the view's own; a 405 lists those that the catalog has for the path."""
+        """Empty: a 405 lists the methods that the catalog has for the path."""
         return []
 
     @property
@@ -125,7 +128,7 @@ class IntegrationView(APIView):
     def http_method_not_allowed(  # type: ignore[override]  # Django's request
         self, request: Request, *args: Any, **kwargs: Any
     ) -> Response:
-        """Every method comes here, since the view has none of its own: the catalog knows which are allowed."""
+        """Handle every method: the view defines none, and the catalog has the allowed ones."""
         usage_log.start()
         now = datetime.now(UTC)
         endpoint = self._endpoint(request)
@@ -142,7 +145,7 @@ class IntegrationView(APIView):
             raise DeniedError(verdict, {**headers, **limits})
         holder = judgement.holder
         if server is None or holder is None or not isinstance(endpoint, Endpoint):
-            raise TypeError("only what is served is granted")
+            raise TypeError("a granted request needs a server and a key holder")
         self.headers = {**self.headers, **headers, **limits}
         variables = endpoint.variables(self._path(request))
         return _serve(server, Call(request, endpoint, holder, judgement.customer, variables, now))
@@ -151,7 +154,7 @@ class IntegrationView(APIView):
         return BUILT_IN.match(request.method or "", self._path(request))
 
     def _path(self, request: Request) -> str:
-        """Relative to the base URL, see `EnvironmentMiddleware`."""
+        """Return the path relative to the base URL, see `EnvironmentMiddleware`."""
         return str(request._request.path_info).removeprefix(f"/{self.environment}")
 
     def _judge(self, request: Request, endpoint: Endpoint | NoMatchingEndpoint, now: datetime) -> Judgement:
@@ -199,7 +202,7 @@ class IntegrationView(APIView):
 
 
 def _address(request: Request) -> str | None:
-    """The end client's, as far as the proxies before us are to be believed."""
+    """Return the client's address, read from X-Forwarded-For only through trusted proxies."""
     peer, forwarded = request.META.get("REMOTE_ADDR"), request.headers.get("X-Forwarded-For")
     return client_address(peer, forwarded, settings.TRUSTED_PROXIES)
 
@@ -216,24 +219,24 @@ def _serve(server: EndpointServer, call: Call) -> Response:
             now=call.now,
         )
     if server.answers is None:
-        raise TypeError("a server answers or prepares")
+        raise TypeError("a server needs `answers` or `prepares`")
     if call.endpoint.method == "POST":
         _refuse_body(call.request)
     return server.answers(call)
 
 
 def read_json(request: Request) -> dict[str, Any]:
-    """The body of a request that may have one; none is an empty object. Raises what the parser raises."""
+    """Parse an optional JSON body; a missing one is an empty object. Raises the parser's errors."""
     body = request._request.body
     if not body:
         return {}
-    # By hand, since REST framework takes a body of unknown length for none.
+    # REST framework treats a body of unknown length as empty.
     if parse_header_parameters(request.content_type or "")[0] != StrictJSONParser.media_type:
         raise UnsupportedMediaType(request.content_type or "")
     return StrictJSONParser().parse(BytesIO(body))
 
 
 def _refuse_body(request: Request) -> None:
-    """Nothing is asked in a body here: whoever sends one means something that would not be done."""
+    """Reject a body, since ignoring it would hide the client's mistake. Raises RequestInvalidError."""
     if request._request.body.strip() not in {b"", b"{}"}:
-        raise RequestInvalidError("The request does not fit.", [Fault("", "This endpoint takes no body.")])
+        raise RequestInvalidError("The request does not fit.", [Fault("", "This endpoint accepts no body. Send none.")])

@@ -1,4 +1,4 @@
-"""The shapes of the integration plane's bodies: what is read, and what is answered."""
+"""Request and response bodies of the integration plane."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ class OrderRequest(StrictSerializer):
         required=False,
         allow_null=True,
         max_length=128,
-        validators=[RegexValidator(CUSTOMER_ID, "Not what a customer id may be.")],
+        validators=[RegexValidator(CUSTOMER_ID, "Not a valid customer id.")],
     )
 
 
 class CustomerTokenRequest(StrictSerializer):
-    """The account may set a lower bound."""
+    """The account may set a lower maximum than this field's."""
 
     ttl_seconds = StrictInteger(required=False, min_value=1, max_value=LONGEST_SECONDS)
 
@@ -47,7 +47,7 @@ class ConfigurationBody(serializers.Serializer[Any]):
 
 
 class CustomerTokenBody(serializers.Serializer[Any]):
-    """`token` is null, and `secret_available` false, once a replay can no longer show it."""
+    """When a replay can no longer show the token, `token` is null and `secret_available` false."""
 
     token_id = serializers.CharField()
     token = serializers.CharField(allow_null=True)

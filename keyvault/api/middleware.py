@@ -1,4 +1,4 @@
-"""What every answer carries, whoever gives it, and which environment's base URL a request came to."""
+"""Middleware: headers and log line of every response, and routing by an environment's base URL."""
 
 import logging
 import secrets
@@ -19,19 +19,19 @@ from keyvault.wire.headers import REQUEST_ID, clean_client_request_id, mint_requ
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
 RAW_PATH = "keyvault.raw_path"
-"""In `request.META`, behind our own server: the path as it was sent, before its escapes were undone."""
+"""Key in `request.META`: the path as sent, before percent-decoding. Only our own server sets it."""
 
 FORWARDED_HOST = "keyvault.forwarded_host"
-"""In `request.META` of Envoy's question: the Host of the client's request."""
+"""Key in `request.META` of an Envoy request: the Host of the client's request."""
 
 ENVOY = "/v1/authorize/envoy/"
-"""Envoy asks with the client's own path behind this, and the client's own Host."""
+"""Path prefix of Envoy's requests; the client's own path follows. Their Host is the client's, too."""
 
 _log = logging.getLogger("keyvault.requests")
 
 
 class RequestMiddleware:
-    """Sets `request.request_id`. A client's own id is only noted in the log beside ours."""
+    """Set `request.request_id`, which the response carries. A client's own id is only logged beside it."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response
@@ -44,8 +44,8 @@ class RequestMiddleware:
         if not request.path_info.startswith("/static/"):
             response["Cache-Control"] = "no-store"
         if response.status_code >= 400 and not getattr(response, "is_logged", False):
-            # The path may hold what somebody mistook for a place to put a key. Redacted before it is cut, since
-            # half a key no longer has the shape of one.
+            # A client may put a key in the path. The path is redacted before it is cut, since the pattern does not
+            # match half a key.
             _log.info(
                 "refused",
                 extra={
@@ -60,16 +60,14 @@ class RequestMiddleware:
 
 
 class EnvironmentMiddleware:
-    """Leads a request for an environment's base URL to that environment's routes; the one place that does.
+    """Route a request for an environment's base URL to that environment's routes.
 
-    The routes are `/sandbox/…` and `/production/…` in `path_info`, whatever the base URLs are; `path` stays what
-    was asked for. A host of an environment's own serves the environments based there and the health checks,
-    nothing else; every other host serves what is based on the origin's. The rest is 404, so that no
-    environment answers on another's host, and none that this process does not serve. Ports are not looked at: one
-    process listens on one.
+    `path_info` becomes `/sandbox/…` or `/production/…`, independent of the base URLs; `path` stays as requested. A
+    host that only environments use serves those environments and the health checks. Every other host serves what
+    the origin's host serves. Everything else is 404, so that no environment answers on another's host or in a
+    process that does not serve it. Ports are ignored, since a process listens on one.
 
-    On the integration and the service plane a path is read in one way or not at all: with escapes, dot segments and
-    the like it names nothing. Envoy's path is the client's and left as it is.
+    On both planes an ambiguous path (escapes, dot segments) is 404. Envoy's path is the client's and is not changed.
     """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
@@ -84,15 +82,15 @@ class EnvironmentMiddleware:
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         if raw_path(request).startswith(ENVOY):
-            # Before anybody asks for the host: a gateway's is none that we answer to.
+            # Django would refuse the client's host, which is not in ALLOWED_HOSTS.
             request.META[FORWARDED_HOST] = request.META.get("HTTP_HOST", "")
             request.META["HTTP_HOST"] = self._origin_host
             return self.get_response(request)
         self._lead(request)
         response = self.get_response(request)
         if request.path_info.startswith("/admin/") and response.status_code != 400 and find_exposed(raw_url(request)):
-            # The way to the log-in, and its form, would repeat the address.
-            detail = "A whole key stands in the address, where logs keep it. Have it rotated."
+            # The redirect to the sign-in page and its form would repeat the URL.
+            detail = "The URL contains a whole key, and URLs are logged. Have the key rotated."
             return problem_response(ErrorCode.CREDENTIAL_IN_URL, detail, request)
         return response
 
@@ -108,7 +106,7 @@ class EnvironmentMiddleware:
         raw = raw_path(request)
         for base, environment in bases:
             if path.startswith(f"{base}/") or path == base:
-                # As it was sent: the catalog has no entry for what could be read in two ways.
+                # The path as sent: the catalog matches no ambiguous path.
                 request.path_info = f"/{environment}/{raw.removeprefix(base).removeprefix('/')}"
                 if environment not in self._served or not (raw == base or raw.startswith(f"{base}/")):
                     raise Http404
@@ -120,33 +118,33 @@ class EnvironmentMiddleware:
 
 
 INTEGRATION_ROUTES = tuple(f"/{environment}/" for environment in Environment)
-"""What `path_info` begins with on the integration plane."""
+"""Prefixes of `path_info` on the integration plane."""
 
 _HEALTH = frozenset({"/healthz", "/readyz"})
 
 
 def split_base_url(url: str) -> tuple[str, str]:
-    """Host and path: what tells base URLs apart."""
+    """Return the host and the path of a base URL, which identify it."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.path.rstrip("/")
 
 
 def request_id_of(request: object) -> str:
-    """The id of a Django or REST framework request."""
+    """Return the support id of a Django or REST framework request."""
     return str(getattr(request, "request_id", ""))
 
 
 def raw_path(request: HttpRequest) -> str:
-    """The path as it was sent; behind a server that does not tell it, with its escapes undone."""
+    """Return the path as sent; percent-decoded where the server does not provide the raw path."""
     return str(request.META.get(RAW_PATH, request.path))
 
 
 def raw_url(request: HttpRequest) -> str:
-    """Path and query as they were sent, for whoever looks for what must not stand there."""
+    """Return path and query as sent, for finding credentials in them."""
     return f"{raw_path(request)}?{request.META.get('QUERY_STRING', '')}"
 
 
 def problem_response(code: ErrorCode, detail: str, request: object, **more: Any) -> HttpResponse:
-    """A problem from outside REST framework: unknown paths, refused hosts, faults."""
+    """Return a problem response outside REST framework: for unknown paths, refused hosts and faults."""
     found = problem(code, detail, request_id_of(request), **more)
     return JsonResponse(dict(found.body), status=found.status, headers=dict(found.headers), content_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""The one representation there is, whatever the client says it accepts."""
+"""Content negotiation: every response is JSON, whatever the client accepts."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from rest_framework.negotiation import BaseContentNegotiation
 
 
 class AlwaysJSON(BaseContentNegotiation):
-    """RFC 9110 section 12.4.1 leaves the choice to disregard Accept; RFC 9457 expects problems to do so."""
+    """Disregard Accept, as RFC 9110 section 12.4.1 allows and RFC 9457 expects for problems."""
 
     def select_parser(self, request: Any, parsers: Any) -> Any:
-        """The JSON parser for JSON, none for anything else."""
+        """Return the JSON parser for a JSON body, None for any other media type."""
         media_type = (request.content_type or "").partition(";")[0].strip().lower()
         return next((parser for parser in parsers if parser.media_type == media_type), None)
 

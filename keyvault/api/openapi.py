@@ -1,8 +1,8 @@
-"""The OpenAPI page: what each operation asks and answers, taken from the catalog, the error table and the serializers.
+"""The OpenAPI page, generated from the catalog, the error table and the serializers.
 
-`documented` says of a view's method what the code does not say by itself: its codes give every status with its problem
-body and its headers. `finish` adds what holds for all operations alike. Operations without a view's method of their
-own are in `openapi_unrouted`, what our fields mean is in `openapi_fields`.
+`documented` describes a view's method; its codes determine every status, problem body and header. `finish` adds what
+all operations share. `openapi_unrouted` has the operations without a view method, `openapi_fields` the schemas of our
+own fields.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from keyvault.wire.idempotency import IDEMPOTENCY_KEY, REPLAYED
 from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
 
 Auth = Sequence[Sequence[str]]
-"""Security schemes: any one of these sets, all of it."""
+"""Alternative sets of security schemes: a request needs every scheme of one set."""
 
 Body = type[serializers.Serializer[Any]] | type[str] | type[dict[str, Any]] | None
 Documenter = Callable[[Any], Any]
@@ -41,7 +41,7 @@ SECURITY_SCHEMES = {
     "customerToken": {
         "type": "http",
         "scheme": "bearer",
-        "description": "A customer access token, beside the private key and never instead of it.",
+        "description": "A customer access token, in addition to the private key and never instead of it.",
     },
     "serviceToken": {
         "type": "http",
@@ -66,8 +66,8 @@ PUBLIC_CODES = (
     Code.DEPENDENCY_UNAVAILABLE,
     Code.INTERNAL_ERROR,
 )
-"""What any operation at all may answer: another host or method than ours is refused before anything is read, and so is
-whatever comes on top of what the server can take."""
+"""Codes that any operation may return: wrong hosts, wrong methods and requests above the server's capacity are refused
+before anything is read."""
 
 SERVICE_CODES = (
     *PUBLIC_CODES,
@@ -75,7 +75,7 @@ SERVICE_CODES = (
     Code.PERMISSION_MISSING,
     Code.NOT_FOUND,
 )
-"""What any operation of the service plane may answer."""
+"""Codes that any operation of the service plane may return."""
 
 _BODY_CODES = (Code.PAYLOAD_TOO_LARGE, Code.REQUEST_TIMEOUT, Code.MEDIA_TYPE_UNSUPPORTED)
 _IDEMPOTENCY_CODES = (Code.IDEMPOTENCY_KEY_MISSING, Code.IDEMPOTENCY_IN_PROGRESS, Code.IDEMPOTENCY_BODY_MISMATCH)
@@ -87,25 +87,25 @@ def _idempotency_key(required: bool) -> OpenApiParameter:
         {"type": "string", "pattern": '^(?!"+$)[!-~]([ -~]{0,253}[!-~])?$'},
         OpenApiParameter.HEADER,
         required=required,
-        description="1 to 255 printable ASCII characters; the same for every retry of one attempt, with the same body.",
+        description="1 to 255 printable ASCII characters; a retry sends the same key and the same body.",
     )
 
 
 NEEDED, MAY_BE_SENT = _idempotency_key(required=True), _idempotency_key(required=False)
-"""The Idempotency-Key of an operation."""
+"""The Idempotency-Key parameter: required, or optional."""
 
 PREFER_WAIT = OpenApiParameter(
     "Prefer",
     {"type": "string"},
     OpenApiParameter.HEADER,
-    description="`wait=5` (RFC 7240): wait up to so many seconds, at most 10, for the receipt to be complete.",
+    description="`wait=5` (RFC 7240): wait up to 5 seconds (maximum 10) for the receipt to be complete.",
 )
 
 _TEXT: Any = {"type": "string"}
 PROBLEM = {
     "type": "object",
-    "description": "RFC 9457. `check` is the number of what to go through before trying again; `errors` lists the "
-    "faults of a request; `request_id` is for support.",
+    "description": "RFC 9457. `check` is the number of the list of checks before a retry; `errors` lists the faults of "
+    "the request; `request_id` is the support id.",
     "properties": {
         "type": {"type": "string", "format": "uri"},
         "title": _TEXT,
@@ -130,22 +130,25 @@ PROBLEM = {
 
 _SECONDS = {"type": "integer", "minimum": 1}
 HEADERS: dict[str, dict[str, Any]] = {
-    "X-Request-Id": {"description": "Ours, of this request.", "schema": {"type": "string", "minLength": 1}},
-    "Cache-Control": {"description": "Nothing is kept.", "schema": {"type": "string", "const": "no-store"}},
+    "X-Request-Id": {
+        "description": "The server's id of this request, for support.",
+        "schema": {"type": "string", "minLength": 1},
+    },
+    "Cache-Control": {"description": "Responses are never cached.", "schema": {"type": "string", "const": "no-store"}},
     "WWW-Authenticate": {
-        "description": "What is asked for.",
+        "description": "The required authentication scheme.",
         "schema": {"type": "string", "pattern": "^(ApiKey|Bearer) realm="},
     },
-    "Allow": {"description": "The path's methods.", "schema": _TEXT},
-    "Retry-After": {"description": "Seconds to wait before the same request.", "schema": _SECONDS},
+    "Allow": {"description": "The methods of the path.", "schema": _TEXT},
+    "Retry-After": {"description": "Seconds to wait before a retry.", "schema": _SECONDS},
     "RateLimit-Policy": {"description": 'The limits, such as `"account";q=25;w=1`.', "schema": _TEXT},
-    "RateLimit": {"description": 'What is left of them, such as `"account";r=24;t=1`.', "schema": _TEXT},
+    "RateLimit": {"description": 'The remaining quota, such as `"account";r=24;t=1`.', "schema": _TEXT},
     REPLAYED: {
-        "description": "There when this is the answer of an earlier attempt.",
+        "description": "Present when this is the stored response of an earlier attempt.",
         "schema": {"type": "string", "const": "true"},
     },
     PREFERENCE_APPLIED: {
-        "description": "There when `Prefer` was: for how many seconds the server was ready to wait.",
+        "description": "Present with `Prefer`: the maximum wait that the server applied, in seconds.",
         "schema": {"type": "string", "pattern": "^wait=[0-9]+$"},
     },
 }
@@ -167,10 +170,10 @@ def documented(
     panel: Mapping[str, str] | None = None,
     travels_as: Callable[[int], int] = lambda status: status,
 ) -> Documenter:
-    """Decorates a view's method. `answers` are the bodies by status, or by status and media type where
-    that is not JSON; `codes` are those beside the plane's own.
+    """Document a view's method.
 
-    `travels_as` is what becomes of a problem's status on the way.
+    `answers` has the bodies by status, or by status and media type where it is not JSON. `codes` are added to the
+    plane's. `travels_as` maps a problem's status to the one sent.
     """
     every = [*plane, *codes, *(_BODY_CODES if takes is not None else ())]
     every += () if idempotency_key is None else _IDEMPOTENCY_CODES
@@ -181,7 +184,7 @@ def documented(
         tags=[tag],
         request=takes,
         responses={
-            **{status: OpenApiResponse(body, description="Done.") for status, body in answers.items()},
+            **{status: OpenApiResponse(body, description="Success.") for status, body in answers.items()},
             **_problems(every, travels_as),
         },
         auth=[{name: [] for name in schemes} for schemes in auth],  # type: ignore[misc]  # as the specification has it; spectacular passes it through
@@ -195,7 +198,7 @@ def in_path(name: str, pattern: str) -> OpenApiParameter:
 
 
 def _problems(codes: Iterable[Code], travels_as: Callable[[int], int]) -> dict[tuple[int, str], OpenApiResponse]:
-    """One response for each status, with the codes that it may carry and no others."""
+    """Return one response per status, with exactly the codes that it may carry."""
     by_status: dict[int, list[Code]] = defaultdict(list)
     for code in dict.fromkeys(codes):
         by_status[travels_as(PROBLEM_TYPES[code].status)].append(code)
@@ -214,20 +217,20 @@ def _problems(codes: Iterable[Code], travels_as: Callable[[int], int]) -> dict[t
     }
 
 
-# --- what holds for all operations alike ------------------------------------------------------------------
+# --- all operations -----------------------------------------------------------------------------------------
 
 
 def is_based_on_origin() -> bool:
-    """Whether both environments' base URLs are the origin and their name."""
+    """Whether each environment's base URL is the origin followed by the environment's name."""
     return all(settings.BASE_URLS[name] == f"{settings.ORIGIN}/{name}" for name in Environment)
 
 
 def finish(result: dict[str, Any], **_: Any) -> dict[str, Any]:
-    """drf-spectacular's postprocessing hook: the servers, the security schemes, the headers of every answer."""
+    """drf-spectacular's postprocessing hook: add servers, security schemes and response headers."""
     components = result["components"]
-    _forget_enum_names(result)
+    _remove_enum_ids(result)
     for schema in components["schemas"].values():
-        schema["additionalProperties"] = False  # nothing is taken, and nothing given, that is not listed
+        schema["additionalProperties"] = False  # bodies have listed properties only
     components["schemas"]["Problem"] = PROBLEM
     components["securitySchemes"] = SECURITY_SCHEMES
     components["headers"] = {name: {"required": True, **header} for name, header in HEADERS.items()}
@@ -243,12 +246,12 @@ def finish(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     return result
 
 
-def _forget_enum_names(node: Any) -> None:
-    """What drf-spectacular leaves for its own hook that names enums; two fields of one name would fight for it."""
+def _remove_enum_ids(node: Any) -> None:
+    """Remove the ids for drf-spectacular's enum-naming hook, which fails on two fields of one name."""
     if isinstance(node, dict):
         node.pop("x-spec-enum-id", None)
     for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _forget_enum_names(inner)
+        _remove_enum_ids(inner)
 
 
 def _add_headers(operation: dict[str, Any]) -> None:
@@ -276,6 +279,6 @@ _NEEDED = {
 }
 _POSSIBLE = {
     "401": ("Retry-After",),  # after too many failed proofs
-    "409": ("Retry-After",),  # while the first attempt is at work
+    "409": ("Retry-After",),  # while the first attempt runs
     "503": ("Retry-After",),
 }

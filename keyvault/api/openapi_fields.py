@@ -1,4 +1,4 @@
-"""What our own serializers and fields mean, for drf-spectacular: it finds these by themselves once they are loaded."""
+"""Schemas of our own serializers and fields for drf-spectacular, which registers them on import."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _NO_NUL = r"^[^\u0000]*$"
 
 
 class VerifyRequestExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]  # untyped package
-    """The endpoint by its name, or by its request line."""
+    """A request names its endpoint either by `endpoint` or by `method` and `path`."""
 
     target_class = "keyvault.api.serializers.VerifyRequestBody"
 
@@ -32,8 +32,8 @@ class StrictTextExtension(OpenApiSerializerFieldExtension):  # type: ignore[no-u
     target_class = "keyvault.api.serializers.StrictText"
 
     def map_serializer_field(self, auto_schema: Any, direction: Any) -> Any:
-        """Lengths, and the pattern of a validator, are added by drf-spectacular itself."""
-        # Beside a pattern, drf-spectacular would have a blank text twice, under a `oneOf` that it then fails.
+        """Return the pattern; drf-spectacular adds lengths and the patterns of validators."""
+        # With a pattern, drf-spectacular lists the blank text twice in a `oneOf`, which then never matches.
         if self.target.allow_blank or any(isinstance(each, RegexValidator) for each in self.target.validators):
             return {"type": "string"}
         pattern = _NO_NUL if self.target.pattern is None else f"^(?:{self.target.pattern})$"

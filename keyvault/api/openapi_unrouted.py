@@ -1,5 +1,7 @@
-"""Operations of the OpenAPI page that are no method of a view: one view serves all endpoints, and the verifier's engine
-answers verify, its batch and the gateways."""
+"""OpenAPI operations without a view method.
+
+One view serves all integration endpoints, and the verifier's engine serves verify, verify-batch and forward-auth.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -52,19 +54,19 @@ _UPSTREAM_CODES = (
     Code.CONTEXT_MISSING,
     Code.RATE_LIMITED,
 )
-"""Every verdict there is."""
+"""Codes of every verdict."""
 
 
 def add_unrouted(endpoints: list[Any]) -> list[Any]:
-    """drf-spectacular's preprocessing hook. Takes and gives paths, each with a method and what stands for its view."""
+    """drf-spectacular's preprocessing hook: add (path, path pattern, method, view) of each unrouted operation."""
     return [*endpoints, *_integration_plane(), *_verify(), *_forward_auth()]
 
 
 def _stand_in(path: str, method: str, document: Documenter) -> tuple[str, str, str, Any]:
-    """Something with a method of its own, which nothing routes."""
+    """Return an endpoint with a documented view that is never routed."""
 
     def answer(self: APIView) -> None:
-        raise NotImplementedError("it is documented, and another view answers")
+        raise NotImplementedError("documented only; another view serves it")
 
     view: type[APIView] = type("Documented", (APIView,), {method.lower(): document(answer)})
     return path, path, method, view.as_view()
@@ -84,11 +86,11 @@ def _servers() -> Mapping[str, EndpointServer]:
         if isinstance(pattern, URLPattern) and getattr(pattern.callback, "cls", None) is IntegrationView:
             servers: Mapping[str, EndpointServer] = pattern.callback.initkwargs["servers"]  # type: ignore[attr-defined]  # REST framework's
             return servers
-    raise LookupError("the integration plane has no route")
+    raise LookupError("no URL pattern serves the integration plane")
 
 
 def _template(endpoint: Endpoint) -> str:
-    """Where both environments are based on the origin, they differ in one segment; else each is a server."""
+    """Return the OpenAPI path; environments based on the origin are a path parameter, others are servers."""
     prefix = "/{environment}" if is_based_on_origin() else ""
     return f"{prefix}{endpoint.path}".replace("<", "{").replace(">", "}")
 
@@ -103,7 +105,7 @@ def _document(endpoint: Endpoint, server: EndpointServer) -> Documenter:
         answers={server.status: server.gives},
         takes=server.takes,
         plane=(*PUBLIC_CODES, Code.NOT_FOUND),
-        # A body where none is asked for is looked at all the same, to be refused.
+        # An endpoint without a body reads one nevertheless, to refuse it.
         codes=[
             *_verdict_codes(endpoint),
             *server.codes,
@@ -117,7 +119,7 @@ def _document(endpoint: Endpoint, server: EndpointServer) -> Documenter:
 
 
 def _verdict_codes(endpoint: Endpoint) -> Iterator[Code]:
-    """Every code that the judgement of a request for this endpoint may end with."""
+    """Yield every code that a verdict for this endpoint may have."""
     yield from _KEY_CODES
     if endpoint.bearer is Bearer.NONE:
         yield Code.BEARER_NOT_SUPPORTED
@@ -146,18 +148,21 @@ def _environment_parameter() -> list[OpenApiParameter]:
 
 def _cors(endpoint: Endpoint, status: int) -> Iterator[OpenApiParameter]:
     if KeyKind.PUBLIC in endpoint.credentials:
-        text = "The origin that asked, where the key's account lists it."
-        yield _told("Access-Control-Allow-Origin", text, [status], is_always=False)
-        yield _told("Vary", "Holds Origin.", [status])
+        text = "The request's origin, when the key's account lists it."
+        yield _response_header("Access-Control-Allow-Origin", text, [status], is_always=False)
+        yield _response_header("Vary", "Contains Origin.", [status])
 
 
 # --- the verifier -----------------------------------------------------------------------------------------
 
 
 def _verify() -> Iterator[Any]:
-    one = documented("keys_verify", summary="Judges one key.", takes=VerifyRequestBody, answers={200: DecisionBody})
+    one = documented("keys_verify", summary="Verify a key.", takes=VerifyRequestBody, answers={200: DecisionBody})
     several = documented(
-        "keys_verify_batch", summary="Judges up to 100.", takes=VerifyBatchRequestBody, answers={200: DecisionsBody}
+        "keys_verify_batch",
+        summary="Verify up to 100 keys.",
+        takes=VerifyBatchRequestBody,
+        answers={200: DecisionsBody},
     )
     yield _stand_in("/v1/keys/verify", "POST", one)
     yield _stand_in("/v1/keys/verify-batch", "POST", several)
@@ -175,34 +180,38 @@ _CLIENTS_OWN: Auth = [
 
 def _forward_auth() -> Iterator[Any]:
     for dialect, names in NAMES.items():
-        asked = [
+        parameters = [
             _header(names.method, "The method of the client's request.", pattern="^[^,]+$"),
-            _header(names.uri, "Its path and query, as they were sent.", pattern="^/"),
-            _header(names.host, "Its Host.", is_needed=False, pattern="^[^,]*$"),
-            _header(names.address, "Where it came from; the right-most entry counts.", is_needed=False),
+            _header(names.uri, "The path and query of the client's request, as sent.", pattern="^/"),
+            _header(names.host, "The Host of the client's request.", is_needed=False, pattern="^[^,]*$"),
+            _header(names.address, "The client's address; the right-most entry counts.", is_needed=False),
         ]
-        yield _stand_in(f"/v1/authorize/{dialect}", "GET", _gateway(dialect, asked))
+        yield _stand_in(f"/v1/authorize/{dialect}", "GET", _gateway(dialect, parameters))
     path = OpenApiParameter(
-        "path", str, OpenApiParameter.PATH, description="The client's own, of up to 8 KiB with its query."
+        "path", str, OpenApiParameter.PATH, description="The client's path, at most 8 KiB with its query."
     )
     yield _stand_in("/v1/authorize/envoy/{path}", "GET", _gateway(Dialect.ENVOY, [path]))
 
 
-def _gateway(dialect: Dialect, asked: Iterable[OpenApiParameter]) -> Documenter:
+def _gateway(dialect: Dialect, parameters: Iterable[OpenApiParameter]) -> Documenter:
     is_nginx = dialect is Dialect.NGINX
-    told = [_told(name, "For the upstream; empty where it does not apply.", [200]) for name in _IDENTITY]
+    headers = [_response_header(name, "For the upstream; empty where it does not apply.", [200]) for name in _IDENTITY]
     if is_nginx:
-        told += [_told(name, "What is behind the status.", [401, 403]) for name in (AUTH_STATUS, AUTH_CODE)]
-        told.append(_told("Retry-After", "Behind a limit or an outage: seconds to wait.", [403], is_always=False))
+        headers += [
+            _response_header(name, "What is behind the status.", [401, 403]) for name in (AUTH_STATUS, AUTH_CODE)
+        ]
+        headers.append(
+            _response_header("Retry-After", "Behind a limit or an outage: seconds to wait.", [403], is_always=False)
+        )
     return documented(
         f"authorize_{dialect}",
-        summary=f"Whether {dialect.title()} lets its client's request in.",
-        description="Any method is answered alike. Allowed is 200 and nothing else.",
+        summary=f"Authorize a client's request to {dialect.title()}.",
+        description="The response does not depend on the method. Only 200 allows the request.",
         answers={200: None},
         plane=SERVICE_CODES,
         codes=_UPSTREAM_CODES,
         auth=_CLIENTS_OWN,
-        parameters=[*asked, *told],
+        parameters=[*parameters, *headers],
         tag="forward-auth",
         travels_as=nginx_status if is_nginx else int,
     )
@@ -216,5 +225,5 @@ def _header(name: str, text: str, *, is_needed: bool = True, pattern: str = "") 
     return OpenApiParameter(name, schema, OpenApiParameter.HEADER, required=is_needed, description=text)
 
 
-def _told(name: str, text: str, statuses: list[int], *, is_always: bool = True) -> OpenApiParameter:
+def _response_header(name: str, text: str, statuses: list[int], *, is_always: bool = True) -> OpenApiParameter:
     return OpenApiParameter(name, str, OpenApiParameter.HEADER, required=is_always, description=text, response=statuses)

@@ -1,4 +1,4 @@
-"""The JSON of every body: see `keyvault.wire.json_bodies`."""
+"""The JSON parser of every body, see `keyvault.wire.json_bodies`."""
 
 from collections.abc import Mapping
 from typing import IO, Any
@@ -10,7 +10,7 @@ from keyvault.wire.json_bodies import read_object
 
 
 class StrictJSONParser(BaseParser):
-    """Raises ParseError, which becomes `request_invalid`, on anything that two readers could read differently."""
+    """Parse unambiguous JSON only. Raises ParseError (`request_invalid`) where two parsers could differ."""
 
     media_type = "application/json"
 
@@ -20,7 +20,7 @@ class StrictJSONParser(BaseParser):
         media_type: str | None = None,
         parser_context: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        # Through the request and not the stream: the former enforces the limit on a body's size.
+        # Read from the request, which enforces the maximum body size; the stream does not.
         body = parser_context["request"]._request.body if parser_context else stream.read()
         try:
             return read_object(body)

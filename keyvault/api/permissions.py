@@ -1,4 +1,4 @@
-"""REST framework's permission classes. By themselves: its settings load them before its views exist."""
+"""REST framework permission classes, in their own module because its settings import them before its views."""
 
 from rest_framework.permissions import BasePermission
 
@@ -6,14 +6,14 @@ from keyvault.access.principals import Service
 
 
 class DeniedByDefault(BasePermission):
-    """A view that says nothing about its callers has none."""
+    """Deny every request to a view that declares no permission."""
 
     def has_permission(self, request: object, view: object) -> bool:
         return False
 
 
 class HasServiceToken(BasePermission):
-    """The authentication proved a service token."""
+    """Allow requests that a service token authenticates."""
 
     def has_permission(self, request: object, view: object) -> bool:
         return isinstance(getattr(request, "user", None), Service)

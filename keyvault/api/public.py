@@ -1,4 +1,4 @@
-"""What anybody may ask for: it is only read, and says nothing of anybody's."""
+"""Base class of public views: read-only, without data about any merchant or operator."""
 
 from rest_framework.permissions import AllowAny
 from rest_framework.request import Request

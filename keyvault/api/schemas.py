@@ -1,4 +1,4 @@
-"""What the service plane answers, as shapes for the OpenAPI page; a test holds a live server to them."""
+"""Response bodies of the service plane for the OpenAPI page; a test checks a live server against them."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class HealthBody(serializers.Serializer[Any]):
 
 
 class ReadinessBody(serializers.Serializer[Any]):
-    """`checks` names each thing that a verdict needs: `ok` or `failing`."""
+    """`checks` maps each dependency of a verdict to `ok` or `failing`."""
 
     status = serializers.ChoiceField(choices=["ready", "not_ready"])
     checks = serializers.DictField(child=serializers.ChoiceField(choices=["ok", "failing"]))
@@ -60,8 +60,11 @@ class CredentialsBody(serializers.Serializer[Any]):
 
 
 class VerifierBody(serializers.Serializer[Any]):
-    """`expired`: it was silent for longer than its staleness bound, answers from memory no longer, and is not waited
-    for. Times are by the database's clock."""
+    """A verifier's progress; times are by the database's clock.
+
+    `expired`: it has not reported within its maximum staleness. It no longer answers from memory, and receipts do not
+    wait for it.
+    """
 
     verifier_id = serializers.CharField()
     door = serializers.CharField()
@@ -71,7 +74,7 @@ class VerifierBody(serializers.Serializer[Any]):
 
 
 class ReceiptBody(serializers.Serializer[Any]):
-    """Who has applied a change. `complete`: no verifier is waited for."""
+    """Which verifiers have applied a change. `complete`: none is pending."""
 
     sequence = serializers.IntegerField()
     complete = serializers.BooleanField()
@@ -80,7 +83,7 @@ class ReceiptBody(serializers.Serializer[Any]):
 
 
 class RevokedBody(serializers.Serializer[Any]):
-    """`receipt` is there when the request said how long it would wait for one."""
+    """`receipt` is present when the request has `Prefer: wait`."""
 
     key_id = serializers.CharField()
     state = OneOf(KeyState)
@@ -90,7 +93,7 @@ class RevokedBody(serializers.Serializer[Any]):
 
 @extend_schema_field({"$ref": "#/components/schemas/Problem"})
 class ProblemField(serializers.DictField):
-    """The body of a refusal, see `api.openapi`."""
+    """A problem document, see `api.openapi.PROBLEM`."""
 
 
 class LimitBody(serializers.Serializer[Any]):
@@ -105,7 +108,10 @@ class CheckBody(serializers.Serializer[Any]):
 
 
 class DecisionBody(serializers.Serializer[Any]):
-    """The answer to give to the client. What names the key is there only after proof, `trace` only in a dry run."""
+    """The response to send to the client.
+
+    Fields that identify the key are present only when its possession is proved, `trace` only in a dry run.
+    """
 
     allowed = serializers.BooleanField()
     status = serializers.IntegerField()
@@ -129,7 +135,7 @@ class DecisionsBody(serializers.Serializer[Any]):
 
 
 class IssuanceRequestBody(serializers.Serializer[Any]):
-    request_id = serializers.CharField()
+    issuance_request_id = serializers.CharField()
     state = OneOf(IssuanceState)
     merchant_id = serializers.CharField()
     environment = OneOf(Environment)
@@ -153,10 +159,12 @@ class SealedBody(serializers.Serializer[Any]):
 
 
 class CollectedBody(serializers.Serializer[Any]):
-    """The key once: itself, or sealed to the recipient's public key. Once a replay can no longer show it, `key` is
-    null and `secret_available` false."""
+    """The key, once: in plain text, or sealed to the recipient's public key.
 
-    request_id = serializers.CharField()
+    When a replay can no longer show it, `key` is null and `secret_available` false.
+    """
+
+    issuance_request_id = serializers.CharField()
     credential_id = serializers.CharField()
     key_id = serializers.CharField()
     key = serializers.CharField(required=False, allow_null=True)

@@ -1,4 +1,4 @@
-"""Request and response shapes; unknown fields are refused, so that a misspelt one is never silently ignored."""
+"""Request bodies and queries. Unknown fields are refused, so that a misspelled one is never silently ignored."""
 
 import ipaddress
 import re
@@ -29,7 +29,7 @@ class StrictSerializer(serializers.Serializer[Any]):
 
 
 class RawText(serializers.Field[Any, Any, Any, Any]):
-    """Text exactly as it came, of whatever characters: what is wrong with it is for the verdict to say."""
+    """Unvalidated text, as sent: the verdict reports what is wrong with it."""
 
     def to_internal_value(self, data: Any) -> str:
         if not isinstance(data, str):
@@ -37,19 +37,19 @@ class RawText(serializers.Field[Any, Any, Any, Any]):
         return data
 
     def to_representation(self, value: Any) -> Any:
-        raise NotImplementedError("raw text is never sent back")
+        raise NotImplementedError("raw text is never part of a response")
 
 
 class OneOf(serializers.ChoiceField):
-    """A word of ours; whoever sends another is told which there are."""
+    """One value of an enum; the error of any other value lists the accepted ones."""
 
-    def __init__(self, words: Iterable[StrEnum], **options: Any) -> None:
-        choices = [word.value for word in words]
+    def __init__(self, members: Iterable[StrEnum], **options: Any) -> None:
+        choices = [member.value for member in members]
         refusal = f'"{{input}}" is none of {", ".join(choices)}.'
         super().__init__(choices, error_messages={"invalid_choice": refusal}, **options)
 
     def to_internal_value(self, data: Any) -> str:
-        """As `hotpath.requests` words it: what was sent may be a key, or half a surrogate pair."""
+        """Report a wrong value as `hotpath.messages.requests` does: redacted, since it may be a key."""
         if not isinstance(data, str):
             raise serializers.ValidationError("Not a string.")
         if data not in self.choices:
@@ -58,7 +58,7 @@ class OneOf(serializers.ChoiceField):
 
 
 class StrictInteger(serializers.IntegerField):
-    """A JSON integer: neither a string of digits, nor a boolean, nor 1.0."""
+    """A JSON integer; strings of digits, booleans and 1.0 are refused."""
 
     def to_internal_value(self, data: Any) -> int:
         if not isinstance(data, int) or isinstance(data, bool):
@@ -74,9 +74,9 @@ class StrictBoolean(serializers.BooleanField):
 
 
 class StrictText(serializers.CharField):
-    """A JSON string, as it came: neither a number nor trimmed, and without the one character that no database keeps.
+    """A JSON string, not trimmed, without NUL, which PostgreSQL cannot store; numbers are refused.
 
-    `pattern` is what the whole of it looks like.
+    `pattern` is a regular expression for the whole string.
     """
 
     def __init__(self, *, pattern: str | None = None, **options: Any) -> None:
@@ -94,7 +94,7 @@ class StrictText(serializers.CharField):
 
 
 class ClientAddress(StrictText):
-    """An IPv4 or IPv6 address, in its canonical form; an IPv4-mapped one as IPv4."""
+    """An IPv4 or IPv6 address in canonical form; an IPv4-mapped address becomes IPv4."""
 
     def to_internal_value(self, data: Any) -> str:
         text = super().to_internal_value(data)
@@ -139,21 +139,21 @@ class RevokeRequest(StrictSerializer):
 
 
 class QuerySerializer(StrictSerializer):
-    """Query parameters, each of them once."""
+    """Query parameters; a repeated one is refused."""
 
     def to_internal_value(self, data: QueryDict) -> Any:
         repeated = sorted(name for name, values in data.lists() if len(values) > 1)
         if repeated:
-            raise serializers.ValidationError({name: ["Given more than once."] for name in repeated})
+            raise serializers.ValidationError({name: ["The parameter is repeated. Send it once."] for name in repeated})
         return super().to_internal_value(data.dict())
 
 
 class QueryInteger(serializers.IntegerField):
-    """Digits, and nothing else that Python would read as a number."""
+    """Up to 9 ASCII digits; other forms that Python parses as a number are refused."""
 
     def to_internal_value(self, data: Any) -> int:
         if re.fullmatch("[0-9]{1,9}", data) is None:
-            raise serializers.ValidationError("Not a whole number.")
+            raise serializers.ValidationError("Not a whole number of at most 9 digits.")
         return super().to_internal_value(data)
 
 
@@ -166,7 +166,7 @@ class CredentialQuery(QuerySerializer):
 
 
 class CredentialRequest(StrictSerializer):
-    """`label` and what a delivery needs are the service's to judge."""
+    """The service validates `label` and the requirements of `delivery`."""
 
     merchant = StrictText(max_length=64)
     environment = OneOf(Environment)
@@ -178,7 +178,7 @@ class CredentialRequest(StrictSerializer):
 
 
 class CollectRequest(StrictSerializer):
-    """Nothing: what is collected is in the address."""
+    """An empty object: the path names the issuance request."""
 
 
 def credential_as_json(credential: Credential) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What keyvault itself serves of the integration plane: one server for each endpoint; rotation adds its own."""
+"""Servers of the integration endpoints in this package; rotation adds its own."""
 
 from datetime import datetime
 from typing import Any
@@ -32,17 +32,17 @@ from keyvault.services.verification.judging import Judgement
 
 
 def _read(form: type[StrictSerializer], call: Call) -> dict[str, Any]:
-    """The body as the form has it. Raises ValidationError with a pointer to each fault."""
+    """Validate the body with the form. Raises ValidationError with a pointer to each fault."""
     read = form(data=read_json(call.request))
     read.is_valid(raise_exception=True)
     return dict(read.validated_data)
 
 
 def _create_order(call: Call) -> Effect:
-    asked = _read(OrderRequest, call)
+    fields = _read(OrderRequest, call)
 
     def effect() -> StoredResponse:
-        order = create_order(call.grant(Permission.ORDERS_CREATE), call.account, **asked)
+        order = create_order(call.grant(Permission.ORDERS_CREATE), call.account, **fields)
         return StoredResponse(201, order_as_json(order))
 
     return effect
@@ -63,7 +63,7 @@ def order_as_json(order: Order) -> dict[str, Any]:
 
 
 def _as_text(at: datetime) -> str:
-    """ISO 8601 in UTC, as every other time of the API: the stored answer of a request is text."""
+    """Format a time as ISO 8601 in UTC, like every time of the API: the stored response is text."""
     return at.isoformat().replace("+00:00", "Z")
 
 
@@ -79,7 +79,7 @@ def _read_configuration(call: Call) -> Response:
 
 
 def _create_customer_token(call: Call) -> Effect:
-    asked = _read(CustomerTokenRequest, call)
+    fields = _read(CustomerTokenRequest, call)
 
     def effect() -> StoredResponse:
         key = get_key(call.holder.key_id)
@@ -87,7 +87,7 @@ def _create_customer_token(call: Call) -> Effect:
             raise NotFoundError
         grant = call.grant(Permission.CUSTOMER_TOKENS_WRITE)
         customer_id = call.variables["customer_id"]
-        token, text = issue_customer_token(grant, call.account, key, customer_id=customer_id, **asked)
+        token, text = issue_customer_token(grant, call.account, key, customer_id=customer_id, **fields)
         body: dict[str, JsonValue] = {
             "token_id": token.token_id,
             "token": None,
@@ -119,9 +119,8 @@ def _revoke_self(call: Call) -> Response:
     return Response({"key_id": key.key_id, "state": key.state, "sequence": sequence}, status=202)
 
 
-def _may_still_end(judgement: Judgement) -> bool:
-    """Whether a refused key is one that its holder may end, or has ended: a private one that could be good again,
-    or was revoked already."""
+def _may_still_revoke(judgement: Judgement) -> bool:
+    """Whether the holder of a refused private key may still revoke it, or repeat its revocation."""
     verdict, record = judgement.verdict, judgement.record
     if not isinstance(verdict, Denial) or record is None or judgement.holder is None:
         return False
@@ -151,10 +150,10 @@ SERVERS: Servers = {
     "customers.me": EndpointServer(answers=_show_customer, gives=CustomerBody),
     "credentials.revoke_self": EndpointServer(
         answers=_revoke_self,
-        serves_denied=_may_still_end,
+        serves_denied=_may_still_revoke,
         status=202,
         gives=OwnEndBody,
         codes=[ErrorCode.RATE_LIMITED],
     ),
 }
-"""What keyvault serves, by the endpoint's name."""
+"""Servers by the endpoint's name."""

@@ -25,6 +25,6 @@ urlpatterns = [
     path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
-    path("v1/issuance-requests/<request_id:request_id>", IssuanceRequestView.as_view()),
-    path("v1/issuance-requests/<request_id:request_id>/collect", CollectionView.as_view()),
+    path("v1/issuance-requests/<issuance_request_id:issuance_request_id>", IssuanceRequestView.as_view()),
+    path("v1/issuance-requests/<issuance_request_id:issuance_request_id>/collect", CollectionView.as_view()),
 ]

@@ -1,8 +1,8 @@
-"""Where secret material that must be readable again is kept: the contract of every secret backend.
+"""The interface of a secret backend, which stores secret material that must be readable again.
 
-A backend keeps numbered versions of a secret at a path inside a mount. It is I/O to another machine, so no
-call happens inside a database transaction, and every write may be repeated after an ambiguous answer: read
-back, and decide by the `labels` who won.
+A backend stores numbered versions of a secret at a path inside a mount. Calls are I/O to another machine and must not
+happen inside a database transaction. After an ambiguous reply to a write, the caller reads back and compares the
+`labels` to find out whose write succeeded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from keyvault.domain.plaintext import Plaintext
 
 
 class Mount(StrEnum):
-    """Separate stores with nothing shared: one for each environment's keys, one for the peppers.
+    """Separate stores that share nothing: one for each environment's keys, one for the peppers.
 
-    `audit` is the local keystore's alone: the keys that sign the audit log. In a Vault they never leave Transit.
+    `audit` has the keys that sign the audit log and exists in the local keystore only. In a Vault they are in Transit.
     """
 
     SANDBOX = "sandbox"
@@ -34,7 +34,7 @@ class VersionState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredSecret:
-    """One readable version. `labels` say whose it is (key id, credential id, …); never secret themselves."""
+    """One readable version. `labels` identify its owner (key id, credential id, …) and are not secret."""
 
     version: int
     secret: Plaintext
@@ -43,7 +43,7 @@ class StoredSecret:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """What may be known of a version without reading it."""
+    """A version's number and state, without its secret."""
 
     version: int
     state: VersionState
@@ -51,14 +51,14 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`ready` to read and write; `detail` says in plain words why not."""
+    """`ready`: the backend can read and write; `detail` is a description for people."""
 
     ready: bool
     detail: str
 
 
 class BackendError(KeyvaultError):
-    """What every fault of a backend is. `status`: the HTTP status of its answer, where it gave one."""
+    """Base class of backend errors. `status`: the HTTP status of the reply, if there was one."""
 
     def __init__(self, detail: str, *, internal: str = "", status: int | None = None, **more: int) -> None:
         super().__init__(detail, internal=internal, **more)
@@ -66,29 +66,29 @@ class BackendError(KeyvaultError):
 
 
 class BackendUnavailableError(BackendError, DependencyUnavailableError):
-    """No answer, or none that says what happened: try again, after reading back if it was a write."""
+    """No reply, or an ambiguous one. Retry; after a write, read back first."""
 
 
 class BackendDeniedError(BackendError):
-    """The backend refuses us: a policy or a login is wrong, and trying again will not help."""
+    """The backend denies access: a policy or a login is wrong. Retrying does not help."""
 
     code = ErrorCode.DEPENDENCY_UNAVAILABLE
 
 
 class BackendConflictError(BackendError):
-    """Check-and-set failed: somebody else wrote. Read, and adopt or stop; never overwrite."""
+    """Check-and-set failed: another writer was first. Read its version and adopt it or stop; never overwrite it."""
 
     code = ErrorCode.STATE_CONFLICT
 
 
 class BackendMissingError(BackendError):
-    """Nothing readable there: never written, soft-deleted, or destroyed."""
+    """No readable version: never written, soft-deleted or destroyed."""
 
     code = ErrorCode.NOT_FOUND
 
 
 class BackendInvalidError(BackendError):
-    """What is stored cannot be trusted (moved, altered, made with another master key), or cannot be understood."""
+    """The stored data is malformed, was moved or altered, or belongs to another master key."""
 
 
 class SecretBackend(Protocol):
@@ -103,31 +103,31 @@ class SecretBackend(Protocol):
         *,
         expected_version: int,
     ) -> int:
-        """Writes the version after `expected_version` (0: there is none yet) and returns its number.
+        """Write the version after `expected_version` (0: none exists) and return its number.
 
-        Raises BackendConflictError, having written nothing, when another version is the newest.
+        Raises BackendConflictError, without writing, when another version is the newest.
         """
 
     def read(self, mount: Mount, path: str, version: int | None = None) -> StoredSecret:
-        """The named version, or the newest. Raises BackendMissingError, BackendInvalidError."""
+        """Read a version, or the newest. Raises BackendMissingError, BackendInvalidError."""
 
     def soft_delete(self, mount: Mount, path: str, version: int) -> None:
-        """Makes a version unreadable; it can be brought back. Repeatable; a missing version is no error."""
+        """Make a version unreadable until it is undeleted. Repeatable; a missing version is no error."""
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
-        """Brings a soft-deleted version back. Raises BackendMissingError when it is destroyed or never was."""
+        """Restore a soft-deleted version. Raises BackendMissingError when it is destroyed or never existed."""
 
     def destroy(self, mount: Mount, path: str, version: int) -> None:
-        """Erases a version's material for ever. Repeatable; a missing version is no error."""
+        """Erase a version's material permanently. Repeatable; a missing version is no error."""
 
     def versions(self, mount: Mount, path: str) -> Sequence[StoredVersion]:
-        """Every version of a path, oldest first; empty where nothing was ever written."""
+        """Return every version of a path, oldest first; empty when none was ever written."""
 
     def forget(self, mount: Mount, path: str) -> None:
-        """Erases every version of a path for ever, and that there ever was one. Repeatable."""
+        """Erase every version of a path and its metadata permanently. Repeatable."""
 
     def list_paths(self, mount: Mount) -> Iterator[str]:
-        """Every path of a mount under which there is or was a version, in no order; others may write meanwhile."""
+        """Yield every path of a mount that has or had a version, unordered. Concurrent writes are allowed."""
 
     def health(self) -> Health:
-        """Never raises."""
+        """Return the backend's health. Never raises."""

@@ -1,8 +1,8 @@
 """The embedded secret backend: an AES-256-GCM keystore in one SQLite file, for one host.
 
 Each record is sealed under the master key with its mount, path and version as associated data (NIST SP
-800-38D), so that a record copied to another place does not open there. Nonces are 96 random bits, drawn for
-every record; versions are written once.
+800-38D), so that a record copied to another path cannot be decrypted. Each record has a nonce of 96 random bits;
+versions are written once.
 """
 
 import base64
@@ -38,7 +38,7 @@ _NONCE_BYTES: Final = 12
 _CHECK: Final = b"keyvault/keystore-check/v1"
 _BUSY_SECONDS: Final = 20
 _ALTERED: Final = (InvalidTag, ValueError, TypeError)
-"""What a nonce or a ciphertext leads to that is not as it was written, a wrong length or type included."""
+"""Errors of an altered nonce or ciphertext, including a wrong length or type."""
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS master_key_check (
@@ -60,7 +60,7 @@ CREATE TABLE IF NOT EXISTS records (
 
 
 def parse_master_key(text: str) -> bytes:
-    """32 bytes from base64, either alphabet. Raises ImproperlyConfigured without repeating the text."""
+    """Decode 32 bytes from base64, either alphabet. Raises ImproperlyConfigured, which does not contain the text."""
     try:
         key = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
     except (ValueError, binascii.Error):
@@ -71,19 +71,19 @@ def parse_master_key(text: str) -> bytes:
 
 
 class LocalKeystore:
-    """`SecretBackend` on this machine's disk; safe among threads and processes.
+    """A `SecretBackend` on this machine's disk; safe for threads and processes.
 
-    Opening raises ImproperlyConfigured when the master key is missing or not the one that sealed the data.
+    Raises ImproperlyConfigured when the master key is missing or is not the one that sealed the data.
     """
 
     def __init__(self, folder: Path, master_key_text: str = "") -> None:
         self._file = folder / "keystore.sqlite3"
-        # Never made by connecting: a keystore that vanished is an outage, not an empty one.
+        # Connecting never creates the file: a keystore that disappeared is an outage, not an empty keystore.
         self._uri = f"{self._file.absolute().as_uri()}?mode=rw"
-        # Before SQLite makes it with the process's own umask.
+        # SQLite would create it with the process's umask.
         ensure_private_file(self._file)
         with self._connection() as connection:
-            if not _in_turn(lambda: _use_write_ahead_log(connection)):
+            if not _retry_while_busy(lambda: _use_write_ahead_log(connection)):
                 raise BackendUnavailableError("The local keystore is busy. Try again.", internal=f"{self._file}: busy")
             connection.executescript(_SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
@@ -105,11 +105,11 @@ class LocalKeystore:
         version = expected_version + 1
         body = json.dumps({"secret": secret.reveal(), "labels": dict(labels)}).encode()
         nonce = os.urandom(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, body, _place(mount, path, version))
+        sealed = self._cipher.encrypt(nonce, body, _associated_data(mount, path, version))
         with self._transaction() as connection:
             if _newest_version(connection, mount, path) != expected_version:
                 raise BackendConflictError(
-                    "The secret was written by somebody else meanwhile.",
+                    "Another writer changed the secret meanwhile.",
                     internal=f"check-and-set failed at {mount}/{path}, expected version {expected_version}",
                 )
             connection.execute(
@@ -128,11 +128,11 @@ class LocalKeystore:
         if row is None:
             raise BackendMissingError("No readable secret is stored there.", internal=f"{mount}/{path}@{chosen}")
         try:
-            body = json.loads(self._cipher.decrypt(row[0], row[1], _place(mount, path, chosen)))
+            body = json.loads(self._cipher.decrypt(row[0], row[1], _associated_data(mount, path, chosen)))
         except _ALTERED:
             raise BackendInvalidError(
-                "A stored secret does not belong where it stands, or was altered.",
-                internal=f"{mount}/{path}@{chosen} does not open under the master key",
+                "A stored secret was altered, or is at the wrong path.",
+                internal=f"{mount}/{path}@{chosen} cannot be decrypted with the master key",
             ) from None
         return StoredSecret(chosen, Plaintext(body["secret"]), body["labels"])
 
@@ -152,11 +152,11 @@ class LocalKeystore:
                 (mount, path, version),
             )
         with self._connection() as connection:
-            # The write-ahead log still holds the page as it was, until no reader needs it.
-            is_erased = _in_turn(lambda: _empty_write_ahead_log(connection))
+            # The write-ahead log has the old page until no reader needs it.
+            is_erased = _retry_while_busy(lambda: _empty_write_ahead_log(connection))
         if not is_erased:
             raise BackendUnavailableError(
-                "The local keystore is too busy to erase the secret for certain. Try again.",
+                "The local keystore is busy, so the secret may not be erased yet. Try again.",
                 internal=f"{mount}/{path}@{version}: readers hold the write-ahead log of {self._file}",
             )
 
@@ -187,13 +187,13 @@ class LocalKeystore:
             return Health(False, error.internal)
         return Health(True, "the local keystore answers")
 
-    # --- inside -------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------
 
     def _check_master_key(self, check: tuple[bytes, bytes] | None) -> None:
         if check is None:
             nonce = os.urandom(_NONCE_BYTES)
             with self._transaction() as connection:
-                # Another first run may have come before: then that one's check is the one to pass.
+                # A concurrent first run may have inserted its check first: that one decides.
                 connection.execute(
                     "INSERT OR IGNORE INTO master_key_check (only, nonce, sealed) VALUES (1, ?, ?)",
                     (nonce, self._cipher.encrypt(nonce, _CHECK, _CHECK)),
@@ -216,11 +216,11 @@ class LocalKeystore:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one call: none outlives a fork, none is shared among threads."""
+        """Open a connection for one call: none is shared with a forked process or another thread."""
         try:
             connection = sqlite3.connect(self._uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
             try:
-                # Overwrites destroyed material with zeros instead of merely freeing its page.
+                # Overwrite destroyed material with zeros instead of only freeing its page.
                 connection.execute("PRAGMA secure_delete=ON")
                 connection.execute("PRAGMA synchronous=FULL")
                 yield connection
@@ -228,7 +228,7 @@ class LocalKeystore:
                 connection.close()
         except sqlite3.Error as error:
             raise BackendUnavailableError(
-                "The local keystore does not answer.", internal=f"{self._file}: {error}"
+                "The local keystore is unavailable.", internal=f"{self._file}: {error}"
             ) from error
 
     @contextmanager
@@ -244,7 +244,7 @@ class LocalKeystore:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> bool:
-    """False when others are in the way: two first runs may meet."""
+    """Switch to the write-ahead log; False when the database is busy, such as in concurrent first runs."""
     try:
         connection.execute("PRAGMA journal_mode=WAL")
     except sqlite3.OperationalError as error:
@@ -255,12 +255,12 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> bool:
 
 
 def _empty_write_ahead_log(connection: sqlite3.Connection) -> bool:
-    """False when others are in the way: a reader of what it holds, or somebody else at the same."""
+    """Empty the write-ahead log; False when a reader or another checkpoint blocks it."""
     return not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
 
-def _in_turn(attempt: Callable[[], bool]) -> bool:
-    """Tries until it succeeds, or is late: for the two things that SQLite itself does not always wait for."""
+def _retry_while_busy(attempt: Callable[[], bool]) -> bool:
+    """Retry for _BUSY_SECONDS an operation for which SQLite's busy timeout does not always apply."""
     until = time.monotonic() + _BUSY_SECONDS
     while not attempt():
         if time.monotonic() >= until:
@@ -276,6 +276,6 @@ def _newest_version(connection: sqlite3.Connection, mount: Mount, path: str) -> 
     return int(row[0])
 
 
-def _place(mount: Mount, path: str, version: int) -> bytes:
-    """The associated data: unambiguous, since neither mount nor number holds a zero byte."""
+def _associated_data(mount: Mount, path: str, version: int) -> bytes:
+    """Return the associated data, unambiguous because neither mount nor number contains a zero byte."""
     return b"\0".join((b"keyvault/keystore/v1", mount.encode(), path.encode(), str(version).encode()))

@@ -1,6 +1,6 @@
-"""What there is to watch about verdicts, secrets, peppers and the signed log, as Prometheus meters; no ids.
+"""Prometheus metrics about verdicts, the secret backend, peppers and audit checkpoints, without ids.
 
-Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR, where whoever starts them sets it.
+Processes of one host add up through files in PROMETHEUS_MULTIPROC_DIR when the environment sets it.
 """
 
 import time
@@ -11,11 +11,13 @@ from prometheus_client import Counter, Gauge
 _calls = Counter("keyvault_vault_calls", "Calls to the secrets manager.", ["login", "outcome"])
 _lease_ends = Gauge(
     "keyvault_vault_lease_ends_timestamp_seconds",
-    "When the token of a login ends, unless it is renewed; 0: it does not.",
+    "Expiry of a login's token unless it is renewed; 0: it does not expire.",
     ["login"],
     multiprocess_mode="livemin",
 )
-_sealed = Gauge("keyvault_vault_sealed", "1 while the secrets manager is sealed or away.", multiprocess_mode="livemax")
+_sealed = Gauge(
+    "keyvault_vault_sealed", "1 while the secrets manager is sealed or unavailable.", multiprocess_mode="livemax"
+)
 _pepper = Gauge(
     "keyvault_pepper_version",
     "The pepper version that new digests are made with.",
@@ -30,18 +32,18 @@ _checkpoint = Gauge(
     multiprocess_mode="livemax",
 )
 
-_from_memory = Counter("keyvault_verdicts_from_memory", "Keys allowed, and ended ones refused again, from memory.")
+_from_memory = Counter("keyvault_verdicts_from_memory", "Verdicts from memory: allowed keys and repeated refusals.")
 _denials = Counter("keyvault_denials", "Denied requests for an endpoint, by the code of the answer.", ["code"])
 _feed_age = Gauge(
     "keyvault_change_feed_age_seconds",
-    "How long ago the process confirmed the change feed; above KEYVAULT_MAX_STALENESS it reads the database.",
+    "Seconds since the process confirmed the change feed; above KEYVAULT_MAX_STALENESS it reads the database.",
     multiprocess_mode="livemax",
 )
-_known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of verifiers.", multiprocess_mode="livesum")
+_known_keys = Gauge("keyvault_remembered_keys", "Keys in the memory of the verifiers.", multiprocess_mode="livesum")
 
 
 def note_verifier(from_memory: int, known_keys: int, feed_age_seconds: float) -> None:
-    """`from_memory` since the last time."""
+    """Record a verifier's state; `from_memory` counts the verdicts from memory since the last call."""
     _from_memory.inc(from_memory)
     _known_keys.set(known_keys)
     _feed_age.set(feed_age_seconds)
@@ -52,7 +54,7 @@ def note_denial(code: str) -> None:
 
 
 def note_call(login: str, outcome: str) -> None:
-    """`outcome`: ok, unavailable, denied, conflict, missing, invalid, or not_asked while the breaker is open."""
+    """Count a call. `outcome`: ok, unavailable, denied, conflict, missing, invalid; not_asked: the breaker is open."""
     _calls.labels(login, outcome).inc()
 
 

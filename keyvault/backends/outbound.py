@@ -1,12 +1,11 @@
-"""One POST to somebody else's server: nowhere but to the address that was judged, and never for long.
+"""One POST to an external server: only to a checked address, and within a time limit.
 
-The name is resolved once, every address that it has must be one that we may connect to, and one of these very
-addresses is then connected to, so that a name which says something else a moment later (DNS rebinding) gains nothing.
-The certificate is checked for the name all the same. No redirect is followed, no proxy of the environment is asked,
-and the answer's body is thrown away.
+The name is resolved once and every address must be allowed. The connection goes to one of these addresses, so that
+DNS rebinding has no effect; the certificate is still verified for the name. Redirects are not followed, proxies of the
+environment are ignored, and the reply's body is discarded.
 
-`http.client` writes the request and reads the reply, over a connection that this module opens and bounds. urllib3
-limits the time of each read but not of the whole exchange: a server that sends a byte now and then would hold a worker.
+`http.client` writes the request and reads the reply over a connection that this module opens and limits. urllib3 limits
+the time of each read but not of the whole exchange: a server that sends single bytes slowly would block a worker.
 """
 
 import io
@@ -28,19 +27,19 @@ from keyvault.wire.destinations import Destination, may_connect
 CONNECT_SECONDS = 2.0
 OVERALL_SECONDS = 10.0
 MOST_BYTES = 65_536
-"""Of an answer, its headers included: what is longer is cut off there."""
+"""Maximum size of a reply with its headers, in bytes; the rest is not read."""
 _DRAIN_SECONDS = 1.0
-"""For the rest of an answer whose status is known: a server that is not cut off in mid-sentence logs no error."""
+"""Maximum time to read the body after the status, in seconds, so that the server logs no broken connection."""
 
 _USER_AGENT = "Keyvault-Webhooks/1"
 
 Address = tuple[Any, ...]
 Resolve = Callable[[str, int], Sequence[Address]]
-"""The socket addresses of a host and port, as `socket.getaddrinfo` has them in its last column."""
+"""Resolves a host and port to socket addresses, as `socket.getaddrinfo` returns them in its last column."""
 
 
 class OutboundError(DependencyUnavailableError):
-    """No answer, or none that could be read; `detail` says why."""
+    """No reply, or an unreadable one; `detail` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +49,21 @@ class Reply:
 
 
 class Deadline:
-    """How long the whole of it may still take."""
+    """The end of a time limit."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self, at_most: float = OVERALL_SECONDS) -> float:
-        """Seconds, more than none. Raises TimeoutError afterwards."""
+        """Return the remaining seconds, more than 0. Raises TimeoutError when none remain."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it took too long")
+            raise TimeoutError("the time limit has passed")
         return min(left, at_most)
 
 
 def resolve_name(host: str, port: int) -> Sequence[Address]:
-    """By the host's own resolver."""
+    """Resolve a name with the host's resolver."""
     return [found[4] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
@@ -78,21 +77,21 @@ def post(
     trust: ssl.SSLContext | None = None,
     within_seconds: float = OVERALL_SECONDS,
 ) -> Reply:
-    """Sends it once. Raises OutboundError: it may have arrived all the same.
+    """Send one POST. Raises OutboundError; the request may have arrived nevertheless.
 
-    `own_networks`: those beside the public ones that may be connected to, over plain http too. `trust`: whose
-    certificates count, by default those of the host.
+    `own_networks`: allowed networks besides the public addresses, also over plain http. `trust`: the trusted CAs, by
+    default those of the host.
     """
     deadline = Deadline(within_seconds)
     try:
-        addresses = _judged(destination, own_networks, _resolved(destination, resolve, deadline))
-        with _connected(addresses, deadline) as plain:
+        addresses = _require_allowed(destination, own_networks, _resolve_in_time(destination, resolve, deadline))
+        with _connect(addresses, deadline) as plain:
             if destination.scheme == "http":
-                return _asked(plain, destination, headers, body, deadline)
+                return _exchange(plain, destination, headers, body, deadline)
             plain.settimeout(deadline.left())
             context = trust or _system_trust()
             with context.wrap_socket(plain, server_hostname=destination.host) as secured:
-                return _asked(secured, destination, headers, body, deadline)
+                return _exchange(secured, destination, headers, body, deadline)
     except (OSError, HTTPException) as error:
         raise OutboundError(_reason(error), internal=f"{destination.host}: {error!r}"[:300]) from error
 
@@ -102,18 +101,18 @@ def _system_trust() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _resolved(destination: Destination, resolve: Resolve, deadline: Deadline) -> Sequence[Address]:
-    """In a thread of its own: a resolver has time limits of its own, and they are long."""
+def _resolve_in_time(destination: Destination, resolve: Resolve, deadline: Deadline) -> Sequence[Address]:
+    """Resolve in a separate thread, since the resolver's own timeouts are long."""
     found: list[Sequence[Address]] = []
     faults: list[OSError] = []
 
-    def look_up() -> None:
+    def resolve_host() -> None:
         try:
             found.append(resolve(destination.host, destination.port))
         except (OSError, UnicodeError) as error:
             faults.append(OSError(f"the name cannot be resolved: {error}"))
 
-    thread = threading.Thread(target=look_up, name="webhook-resolver", daemon=True)
+    thread = threading.Thread(target=resolve_host, name="webhook-resolver", daemon=True)
     thread.start()
     thread.join(deadline.left(CONNECT_SECONDS))
     if faults:
@@ -123,28 +122,28 @@ def _resolved(destination: Destination, resolve: Resolve, deadline: Deadline) ->
     return found[0]
 
 
-def _judged(
+def _require_allowed(
     destination: Destination, own_networks: Sequence[IPNetwork], addresses: Sequence[Address]
 ) -> Sequence[Address]:
-    """All of them, or none: a name that also stands for an address of ours is not to be trusted at all."""
+    """Return the addresses if all are allowed: a name that also has an internal address is not trusted."""
     for address in addresses:
         if not may_connect(address[0], own_networks):
-            raise OutboundError("The name stands for an address that is not public.", internal=f"{address[0]}")
+            raise OutboundError("The name resolves to an address that is not public.", internal=f"{address[0]}")
         if destination.scheme == "http" and not is_within(address[0], own_networks):
-            raise OutboundError("Plain http is for the networks in KEYVAULT_WEBHOOK_NETWORKS only.")
+            raise OutboundError("Plain http is allowed only to the networks in KEYVAULT_WEBHOOK_NETWORKS.")
     return addresses
 
 
-def _connected(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
-    """To the first that answers; the time for connecting is shared among all of them."""
+def _connect(addresses: Sequence[Address], deadline: Deadline) -> socket.socket:
+    """Connect to the first address that accepts; all addresses share the connection timeout."""
     connecting = Deadline(deadline.left(CONNECT_SECONDS))
-    fault: OSError = OSError("there is no address")
+    fault: OSError = OSError("the name has no address")
     for address in addresses:
         connection = socket.socket(socket.AF_INET6 if len(address) == 4 else socket.AF_INET)
         try:
             connection.settimeout(connecting.left())
             connection.connect(address)
-            # Headers and body are two writes: the second must not wait for an acknowledgement of the first.
+            # Headers and body are two writes: Nagle's algorithm would delay the second one.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             connection.close()
@@ -154,20 +153,20 @@ def _connected(addresses: Sequence[Address], deadline: Deadline) -> socket.socke
     raise fault
 
 
-def _asked(
+def _exchange(
     connection: socket.socket, destination: Destination, headers: Mapping[str, str], body: bytes, deadline: Deadline
 ) -> Reply:
     bounded = _Bounded(connection, deadline)
     client = HTTPConnection(destination.host, destination.port)
     client.sock = cast(socket.socket, bounded)
-    told = {
+    request_headers = {
         "Host": destination.authority,
         "User-Agent": _USER_AGENT,
         "Content-Type": "application/json",
         "Connection": "close",
         **headers,
     }
-    client.request("POST", destination.target, body, told)
+    client.request("POST", destination.target, body, request_headers)
     response = HTTPResponse(client.sock, method="POST")
     response.begin()
     reply = Reply(response.status, response.headers.get("Retry-After"))
@@ -180,7 +179,7 @@ def _asked(
 
 
 class _Bounded(io.RawIOBase):
-    """A connection as `http.client` uses it: each act within what is left of the time and of the answer's bytes."""
+    """A connection for `http.client` that limits the total time and the reply's bytes."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self.deadline = deadline
@@ -208,15 +207,15 @@ class _Bounded(io.RawIOBase):
 
 
 def _reason(error: OSError | HTTPException) -> str:
-    """In plain words, without what the other side wrote."""
+    """Describe an error without text from the server."""
     if isinstance(error, TimeoutError):
-        return "It took too long."
+        return "The request timed out."
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"The certificate is not good: {error.verify_message}"
+        return f"The certificate is not valid: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
-        return "No TLS connection could be made."
+        return "The TLS handshake failed."
     if isinstance(error, HTTPException):
-        return "The answer was no HTTP."
+        return "The response is not valid HTTP."
     if isinstance(error, ConnectionRefusedError):
-        return "Nobody listens there."
+        return "The connection was refused."
     return f"The connection failed: {error}"[:200]

@@ -1,4 +1,4 @@
-"""Private folders and first-run secrets of the data folder: only their owner reads them."""
+"""Private folders and first-run secrets of the data folder, readable by their owner only."""
 
 import base64
 import os
@@ -10,18 +10,18 @@ from django.core.exceptions import ImproperlyConfigured
 
 
 def ensure_private_directory(path: Path) -> Path:
-    """The folder, made with mode 0700 when absent. An existing one keeps its mode."""
+    """Return the folder, created with mode 0700 when absent. An existing folder keeps its mode."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path.resolve()
 
 
 def ensure_private_file(path: Path) -> None:
-    """Makes an empty file with mode 0600 when there is none, whatever the process's umask."""
+    """Create an empty file with mode 0600 when absent, independent of the process's umask."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 
 def read_or_make_secret(path: Path) -> str:
-    """86 random characters, made at the first run; of two first runs at once both get the same.
+    """Return 86 random characters, created on the first run; concurrent first runs get the same text.
 
     Raises ImproperlyConfigured when others than the owner may read the file.
     """
@@ -31,7 +31,7 @@ def read_or_make_secret(path: Path) -> str:
 
 
 def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
-    """32 random bytes in base64, made at the first run only: never for data that another key sealed.
+    """Return 32 random bytes in base64, created only if `may_make`: never for data that another key sealed.
 
     Raises ImproperlyConfigured when others than the owner may read the file, or it is missing.
     """
@@ -41,8 +41,7 @@ def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
 
 
 def write_private_file(path: Path, text: str) -> None:
-    """A whole file in the place of whatever was there, or nothing; readable by its owner only, and kept through a
-    power cut."""
+    """Replace a file atomically and durably; only its owner can read it."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -57,7 +56,7 @@ def write_private_file(path: Path, text: str) -> None:
 
 
 def remove_private_file(path: Path) -> None:
-    """Gone, after a power cut too."""
+    """Delete a file durably."""
     path.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
@@ -75,7 +74,7 @@ def _read_private(path: Path) -> str:
 
 
 def _make_once(path: Path, text: str) -> None:
-    """Writes a whole file or none: linked into place when complete, never over an existing one."""
+    """Create a file atomically and durably; an existing one stays."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -92,7 +91,7 @@ def _make_once(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a new name in the folder last through a power cut: data sealed by a lost key would be lost too."""
+    """Flush the folder's entries to disk: losing a key in a power failure would lose the data that it sealed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

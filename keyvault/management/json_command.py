@@ -1,14 +1,16 @@
-"""How every command answers: one JSON object with `--json`, text otherwise; exit 0, 1 refused, 2 usage.
+"""Base class of the commands: one JSON object with `--json`, text otherwise; exit 0, 1 refused, 2 usage.
 
-A command line proves no identity: what it does in an operator's name is recorded with the host's user.
+A command line proves no identity: an act in an operator's name is recorded with the host's user.
 """
 
 import getpass
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from io import StringIO
 from typing import Any
 
+from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import OperationalError, ProgrammingError
 
@@ -22,20 +24,20 @@ from keyvault.services.recording.authorization import authorize
 
 
 class JsonCommand(BaseCommand):
-    """A subclass says its arguments in `add_options`, does its work in `answer`, and may word it in `words`."""
+    """A subclass defines `answer`, and optionally `add_options` and `format_text`."""
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
         self.add_options(parser)
 
     def add_options(self, parser: CommandParser) -> None:
-        """Adds the command's own arguments."""
+        """Add the command's own arguments."""
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Does the work and returns what is to be told. Raises KeyvaultError to refuse (exit 1)."""
+        """Run the command and return its result. Raises KeyvaultError to refuse (exit 1)."""
         raise NotImplementedError
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return "\n".join(f"{name}: {_plain(value)}" for name, value in answer.items())
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -46,16 +48,16 @@ class JsonCommand(BaseCommand):
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
             raise CommandError(redact(f"{error.code}: {error.detail}{faults}")) from error
         except KeyvaultError as error:
-            # Whoever has a shell here may know the inside of it too.
-            inside = f" ({error.internal})" if error.internal else ""
-            raise CommandError(redact(f"{error.code}: {error.detail}{inside}")) from error
+            # A user with a shell on the host may read internal details.
+            internal = f" ({error.internal})" if error.internal else ""
+            raise CommandError(redact(f"{error.code}: {error.detail}{internal}")) from error
         except (OperationalError, ProgrammingError) as error:
-            raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
-        self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.words(answer))
+            raise CommandError(f"the database is unavailable or not set up (run manage.py setup): {error}") from error
+        self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.format_text(answer))
 
-    def warn_of_secrecy(self) -> None:
-        """On standard error: it is kept nowhere."""
-        self.stderr.write("Made without --reveal: nobody can read this token, now or later.")
+    def warn_unrevealed(self) -> None:
+        """Warn on standard error that the new token was not printed and is stored nowhere."""
+        self.stderr.write("Created without --reveal: this token can never be read.")
 
     def operator(self, username: str) -> Operator:
         return find_operator(username, host_user=getpass.getuser())
@@ -68,6 +70,14 @@ class JsonCommand(BaseCommand):
         requester_person: str | None = None,
     ) -> Any:
         return authorize(operator, permission, account, now=self.now, requester_person=requester_person)
+
+
+def call(command: str, *arguments: str) -> dict[str, Any]:
+    """Run another command with the same options and return the object of its `--json`. Raises its CommandError."""
+    out = StringIO()
+    call_command(command, *arguments, "--json", stdout=out)
+    answer: dict[str, Any] = json.loads(out.getvalue())
+    return answer
 
 
 def _plain(value: Any) -> str:

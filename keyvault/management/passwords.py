@@ -1,4 +1,4 @@
-"""How a command reads a password: from the terminal, or one line of standard input when that is none."""
+"""Read a password from the terminal, or from one line of standard input when that is not a terminal."""
 
 import getpass
 import sys

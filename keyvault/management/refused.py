@@ -1,6 +1,6 @@
-"""Django's own commands that would go round the services: refused on a command line, each with what to run instead.
+"""Refusal of Django's commands that would bypass the services; the message names the command to run instead.
 
-Only the command line: `call_command` still runs Django's, since its test framework flushes the test database that way.
+Only the command line refuses them: `call_command` still works, since Django's test framework flushes with it.
 """
 
 import sys
@@ -10,6 +10,6 @@ USAGE = 2
 
 
 def refuse(argv: list[str], instead: str) -> NoReturn:
-    """One line on standard error, and exit 2."""
-    sys.stderr.write(f"{argv[1]} is refused: it would write past the audit log. {instead}\n")
+    """Write one line to standard error and exit with status 2."""
+    sys.stderr.write(f"{argv[1]} is refused: it would bypass the audit log. {instead}\n")
     sys.exit(USAGE)

@@ -1,4 +1,4 @@
-"""The embedded service as programs: an HTTP server, a Celery worker, and the beat that wakes it.
+"""The embedded service as three programs: an HTTP server, a Celery worker and Celery beat.
 
 with stopping_on_signals(), supervise(port) as service:
     wait_until_ready(service, port)
@@ -40,22 +40,22 @@ HEADER_READ_MILLISECONDS = 30_000
 
 
 class ServiceError(Exception):
-    """The service cannot be started, or did not become ready; the text says why and what to do."""
+    """The service cannot start or did not become ready; the text gives the reason and the remedy."""
 
 
-def refuse_taken_port(port: int) -> None:
-    """Raises ServiceError when somebody listens there, before anything is started.
+def require_free_port(port: int) -> None:
+    """Check, before anything starts, that nothing listens on the port. Raises ServiceError.
 
     Granian listens with SO_REUSEPORT: two servers on one port would both start, and share its requests.
     """
     free = find_free_port()
-    taken = f"Port {port} on {ADDRESS} is taken. Stop what listens there, or choose another one: make run PORT={free}"
+    taken = f"Port {port} on {ADDRESS} is in use. Stop the program that uses it, or run: make run PORT={free}"
     with socket.socket() as probe:
         probe.settimeout(2)
         if probe.connect_ex((ADDRESS, port)) == 0:
             raise ServiceError(taken)
     with socket.socket() as probe:
-        # Not SO_REUSEPORT. SO_REUSEADDR passes over connections that are still closing, never over a listener.
+        # Not SO_REUSEPORT. SO_REUSEADDR ignores connections that are still closing, never a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ADDRESS, port))
@@ -77,58 +77,58 @@ def local_url(port: int) -> str:
 
 
 def origin_for(port: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Where the service is reached: the host's choice, else the port that it listens on."""
+    """Return the service's public URL: KEYVAULT_ORIGIN, or else the local URL of the port."""
     return environ.get("KEYVAULT_ORIGIN") or local_url(port)
 
 
 @contextmanager
-def alone_in_data_folder() -> Iterator[None]:
-    """One supervisor for each data folder. Raises ServiceError while another one is at work there."""
+def lock_data_folder() -> Iterator[None]:
+    """Allow one supervisor per data folder. Raises ServiceError while another one runs there."""
     with (settings.DATA_DIR / "run.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ServiceError(
-                f"Another Keyvault runs on the data in {settings.DATA_DIR}. Stop it, or choose another folder."
+                f"Another Keyvault uses the data folder {settings.DATA_DIR}. Stop it, or set another KEYVAULT_DATA_DIR."
             ) from None
         yield
 
 
 def supervise(port: int, environ: Mapping[str, str] = os.environ) -> Supervisor:
-    """All three programs on this machine's data folder, not yet started."""
-    told = {
+    """Return a supervisor of all three programs on this machine's data folder, not yet started."""
+    environment = {
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
         **environ,
         "KEYVAULT_ORIGIN": origin_for(port, environ),
         "PROMETHEUS_MULTIPROC_DIR": str(_empty_folder(settings.DATA_DIR / "metrics")),
     }
-    return Supervisor(_programs(port), told, CHECKOUT, settings.DATA_DIR / "logs")
+    return Supervisor(_programs(port), environment, CHECKOUT, settings.DATA_DIR / "logs")
 
 
 def _empty_folder(path: Path) -> Path:
-    """Of the counters of an earlier run, which were those of processes that have ended."""
+    """Delete the counters of an earlier run: its processes have ended."""
     for file in ensure_private_directory(path).glob("*.db"):
         file.unlink()
     return path
 
 
 def wait_until_ready(service: Supervisor, port: int) -> None:
-    """Raises ServiceError, with the end of the server's log, when the server ends or stays unready."""
+    """Wait until the server is ready. Raises ServiceError, with the end of its log, when it exits or stays unready."""
     deadline = time.monotonic() + READY_SECONDS
     seen = "it does not answer"
     while service.is_running(SERVER) and time.monotonic() < deadline:
-        answer = _ask_readyz(port)
+        answer = _get_readyz(port)
         if answer is not None:
             status, seen = answer
             if status == http.HTTPStatus.OK:
                 return
         service.wait(0.1)
     if not service.is_running(SERVER):
-        seen = "it has ended"
+        seen = "it has exited"
     raise ServiceError(f"The server did not become ready: {seen}.\n{service.log_tail(SERVER)}")
 
 
-def _ask_readyz(port: int) -> tuple[int, str] | None:
+def _get_readyz(port: int) -> tuple[int, str] | None:
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=5)
     try:
         connection.request("GET", "/readyz")
@@ -145,7 +145,7 @@ def _ask_readyz(port: int) -> tuple[int, str] | None:
 def _programs(port: int) -> tuple[Program, ...]:
     celery = (
         sys.executable,
-        # It runs as whoever started it, in a container often root; the keystore is that user's alone either way.
+        # It runs as the user who started it, in a container often root; only that user can read the keystore.
         *("-W", "ignore:You're running the worker with superuser privileges"),
         *("-m", "celery", "--quiet", "-A", "keyvault.project"),
     )
@@ -160,11 +160,11 @@ def _programs(port: int) -> tuple[Program, ...]:
                 *("--http1-header-read-timeout", str(HEADER_READ_MILLISECONDS)),
                 # One process: limits and usage counts of the embedded service live in its memory.
                 *("--workers", "1"),
-                # A worker that is told to end while it still loads does not hear it.
+                # A worker ignores a stop signal that arrives while it still loads.
                 *("--workers-kill-timeout", "5"),
                 *("--no-access-log", "--log-level", "warning"),
             ),
-            # It has a worker process, which only hears of an end from it.
+            # Granian's main process stops its own worker process.
             orphan_signal=signal.SIGTERM,
         ),
         Program(

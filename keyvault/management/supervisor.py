@@ -1,8 +1,7 @@
-"""Programs that live and die together: started, started again when they die, stopped in order.
+"""A process supervisor: starts programs, restarts those that exit, and stops them in order.
 
-None of them outlives the process that supervises them, whatever ends it. A program leads a process group of
-its own: the terminal's Ctrl-C reaches the supervisor alone, and whatever a dead program left behind is found
-by the group and killed.
+No program outlives the supervising process, however it ends. Each program leads its own process group: the
+terminal's Ctrl-C reaches the supervisor only, and processes that an exited program left behind are killed by group.
 """
 
 import os
@@ -23,19 +22,19 @@ from keyvault.backends.private_files import ensure_private_directory
 from keyvault.domain.redaction import redact
 
 STOP_SECONDS = 15.0
-"""All programs together; what has not ended by then is killed."""
+"""Maximum time for all programs to stop, in seconds; the remaining ones are then killed."""
 
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 5.0
 STEADY_SECONDS = 30.0
-"""A program that lived this long is not in a loop of crashes: its next pause is the first again."""
+"""Minimum uptime, in seconds, after which the restart pause is FIRST_PAUSE_SECONDS again."""
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DEATH_SIGNAL_SCRIPT = str(Path(__file__).with_name("parent_death_signal.py"))
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAUNCHER = str(Path(__file__).with_name("parent_death_signal.py"))
 
 
 class StopRequestedError(BaseException):
-    """The host wants us to end: no error, and nothing that a handler of errors should swallow."""
+    """A stop signal arrived. A BaseException, so that no handler of errors swallows it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -44,12 +43,12 @@ class StopRequestedError(BaseException):
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise StopRequestedError in the main thread; one that was ignored stays so."""
+    """Raise StopRequestedError in the main thread on SIGINT, SIGTERM and SIGHUP; an ignored SIGHUP stays ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequestedError(number)
 
-    before = {number: signal.getsignal(number) for number in _STOPPING}
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN or number != signal.SIGHUP:
             signal.signal(number, stop)
@@ -61,9 +60,9 @@ def stopping_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C does not interrupt the end that the first one asked for."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
+def _ignore_stop_signals() -> Iterator[None]:
+    """Ignore further stop signals, so that a second Ctrl-C does not interrupt the shutdown."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
@@ -73,9 +72,10 @@ def _undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`orphan_signal` is what it gets when the supervisor dies: one that has children of its own ends them first.
+    """A command to supervise.
 
-    `descriptors` of ours are open in it, under the same numbers.
+    `orphan_signal` is sent when the supervisor dies; a program with children of its own needs SIGTERM to stop them.
+    The program inherits `descriptors` under the same numbers.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Program:
 
 @dataclass(slots=True)
 class _Child:
-    """A program and the process that runs it, if one does."""
+    """A program and its current process, if any."""
 
     program: Program
     log: Path
@@ -97,46 +97,46 @@ class _Child:
     next_pause: float = FIRST_PAUSE_SECONDS
 
     def has_ended(self) -> bool:
-        """Without reaping it: as long as it is not, its process group cannot become somebody else's."""
+        """Whether the process has exited. It is not reaped, so the kernel cannot reuse its process group id."""
         return bool(select.select([self.descriptor], [], [], 0)[0])
 
     def reap(self) -> int:
-        """Kills what is left of its group. The exit status, negative for a signal."""
+        """Kill the rest of the process group and return the exit status, negative for a signal."""
         assert self.process is not None  # noqa: S101  asked for one that was started
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
+        exit_status = self.process.wait()
         os.close(self.descriptor)
         self.process, self.descriptor = None, -1
-        return status
+        return exit_status
 
 
 def _require_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("programs are started by the main thread: they die with the thread that starts them")
+        raise RuntimeError("only the main thread may start programs, since they end with the thread that starts them")
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """Starts the programs on entering, and on leaving stops them, the last one first.
+    """A context manager that starts the programs on entry and stops them on exit, the last one first.
 
-    Their output goes to `<logs>/<name>.log`, readable by its owner only. `tend` starts again what has died;
-    whoever supervises calls it often, always in the main thread: the kernel counts the end of the thread that
-    started a program as the death of its parent.
+    Their output goes to `<logs>/<name>.log`, readable by its owner only. The supervising process calls
+    `restart_ended` often, always in the main thread: the kernel treats the end of the thread that started a program
+    as the death of its parent.
     """
 
     programs: Sequence[Program]
     environ: Mapping[str, str]
     folder: Path
     logs: Path
-    say: Callable[[str], None] = _say
+    report: Callable[[str], None] = _write_line
     stops_together: bool = False
-    """All are asked to end at once: programs that need nothing of each other, and take their time over it."""
+    """Stop all programs at once: for independent programs that need time to stop."""
     _children: list[_Child] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -162,7 +162,7 @@ class Supervisor:
         )
 
     def log_tail(self, name: str) -> str:
-        """The end of a program's log, redacted once more on its way to a terminal."""
+        """Return the last 15 lines of a program's log, redacted again for the terminal."""
         path = self.logs / f"{name}.log"
         with suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
@@ -170,8 +170,8 @@ class Supervisor:
             return redact("\n".join(text.splitlines()[-15:]))
         return ""
 
-    def tend(self) -> None:
-        """Notices what has died, says so, and starts it again after its pause. Returns at once."""
+    def restart_ended(self) -> None:
+        """Report programs that exited and restart them after their pause. Does not block."""
         _require_main_thread()
         for child in self._children:
             if child.process is not None and child.has_ended():
@@ -179,22 +179,27 @@ class Supervisor:
                 pause = FIRST_PAUSE_SECONDS if now - child.started_at > STEADY_SECONDS else child.next_pause
                 child.next_pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 child.due_at = now + pause
-                status = _status(child.reap())
-                self.say(f"{child.program.name} has ended ({status}) and starts again in {pause:.0f} s: {child.log}")
+                exit_status = _format_status(child.reap())
+                self.report(
+                    f"{child.program.name} has exited ({exit_status}); it restarts in {pause:.0f} s. Log: {child.log}"
+                )
             if child.process is None and time.monotonic() >= child.due_at:
                 self._start(child)
 
     def wait(self, seconds: float) -> None:
-        """Returns when a program ends, when one is due to be started again, or after that many seconds."""
+        """Wait until a program exits, a restart is due, or `seconds` have passed."""
         now = time.monotonic()
         pauses = [child.due_at - now for child in self._children if child.process is None]
         alive = [child.descriptor for child in self._children if child.process is not None]
         select.select(alive, [], [], max(0.0, min([seconds, *pauses])))
 
     def stop(self) -> None:
-        """Asks each to end, the last started first, then kills what has not. Repeatable, bounded, undisturbed."""
+        """Stop the programs, the last started first, and kill those that do not stop in time. Repeatable.
+
+        Stop signals are ignored meanwhile.
+        """
         deadline = time.monotonic() + STOP_SECONDS
-        with _undisturbed():
+        with _ignore_stop_signals():
             for child in self._children if self.stops_together else ():
                 if child.process is not None:
                     os.kill(child.process.pid, signal.SIGTERM)
@@ -204,13 +209,13 @@ class Supervisor:
                 os.kill(child.process.pid, signal.SIGTERM)
                 select.select([child.descriptor], [], [], max(0.0, deadline - time.monotonic()))
                 if not child.has_ended():
-                    self.say(f"{child.program.name} did not end when asked to, and is killed: {child.log}")
+                    self.report(f"{child.program.name} did not stop in time and is killed. Log: {child.log}")
                 child.reap()
 
     def _start(self, child: _Child) -> None:
         log = os.open(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            child.process = start_leashed(
+            child.process = start_child_process(
                 child.program.command,
                 environ=self.environ,
                 folder=self.folder,
@@ -224,7 +229,7 @@ class Supervisor:
         child.started_at = time.monotonic()
 
 
-def start_leashed(
+def start_child_process(
     command: Sequence[str],
     *,
     environ: Mapping[str, str],
@@ -233,10 +238,10 @@ def start_leashed(
     orphan_signal: signal.Signals = signal.SIGKILL,
     descriptors: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """The command in a session of its own, tied to the life of the calling thread. `output` None: ours."""
-    leash = [sys.executable, "-I", "-S", _DEATH_SIGNAL_SCRIPT, str(os.getpid()), str(int(orphan_signal))]
+    """Start the command in its own session; it ends with the calling thread. `output` None: inherited."""
+    launcher = [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), str(int(orphan_signal))]
     return subprocess.Popen(  # noqa: S603  our own programs, by their paths
-        [*leash, *command],
+        [*launcher, *command],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -247,5 +252,5 @@ def start_leashed(
     )
 
 
-def _status(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+def _format_status(exit_status: int) -> str:
+    return f"killed by {signal.Signals(-exit_status).name}" if exit_status < 0 else f"exit {exit_status}"

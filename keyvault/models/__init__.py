@@ -1,4 +1,4 @@
-"""Rows and constraints; no decisions."""
+"""Database models with their constraints, without business decisions."""
 
 from keyvault.models.audit import AuditChain, AuditCheckpoint, AuditEntry, BreakGlass, Change
 from keyvault.models.catalog import CatalogEndpoint, LimitOverride

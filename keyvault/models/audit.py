@@ -1,4 +1,4 @@
-"""The audit chains, the change feed and acts under break-glass. Append-only by triggers, see `triggers`."""
+"""Audit chains, the change feed and break-glass acts, append-only by triggers (see `triggers`)."""
 
 from django.conf import settings
 from django.db import models
@@ -10,7 +10,7 @@ from keyvault.models.recording import RecordedModel
 
 
 class AuditChain(models.Model):
-    """The head of a chain: its row is locked while an entry is added, and moves one step at a time."""
+    """The head of a chain. Adding an entry locks the row and advances it by one."""
 
     name = models.CharField(primary_key=True, max_length=96)
     sequence = models.PositiveBigIntegerField(default=0)
@@ -21,7 +21,7 @@ class AuditChain(models.Model):
 
 
 class AuditEntry(models.Model):
-    """The `body` bytes are the entry; the columns beside it are copies to search by."""
+    """An audit entry. `body` has its bytes; the other columns are copies for searching."""
 
     chain = models.ForeignKey(AuditChain, models.PROTECT, related_name="entries")
     sequence = models.PositiveBigIntegerField()
@@ -44,9 +44,9 @@ class AuditEntry(models.Model):
 
 
 class AuditCheckpoint(models.Model):
-    """A signed statement of where every chain of a scope stood. The `body` bytes are what was signed; append-only.
+    """A signed statement of the heads of a scope's chains. `body` has the signed bytes.
 
-    `signer` names the key (`vault:<mount>/<key>`, or `local`), `key_version` which of its public keys checks it.
+    `signer` names the key (`vault:<mount>/<key>` or `local`); `key_version` selects its public key.
     """
 
     scope = choice(PepperSet)
@@ -68,7 +68,7 @@ class AuditCheckpoint(models.Model):
 
 
 class Change(models.Model):
-    """One row for each subject whose verdicts a transaction altered; the sequence only grows."""
+    """One entry of the change feed: a subject whose verdicts a transaction changed. The sequence only grows."""
 
     sequence = models.BigAutoField(primary_key=True)
     subject_kind = models.CharField(max_length=32)
@@ -83,9 +83,9 @@ class Change(models.Model):
 
 
 class BreakGlass(RecordedModel):
-    """An act that went round a rule on purpose. It stays in sight until a second person has reviewed it.
+    """A break-glass act: a rule was bypassed on purpose. It stays listed until a second person has reviewed it.
 
-    `person` did it, or is who a command line named; `requester_person` asked for what it is about. Neither reviews it.
+    `person` acted, or was named on the command line. `requester_person` requested the subject. Neither may review it.
     """
 
     act_id = models.CharField(primary_key=True, max_length=32)

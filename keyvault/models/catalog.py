@@ -1,4 +1,4 @@
-"""Upstream endpoints that operators add to the catalog, and limits that differ from an endpoint's or account's own."""
+"""Upstream endpoints that operators add to the catalog, and overrides of rate limits."""
 
 from django.db import models
 from django.db.models import Q
@@ -12,7 +12,7 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 def _limit_check(name: str) -> models.CheckConstraint:
-    """Both numbers within their bounds, or neither."""
+    """Return the constraint that both numbers are within bounds or both are NULL."""
     return models.CheckConstraint(
         name=name,
         condition=Q(limit_count__isnull=True, limit_seconds__isnull=True)
@@ -26,7 +26,7 @@ def _limit_check(name: str) -> models.CheckConstraint:
 
 
 class CatalogEndpoint(RecordedModel):
-    """One upstream endpoint; the fields are those of `access.catalog.Endpoint`. `withdrawn_at`: no longer one."""
+    """One upstream endpoint, with the fields of `access.catalog.Endpoint`. `withdrawn_at`: when it was removed."""
 
     name = models.CharField(primary_key=True, max_length=100)
     method = models.CharField(max_length=16)
@@ -58,9 +58,9 @@ class CatalogEndpoint(RecordedModel):
 
 
 class LimitOverride(RecordedModel):
-    """The limit of one endpoint: for one account, or (account None) for all accounts of the environment.
+    """The limit of one endpoint for one account, or for all accounts of the environment (account None).
 
-    Both numbers None: cleared, the next wider one holds again.
+    Both numbers None: the override is cleared, and the next more general limit applies.
     """
 
     account = models.ForeignKey(Account, models.PROTECT, null=True, blank=True, related_name="limit_overrides")

@@ -1,4 +1,4 @@
-"""The column kinds that every table here uses, so that they are the same everywhere."""
+"""Column types shared by all tables."""
 
 from enum import StrEnum
 from typing import Any
@@ -8,7 +8,7 @@ from django.db.models import Q
 
 
 def choice(values: type[StrEnum] | type[models.TextChoices], **options: Any) -> "models.CharField[Any, Any]":
-    """A lower_snake enum value; pair it with `choices_check`, since Django's `choices` bind forms only."""
+    """Return a column for a lower_snake enum value; add `choices_check`, since Django's `choices` only affect forms."""
     options.setdefault("choices", [(value.value, value.value.replace("_", " ")) for value in values])
     return models.CharField(max_length=32, **options)
 
@@ -18,10 +18,10 @@ def choices_check(name: str, column: str, values: type[StrEnum] | type[models.Te
 
 
 def created_at() -> "models.DateTimeField[Any, Any]":
-    """Set by the service from its own `now`, not by the database's clock."""
+    """Return a column that the service sets from its own `now`, not from the database's clock."""
     return models.DateTimeField()
 
 
 def at() -> "models.DateTimeField[Any, Any]":
-    """When something happened; None: it has not."""
+    """Return a column for the time of an event; None: it has not happened."""
     return models.DateTimeField(null=True, blank=True)

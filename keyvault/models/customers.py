@@ -1,4 +1,4 @@
-"""Customer access tokens: short-lived, hashed like keys, bound to one account and one customer of the merchant's."""
+"""Customer access tokens: short-lived, hashed like keys, bound to one account and one customer of the merchant."""
 
 from django.db import models
 from django.db.models import F, Q
@@ -11,7 +11,7 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 class CustomerToken(RecordedModel):
-    """`issued_with` is the private key that asked for it. Triggers keep it revoked, see `models.triggers`."""
+    """`issued_with` is the private key that requested it. Triggers prevent un-revocation, see `models.triggers`."""
 
     token_id = models.CharField(primary_key=True, max_length=16)
     account = models.ForeignKey(Account, models.PROTECT, related_name="customer_tokens")

@@ -1,4 +1,4 @@
-"""What was answered to a request that creates, so that its retry gets the same and has no second effect."""
+"""Stored responses of create requests, so that a retry gets the same response and has no second effect."""
 
 from django.db import models
 
@@ -6,11 +6,11 @@ from keyvault.models.columns import at, created_at
 
 
 class IdempotentRequest(models.Model):
-    """One Idempotency-Key of one caller at one endpoint, kept for a day.
+    """One Idempotency-Key of one caller at one endpoint, stored for a day.
 
-    `holder` is the credential or the lineage of the service token; the key itself and the body are kept as
-    digests. While `status` is None the first attempt is at work, until `held_until`; `fence` counts the attempts.
-    `body` never holds a secret: that is in `sealed` until `sealed_until`, and names its key or token in `secret_of`.
+    `holder` is the credential or the service token's lineage. The key itself and the request body are stored as
+    digests. `status` None: the first attempt runs, until `held_until`; `fence` counts the attempts. `body` never has a
+    secret: the secret is in `sealed` until `sealed_until`, and `secret_of` is the id of its key or token.
     """
 
     holder = models.CharField(max_length=64)

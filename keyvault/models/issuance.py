@@ -1,4 +1,4 @@
-"""Requests for a credential, and their approvals. Triggers count the eyes, see `models.triggers`."""
+"""Issuance requests and their approvals. Triggers enforce four eyes, see `models.triggers`."""
 
 from django.conf import settings
 from django.db import models
@@ -18,7 +18,7 @@ models.CharField.register_lookup(Length)
 
 
 class IssuanceRequest(RecordedModel):
-    """`requester_person` is compared with approvers; `requested_via` is the token a service asked with."""
+    """A request for a credential. Approvers differ from `requester_person`; `requested_via`: the service's token."""
 
     request_id = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="issuance_requests")
@@ -93,7 +93,7 @@ class IssuanceRequest(RecordedModel):
 
 
 class IssuanceApproval(RecordedModel):
-    """One person's yes to one digest."""
+    """One person's approval of one plan digest."""
 
     request = models.ForeignKey(IssuanceRequest, models.PROTECT, related_name="approvals")
     approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="issuance_approvals")

@@ -17,16 +17,16 @@ models.BinaryField.register_lookup(Length)
 
 
 class OriginHeader(models.TextChoices):
-    """What a private key that comes with an Origin header leads to."""
+    """Policy for a private key in a request with an Origin header."""
 
     REFUSE = "refuse"
     REPORT = "report"
 
 
 class Credential(RecordedModel):
-    """`networks`: the CIDR blocks that its keys are good from; none listed: everywhere.
+    """A credential. `networks`: the CIDR blocks from which its keys are accepted; empty: from everywhere.
 
-    `forgotten_at`: when the secret backend was made to forget its path, of a merchant that has left.
+    `forgotten_at`: when its path was erased from the secret backend, after the merchant was offboarded.
     """
 
     credential_id = models.CharField(primary_key=True, max_length=32)
@@ -58,15 +58,15 @@ class Credential(RecordedModel):
 
     @property
     def backend_path(self) -> str:
-        """Internal ids only: whoever may list paths learns no names (D15)."""
+        """The path in the secret backend. It has internal ids only, so that a list of paths reveals no names."""
         return f"{self.account_id}/{self.credential_id}"
 
 
 class Material(models.TextChoices):
-    """Whether the secret backend holds this key's string.
+    """Whether the secret backend stores this key's string.
 
-    A quarantined key's is soft-deleted: it cannot be read, and can be brought back until it is destroyed. What is due
-    is done by a worker, in a step of its own.
+    A quarantined key's string is soft-deleted: it cannot be read, but can be restored until it is destroyed. A worker
+    performs due deletions in a separate step.
     """
 
     NONE = "none"
@@ -79,14 +79,14 @@ class Material(models.TextChoices):
 
 
 def _stamped(state: KeyState, column: str) -> models.CheckConstraint:
-    """NIST SP 800-57: the time of every transition is recorded."""
+    """Return the constraint that a state has its time (NIST SP 800-57: record the time of every transition)."""
     return models.CheckConstraint(
         name=f"key_{column}", condition=~Q(state=state.value) | Q(**{f"{column}__isnull": False})
     )
 
 
 class Key(RecordedModel):
-    """One issued secret, as its digest. Triggers forbid revival and a changed expiry, see `models.triggers`."""
+    """One issued key, stored as a digest. Triggers forbid reactivation and a changed expiry, see `models.triggers`."""
 
     key_id = models.CharField(primary_key=True, max_length=16)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="keys")
@@ -155,5 +155,5 @@ class Key(RecordedModel):
         return "key", self.key_id
 
     def has_ended(self) -> bool:
-        """An expiry needs no journal: it is judged from the key's own deadline."""
+        """Whether the key has ended other than by expiry, which needs no revocation log: the deadline decides."""
         return self.state in DEAD_STATES and self.retirement != RetirementReason.EXPIRED

@@ -1,4 +1,4 @@
-"""Who works on what, until when: bookkeeping beside the rows that matter, which stay the truth."""
+"""Leases on work items, apart from the rows that they are about."""
 
 from django.db import models
 
@@ -6,7 +6,7 @@ from keyvault.models.columns import at
 
 
 class WorkLease(models.Model):
-    """One row for each piece of work that has been tried. `token` fences: a new holder voids the old one's."""
+    """The lease of one work item. `token` is a fencing token: a new holder invalidates the old one's."""
 
     subject = models.CharField(primary_key=True, max_length=80)
     token = models.CharField(max_length=32, blank=True)

@@ -1,4 +1,4 @@
-"""Merchants, and their accounts: a merchant in one environment, with what belongs to that environment alone."""
+"""Merchants and their accounts: an account is a merchant in one environment, with that environment's settings."""
 
 from django.db import models
 from django.db.models import Q
@@ -9,7 +9,7 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 class MerchantStatus(models.TextChoices):
-    """Offboarded: a merchant that left. There is no way back, and its accounts get no keys any more."""
+    """`offboarded` is final: the merchant's accounts get no more keys."""
 
     ACTIVE = "active"
     SUSPENDED = "suspended"
@@ -36,10 +36,10 @@ class Merchant(RecordedModel):
 
 
 class Account(RecordedModel):
-    """`limit_…` None: the default of the environment (25 per second in sandbox, 100 in production).
+    """A merchant in one environment. `limit_…` None: the default (25 per second in sandbox, 100 in production).
 
-    `allowed_origins`: where its public keys are used from in a browser. `customer_token_seconds`: the longest
-    lifetime of a customer access token.
+    `allowed_origins`: browser origins of its public keys. `customer_token_seconds`: maximum lifetime of a customer
+    access token.
     """
 
     merchant = models.ForeignKey(Merchant, models.PROTECT, related_name="accounts")
@@ -80,12 +80,11 @@ class Account(RecordedModel):
 
 
 class ProviderConnection(RecordedModel):
-    """A payment provider's connection: test mode in sandbox, live in production; its secret is in the backend.
+    """A connection to a payment provider: test mode in sandbox, live mode in production. Its secret is in the backend.
 
-    `stored_at`: when its credentials were last written there, as `backend_version`, and `stored_by` whom. From
-    `settle_due_at` on a worker sees whether what stands there is what this row says, and destroys what came before;
-    None: nothing is owed. A removed one's path is forgotten by a worker. A trigger compares the mode with the
-    account's environment, see `models.triggers`.
+    `stored_at`, `stored_by`: when and by whom its credentials were last written, as `backend_version`. From
+    `settle_due_at` on, a worker compares the backend with this row and destroys older versions; None: not due. A
+    worker erases a removed connection's path. A trigger compares the mode with the account's environment.
     """
 
     account = models.ForeignKey(Account, models.PROTECT, related_name="connections")
@@ -116,10 +115,10 @@ class ProviderConnection(RecordedModel):
 
 
 class WebhookEndpoint(RecordedModel):
-    """Where the merchant is told of events of this environment; never shared with the other one.
+    """A webhook endpoint for events of one environment; never shared with the other environment.
 
-    `secret` signs each message (Standard Webhooks), sealed at rest like whatever `domain.sealing` seals. While the
-    secret is being rotated `previous_secret` signs too, until `previous_until`.
+    `secret` signs each message (Standard Webhooks); it is sealed with `domain.sealing`. After a rotation of the secret
+    `previous_secret` signs, too, until `previous_until`.
     """
 
     account = models.ForeignKey(Account, models.PROTECT, related_name="webhook_endpoints")

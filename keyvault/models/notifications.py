@@ -1,4 +1,4 @@
-"""The outbox: what happened to credentials, written with the change itself, and told to the merchant afterwards."""
+"""The outbox: notices about credentials, written in the transaction of the change and delivered afterwards."""
 
 from django.conf import settings
 from django.db import models
@@ -11,10 +11,10 @@ from keyvault.models.recording import RecordedModel
 
 
 class Notice(RecordedModel):
-    """One event of a credential's life; `payload` carries ids and times, never material.
+    """One event in a credential's lifecycle; `payload` has ids and times, never material.
 
-    `account`: None for a notice about the installation; only operators see it.
-    `is_alarm`: somebody is to look at it. It stays in the console's inbox until `seen_at`.
+    `account`: None for a notice about the installation, which only operators see.
+    `is_alarm`: it needs attention and stays in the console's inbox until `seen_at`.
     """
 
     notice_id = models.CharField(primary_key=True, max_length=32)
@@ -55,7 +55,7 @@ class DeliveryState(models.TextChoices):
 
 
 class WebhookDelivery(models.Model):
-    """A notice on its way to one endpoint. Tried again with growing pauses for about 75 hours."""
+    """The delivery of a notice to one endpoint, retried with growing pauses for about 75 hours."""
 
     notice = models.ForeignKey(Notice, models.PROTECT, related_name="deliveries")
     endpoint = models.ForeignKey(WebhookEndpoint, models.PROTECT, related_name="deliveries")

@@ -1,4 +1,4 @@
-"""Operators of the console. Two log-ins of one human being share a `person`: four eyes compare persons."""
+"""Operators of the console. Two operators of one human being share a `person`, which four eyes compare."""
 
 import secrets
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ def mint_person() -> str:
 
 
 class OperatorManager(UserManager["Operator"]):
-    """Django's manager of users, with the guard of `RecordedModel` on whole-set writes."""
+    """Django's user manager, with the query set of `RecordedModel`, which forbids bulk writes."""
 
     use_in_migrations = False
 
@@ -29,9 +29,9 @@ class OperatorManager(UserManager["Operator"]):
 
 
 class Operator(RecordedModel, AbstractUser):
-    """A log-in; its roles are its groups, made by migration. There are no superusers: nothing asks for one.
+    """A console user. Its roles are its groups, which a migration creates. There are no superusers.
 
-    Every `compare_and_swap` ends the operator's sessions, since they are bound to the version.
+    Every `compare_and_swap` ends the operator's sessions, which are bound to the row's version.
     """
 
     person = models.CharField(max_length=32, default=mint_person)
@@ -50,22 +50,22 @@ class Operator(RecordedModel, AbstractUser):
         return frozenset(Role(name) for name in self.groups.values_list("name", flat=True) if name in known)
 
     def alters(self) -> None:
-        """No verdict on a key reads an operator."""
-        return None  # noqa: RET501  the subject that there is not
+        """Return None: no verdict on a key reads an operator."""
+        return None  # noqa: RET501  an optional subject
 
     def get_session_auth_hash(self) -> str:
-        """What sessions are bound to: a session of an earlier password, role or state is void."""
+        """Return the hash that binds sessions: a change of password, roles or state ends them."""
         bound = f"{self.password}:{self.version}"
         return salted_hmac("keyvault.models.Operator.session", bound, algorithm="sha256").hexdigest()
 
     def check_password(self, raw_password: str | None) -> bool:
-        """Compares and writes nothing. `services.sign_in` stores a stronger hash in its own transaction."""
+        """Check the password without a write. `services.sign_in` upgrades the hash in its own transaction."""
         return raw_password is not None and check_password(raw_password, self.password)
 
 
 @receiver(m2m_changed, sender=Operator.groups.through)
 @receiver(m2m_changed, sender=Operator.user_permissions.through)
 def _require_recorded_roles(action: str, **_: Any) -> None:
-    """An operator's groups are rows of another table, which `RecordedModel` does not guard."""
+    """Guard an operator's groups, which are rows of another table and no RecordedModel."""
     if action.startswith("pre_"):
         require_recording(Operator)

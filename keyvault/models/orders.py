@@ -1,4 +1,4 @@
-"""Orders of the integration plane: as little as an endpoint needs that is not invented."""
+"""Orders of the integration plane, with the minimum of fields."""
 
 from django.db import models
 from django.db.models import Q
@@ -9,7 +9,7 @@ from keyvault.models.recording import RecordedModel
 
 
 class Order(RecordedModel):
-    """`amount_minor` in the currency's minor unit; `customer_id` is the merchant's own and need not exist with us."""
+    """An order. `amount_minor` is in the currency's minor unit; `customer_id` is the merchant's and not verified."""
 
     order_token = models.CharField(primary_key=True, max_length=32)
     account = models.ForeignKey(Account, models.PROTECT, related_name="orders")

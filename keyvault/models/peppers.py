@@ -1,4 +1,4 @@
-"""Which pepper versions exist, and whose they are. The peppers themselves are in the secret backend."""
+"""Pepper versions and their installation. The peppers themselves are in the secret backend."""
 
 from django.db import models
 
@@ -8,9 +8,9 @@ from keyvault.models.recording import RecordedModel
 
 
 class Installation(RecordedModel):
-    """This database's own name, one row, made before its first pepper: it stands in the labels of every pepper.
+    """The id of this database: one row, created before the first pepper. Every pepper has it as a label.
 
-    So peppers of another installation are told from ours where both were pointed at one secret backend.
+    It distinguishes the peppers of installations that use the same secret backend by mistake.
     """
 
     id = models.PositiveSmallIntegerField(primary_key=True, default=1)
@@ -28,11 +28,11 @@ class Installation(RecordedModel):
 
 
 class PepperVersion(RecordedModel):
-    """`check_value` tells at start that the loaded pepper is the one the digests were made with.
+    """A pepper version. At startup `check_value` shows whether the loaded pepper made the digests.
 
-    New digests are made with the newest one whose `hashes_from_at` has passed: it is set once every live process has
-    loaded the version (of number 1 it is None: from the beginning). A retired one verifies nothing any more; its
-    material is destroyed by hand, long afterwards.
+    New digests use the newest version whose `hashes_from_at` has passed. It is set when every live process has loaded
+    the version; None for version 1, which is used from the beginning. A retired version verifies nothing; an operator
+    destroys its material later.
     """
 
     pepper_set = choice(PepperSet)
@@ -54,7 +54,7 @@ class PepperVersion(RecordedModel):
 
     @property
     def is_staged(self) -> bool:
-        """Whether it only proves as yet."""
+        """Whether the version verifies digests but does not make new ones yet."""
         return self.number > 1 and self.hashes_from_at is None
 
     def alters(self) -> None:

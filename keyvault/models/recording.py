@@ -1,9 +1,8 @@
-"""Rows that only a recorded transaction may write, and the subjects such a write alters.
+"""Base class of rows that only a recorded transaction may write, and the subjects that a write changes.
 
-A service cannot forget its change row or its audit entry: a save, update, create or delete of a
-`RecordedModel` outside `services.recording.recorded` raises, and inside it the model itself names what
-changed. Raw SQL and migrations go round this, as does anybody with the database's password; the audit chain
-is for those.
+A service cannot omit its change row or its audit entry: a save, update, create or delete of a `RecordedModel` outside
+`services.recording.recorded` raises, and inside it the model names the changed subject. Raw SQL and migrations bypass
+this check, and so does a user with the database's password; the audit chain detects that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,16 +17,16 @@ from keyvault.domain.errors import StateConflictError
 _open_subjects: ContextVar[dict["Subject", bool] | None] = ContextVar("open_subjects", default=None)
 
 Subject = tuple[str, str]
-"""What a change is about: its kind and its id, such as `("key", "6Hs…")`."""
+"""Kind and id of a changed subject, such as `("key", "6Hs…")`."""
 
 
 class UnrecordedWriteError(Exception):
-    """A bug: a write that would leave neither an audit entry nor a change row."""
+    """A bug: a write without an audit entry and a change row."""
 
 
 @contextmanager
 def collect_subjects() -> Iterator[dict[Subject, bool]]:
-    """Allows writes, and collects what they alter in the order of the writes, and whether it has ended by that.
+    """Allow writes; yield the changed subjects in the order of the writes, and whether each has ended.
 
     Nested blocks share one.
     """
@@ -47,12 +46,12 @@ def require_recording(model: type[models.Model]) -> dict[Subject, bool]:
     """Return the subjects of the open block. Raises UnrecordedWriteError outside one."""
     subjects = _open_subjects.get()
     if subjects is None:
-        raise UnrecordedWriteError(f"{model.__name__} is written inside `recorded(...)` only")
+        raise UnrecordedWriteError(f"{model.__name__} may only be written inside `recorded(...)`")
     return subjects
 
 
 class RecordedQuerySet(models.QuerySet[Any]):
-    """Whole-set writes cannot name their subjects one by one, so they are refused but for fresh rows."""
+    """A query set that refuses bulk writes, which cannot name their subjects."""
 
     def update(self, **kwargs: Any) -> int:
         raise UnrecordedWriteError("write rows one by one: save a new one, or compare_and_swap")
@@ -68,7 +67,7 @@ class RecordedQuerySet(models.QuerySet[Any]):
 
 
 class RecordedModel(models.Model):
-    """A row that counts its own versions. `alters` names the verdict subject that a write to it alters."""
+    """A row with a version counter. `alters` names the verdict subject that a write changes."""
 
     version = models.PositiveIntegerField(default=1, editable=False)
 
@@ -76,19 +75,19 @@ class RecordedModel(models.Model):
 
     class Meta:
         abstract = True
-        # Django's own writes, such as a related manager's `add`, go by this one; subclasses inherit it.
+        # Django's own writes, such as a related manager's `add`, use this manager; subclasses inherit it.
         base_manager_name = "objects"
 
     def alters(self) -> Subject | None:
-        """The subject whose verdicts this row can change, or None for a row that no verdict reads."""
+        """Return the subject whose verdicts this row can change; None for a row that no verdict reads."""
         raise NotImplementedError
 
     def has_ended(self) -> bool:
-        """Whether the row stands at an end that no restored backup may undo: then the journal has it too."""
+        """Whether the row is in a final state that a restored backup must not undo; the revocation log has it, too."""
         return False
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Inserts a new row. An existing one is changed by `compare_and_swap`, never by a blind save."""
+        """Insert a new row. Use `compare_and_swap` to change an existing one."""
         subjects = require_recording(type(self))
         super().save(*args, force_insert=True, **kwargs)
         self._note(subjects)
@@ -97,15 +96,15 @@ class RecordedModel(models.Model):
         raise UnrecordedWriteError("recorded rows are never deleted")
 
     def compare_and_swap(self, **changes: Any) -> Self:
-        """Writes the fields if nobody has written the row since it was read, and counts its version up.
+        """Write the fields if the row is unchanged since it was read, and increment its version.
 
-        Raises StateConflictError, having written nothing, when somebody has.
+        Raises StateConflictError, without a write, when the row has changed.
         """
         subjects = require_recording(type(self))
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, version=self.version)
         if rows.update(version=self.version + 1, **changes) != 1:
             raise StateConflictError(
-                "Somebody else changed this meanwhile. Look at it again.",
+                "Another request changed this meanwhile. Reload it and try again.",
                 internal=f"{type(self).__name__} {self.pk} is no longer at version {self.version}",
             )
         self.version += 1
@@ -115,9 +114,9 @@ class RecordedModel(models.Model):
         return self
 
     def swap_beside(self, seen: Mapping[str, Any], **changes: Any) -> bool:
-        """Writes columns that no other act writes, if they are as they were seen; whether it did.
+        """Write columns that only this caller writes, if they still have the `seen` values; return whether they had.
 
-        It does not count the version up: whoever has read the row meanwhile still writes what is theirs.
+        The version is not incremented, so that concurrent writers of other columns succeed.
         """
         subjects = require_recording(type(self))
         rows: models.QuerySet[Any] = models.QuerySet(type(self)).filter(pk=self.pk, **seen)

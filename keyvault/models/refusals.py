@@ -1,4 +1,4 @@
-"""What was refused, for whoever is asked why with a request id. Kept for a while, never part of a verdict."""
+"""Refused requests, for support by request id. Stored for a limited time, never part of a verdict."""
 
 from django.db import models
 
@@ -7,9 +7,9 @@ from keyvault.models.columns import choice, choices_check
 
 
 class Refusal(models.Model):
-    """One denied request for an endpoint. `key_id` and `merchant_id` only where possession was proved.
+    """One denied request for an endpoint. `key_id` and `merchant_id` are set only when possession was proved.
 
-    `trace` is the list of rules that were applied, each `[code, passed]`.
+    `trace` is the list of applied rules, each `[code, passed]`.
     """
 
     request_id = models.CharField(primary_key=True, max_length=32)

@@ -1,4 +1,4 @@
-"""Service tokens: what backend services and gateways prove themselves with on the service plane."""
+"""Service tokens: credentials of backend services and gateways on the service plane."""
 
 from django.conf import settings
 from django.db import models
@@ -13,10 +13,10 @@ from keyvault.models.recording import RecordedModel, Subject
 
 
 class ServiceToken(RecordedModel):
-    """`merchants` None: all of them. The creator's person answers for what the token asks.
+    """A service token. `merchants` None: all merchants. The creator's person is responsible for its requests.
 
-    `lineage` is the id of the first of a row of rotated tokens, its own for the first. What a token that `is_probe`
-    verifies is a test call of our own, and never counts as use of a key.
+    `lineage` is the id of the first token in a series of rotations. Verifications by a token with `is_probe` are our
+    own test calls and never count as use of a key.
     """
 
     token_id = models.CharField(primary_key=True, max_length=16)

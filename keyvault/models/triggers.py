@@ -1,7 +1,7 @@
-"""What no CHECK can say, as triggers on both databases: append-only, four eyes, no way back from the dead.
+"""Rules that a CHECK cannot express, as triggers on both databases: append-only tables, four eyes, final states.
 
-Each rule is one condition under which a write is refused. They are put in place after every `migrate`, since
-SQLite rebuilds a table, and loses its triggers, whenever a column changes.
+Each rule is a condition under which a write is refused. The triggers are created after every `migrate`, since SQLite
+rebuilds a table, and drops its triggers, when a column changes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _APPEND_ONLY = (
     "rotation_campaignapproval",
     "rotation_evidence",
 )
-"""Tables whose rows are written once and never again."""
+"""Tables whose rows never change."""
 
 _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "keyvault_merchant": (("merchant_id",),),
@@ -44,20 +44,22 @@ _KEPT: dict[str, tuple[tuple[str, ...], ...]] = {
     "rotation_campaign": (("campaign_id",),),
     "rotation_campaignmember": (("id",), ("campaign_id", "credential_id"), ("rotation_id",)),
 }
-"""Tables whose rows stay, each with every set of columns that is unique in it: to take a row away and put another
-in its place, by any of them, is refused like the update that it would be. An update that changes such a column
-(SQLite's UPDATE OR REPLACE makes room for itself too) is refused by the table's `…_stays`."""
+"""Tables whose rows are never deleted, with each set of unique columns.
+
+Replacing a row by any of these sets (SQLite's REPLACE) is refused like the update that it would be. An update of such a
+column, which SQLite's UPDATE OR REPLACE could use to delete another row, is refused by the table's `…_stays`.
+"""
 
 _UNTRUNCATED = (*_APPEND_ONLY, "keyvault_auditchain", *_KEPT)
 
-_DEAD = "('deactivated', 'compromised', 'destroyed')"
+_TERMINAL = "('deactivated', 'compromised', 'destroyed')"
 _CLOSED = "('cancelled', 'completed', 'expired', 'rejected', 'rolled_back')"
 _APPROVED = "('approved', 'issued', 'collected')"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteGuard:
-    """Refuses `when` (insert, update or delete) a row of `table` for which `condition` holds."""
+    """Refuses an operation `when` (INSERT, UPDATE or DELETE) on a row of `table` for which `condition` holds."""
 
     name: str
     table: str
@@ -71,7 +73,7 @@ def _conditions() -> Iterator[WriteGuard]:
         short = table.split("_", 1)[1]
         yield WriteGuard(f"{short}_no_update", table, "UPDATE", "1 = 1", f"{short} is append-only")
         yield WriteGuard(f"{short}_no_delete", table, "DELETE", "1 = 1", f"{short} is append-only")
-    # REPLACE deletes the old row of SQLite without asking a delete trigger; so a taken number is refused first.
+    # SQLite's REPLACE deletes the old row without its delete trigger, so an existing number is refused first.
     yield WriteGuard(
         "auditentry_no_replace",
         "keyvault_auditentry",
@@ -130,11 +132,11 @@ def _conditions() -> Iterator[WriteGuard]:
             f"{short}_no_replace",
             table,
             "INSERT",
-            f"EXISTS (SELECT 1 FROM {table} t WHERE {_same(unique)})",  # noqa: S608  our own names only
+            f"EXISTS (SELECT 1 FROM {table} t WHERE {_match_any(unique)})",  # noqa: S608  our own names only
             f"{short} rows are never replaced",
         )
     for when, row in (("INSERT", "NEW"), ("UPDATE", "OLD")):
-        # Unique among the open ones: REPLACE would delete the open one to make room.
+        # Unique among open rows: REPLACE would delete the existing one.
         yield WriteGuard(
             f"rotation_one_open_{when.lower()}",
             "rotation_rotation",
@@ -181,7 +183,7 @@ def _conditions() -> Iterator[WriteGuard]:
         _WRONG_MODE,
         "test mode is for sandbox, live mode for production",
     )
-    # Unique among those that are there: REPLACE would delete the one to make room.
+    # Unique among rows that are not removed: REPLACE would delete the existing one.
     yield WriteGuard(
         "providerconnection_one",
         "keyvault_providerconnection",
@@ -235,7 +237,7 @@ def _conditions() -> Iterator[WriteGuard]:
         "keyvault_breakglass",
         "UPDATE",
         "NEW.act_id <> OLD.act_id OR NEW.event <> OLD.event OR NEW.subject <> OLD.subject OR NEW.person <> OLD.person "
-        # A row of an earlier release is given its requester once, by a migration.
+        # A migration sets the requester of rows of earlier releases once.
         "OR (NEW.requester_person <> OLD.requester_person AND OLD.requester_person <> '')",
         "an act under break-glass stays as it was noted",
     )
@@ -327,7 +329,7 @@ def _conditions() -> Iterator[WriteGuard]:
         "NEW.name <> OLD.name",
         "an endpoint keeps its name",
     )
-    # Unique among those of no account: REPLACE would delete the one that is there.
+    # Unique among rows without an account: REPLACE would delete the existing one.
     yield WriteGuard(
         "limitoverride_one_of_endpoint",
         "keyvault_limitoverride",
@@ -348,7 +350,7 @@ def _conditions() -> Iterator[WriteGuard]:
         "key_no_revival",
         "keyvault_key",
         "UPDATE",
-        f"OLD.state IN {_DEAD} AND NEW.state NOT IN {_DEAD}",
+        f"OLD.state IN {_TERMINAL} AND NEW.state NOT IN {_TERMINAL}",
         "a dead key never verifies again",
     )
     yield WriteGuard(
@@ -501,15 +503,15 @@ _ENVIRONMENT_OF_KEY = (
 )
 _ENVIRONMENT_OF_CUSTOMER_TOKEN = "(SELECT a.environment FROM keyvault_account a WHERE a.id = {row}.account_id)"  # noqa: S105  a query, no secret
 _DIGESTED = (
-    ("keyvault_key", _ENVIRONMENT_OF_KEY, f"{{row}}.state NOT IN {_DEAD}"),
+    ("keyvault_key", _ENVIRONMENT_OF_KEY, f"{{row}}.state NOT IN {_TERMINAL}"),
     ("keyvault_servicetoken", "'service'", _GOOD_AT_RETIREMENT),
     ("keyvault_customertoken", _ENVIRONMENT_OF_CUSTOMER_TOKEN, _GOOD_AT_RETIREMENT),
 )
-"""Tables of digests, each with the pepper set of a row and whether the row may still prove something."""
+"""Tables of digests, each with the SQL of a row's pepper set and of whether the row can still be verified."""
 
 
 def _peppers() -> Iterator[WriteGuard]:
-    """A digest only ever moves to a newer pepper, and a pepper goes only when nothing that lives leans on it."""
+    """Yield the rules of peppers: digests move to newer versions only, and a version in use is not retired."""
     for table, pepper_set, _ in _DIGESTED:
         short = table.split("_", 1)[1]
         yield WriteGuard(
@@ -530,7 +532,7 @@ def _peppers() -> Iterator[WriteGuard]:
                 f"AND p.retired_at IS NOT NULL AND p.pepper_set = {pepper_set.format(row='NEW')})",
                 f"no {short} is hashed with a retired pepper",
             )
-    for table, pepper_set, living in _DIGESTED:
+    for table, pepper_set, active in _DIGESTED:
         short = table.split("_", 1)[1]
         yield WriteGuard(
             f"pepperversion_of_{short}",
@@ -538,7 +540,7 @@ def _peppers() -> Iterator[WriteGuard]:
             "UPDATE",
             f"NEW.retired_at IS NOT NULL AND OLD.retired_at IS NULL "  # noqa: S608  our own names only
             f"AND EXISTS (SELECT 1 FROM {table} d WHERE d.pepper_version = NEW.number "
-            f"AND {living.format(row='d')} AND {pepper_set.format(row='d')} = NEW.pepper_set)",
+            f"AND {active.format(row='d')} AND {pepper_set.format(row='d')} = NEW.pepper_set)",
             f"a pepper that a living {short} is hashed with is not retired",
         )
     yield WriteGuard(
@@ -571,8 +573,8 @@ def _peppers() -> Iterator[WriteGuard]:
     )
 
 
-def _same(unique: tuple[tuple[str, ...], ...]) -> str:
-    """That the row `t` is equal to the new one in any of these sets of columns."""
+def _match_any(unique: tuple[tuple[str, ...], ...]) -> str:
+    """Return SQL: row `t` equals the new row in any of these sets of columns."""
     return " OR ".join("(" + " AND ".join(f"t.{column} = NEW.{column}" for column in key) + ")" for key in unique)
 
 
@@ -593,9 +595,10 @@ def _four_eyes(
     frozen: tuple[str, ...],
     by_services: bool = True,
 ) -> Iterator[WriteGuard]:
-    """Who asked does not approve, each person once and on the digest as asked, and only enough approvals count.
+    """Yield the rules of four eyes.
 
-    `by_services`: a service token may have asked, and the person who answers for it stands for it.
+    Requesters do not approve. Each person approves once and the requested digest only. The state changes only with
+    enough approvals. `by_services`: a service token may request, and its responsible person is the requester.
     """
     short = request.split("_", 1)[1]
     asked = f"SELECT 1 FROM {request} r WHERE r.{key} = NEW.{foreign_key}"  # noqa: S608  our own names only
@@ -658,7 +661,7 @@ _CONDITIONS = tuple(_conditions())
 
 
 def ensure_triggers(connection: BaseDatabaseWrapper) -> None:
-    """Puts every trigger in place whose table exists, all or none; repeatable."""
+    """Create the triggers of every existing table in one transaction; repeatable."""
     with transaction.atomic(using=connection.alias):
         drop_triggers(connection)
         _create_triggers(connection)
@@ -667,9 +670,9 @@ def ensure_triggers(connection: BaseDatabaseWrapper) -> None:
 def _create_triggers(connection: BaseDatabaseWrapper) -> None:
     tables = set(connection.introspection.table_names())
     with connection.cursor() as cursor:
-        for refusal in _CONDITIONS:
-            if refusal.table in tables and _reads_only(refusal, tables):
-                for statement in _create(refusal, connection.vendor):
+        for guard in _CONDITIONS:
+            if guard.table in tables and _reads_only(guard, tables):
+                for statement in _create(guard, connection.vendor):
                     cursor.execute(statement)
         if connection.vendor == "postgresql":
             for table in sorted(tables.intersection(_UNTRUNCATED)):
@@ -680,7 +683,7 @@ def _create_triggers(connection: BaseDatabaseWrapper) -> None:
 
 
 def drop_triggers(connection: BaseDatabaseWrapper) -> None:
-    """Takes every trigger away; only a test that empties its tables has a reason to."""
+    """Drop every trigger: before they are created again, before a migration on SQLite, and in tests."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
@@ -701,7 +704,7 @@ def drop_triggers(connection: BaseDatabaseWrapper) -> None:
 
 
 def list_triggers(connection: BaseDatabaseWrapper) -> set[str]:
-    """The rules in force, by name: what a check compares with `expected_triggers`."""
+    """Return the names of the enabled triggers, to compare with `expected_triggers`."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
@@ -714,13 +717,13 @@ def list_triggers(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def expected_triggers(vendor: str = "") -> set[str]:
-    """The rules of every database; of a named vendor, those that it alone takes too."""
-    names = {refusal.name for refusal in _CONDITIONS}
+    """Return the names of the triggers of every database, and of those that only the vendor has."""
+    names = {guard.name for guard in _CONDITIONS}
     return names | {_no_truncate(table) for table in _UNTRUNCATED} if vendor == "postgresql" else names
 
 
 def missing_triggers(connection: BaseDatabaseWrapper) -> set[str]:
-    """The rules that should be in force in this database and are not."""
+    """Return the expected triggers that this database lacks."""
     return expected_triggers(connection.vendor) - list_triggers(connection)
 
 
@@ -732,24 +735,24 @@ def _prefixed(name: str) -> str:
     return f"kv_{name}"
 
 
-def _reads_only(refusal: WriteGuard, tables: set[str]) -> bool:
-    """Whether every table of ours that the condition reads exists by now."""
-    words = set(refusal.condition.replace("(", " ").replace(")", " ").split())
-    return all(word in tables for word in words if word.startswith(("keyvault_", "rotation_")))
+def _reads_only(guard: WriteGuard, tables: set[str]) -> bool:
+    """Whether every table that the condition reads exists."""
+    tokens = set(guard.condition.replace("(", " ").replace(")", " ").split())
+    return all(token in tables for token in tokens if token.startswith(("keyvault_", "rotation_")))
 
 
-def _create(refusal: WriteGuard, vendor: str) -> Iterator[str]:
-    name = _prefixed(refusal.name)
+def _create(guard: WriteGuard, vendor: str) -> Iterator[str]:
+    name = _prefixed(guard.name)
     if vendor == "postgresql":
-        # A refused row is a constraint violation to the caller (SQLSTATE 23514), as on SQLite.
+        # The caller gets a constraint violation (SQLSTATE 23514), as on SQLite.
         yield (
             f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF {refusal.condition} THEN RAISE EXCEPTION '{refusal.message}' USING ERRCODE = 'check_violation'; "
-            f"END IF; RETURN {'OLD' if refusal.when == 'DELETE' else 'NEW'}; END $$"
+            f"IF {guard.condition} THEN RAISE EXCEPTION '{guard.message}' USING ERRCODE = 'check_violation'; "
+            f"END IF; RETURN {'OLD' if guard.when == 'DELETE' else 'NEW'}; END $$"
         )
-        yield (f"CREATE TRIGGER {name} BEFORE {refusal.when} ON {refusal.table} FOR EACH ROW EXECUTE FUNCTION {name}()")
+        yield (f"CREATE TRIGGER {name} BEFORE {guard.when} ON {guard.table} FOR EACH ROW EXECUTE FUNCTION {name}()")
     else:
         yield (
-            f"CREATE TRIGGER {name} BEFORE {refusal.when} ON {refusal.table} FOR EACH ROW "
-            f"WHEN {refusal.condition} BEGIN SELECT RAISE(ABORT, '{refusal.message}'); END"
+            f"CREATE TRIGGER {name} BEFORE {guard.when} ON {guard.table} FOR EACH ROW "
+            f"WHEN {guard.condition} BEGIN SELECT RAISE(ABORT, '{guard.message}'); END"
         )

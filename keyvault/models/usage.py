@@ -1,4 +1,4 @@
-"""Who used which key, when: facts that rotation takes as evidence. Counted, never part of a verdict."""
+"""Counts of key uses by time and source, which rotation uses as evidence. Never part of a verdict."""
 
 from django.db import models
 
@@ -7,9 +7,9 @@ from keyvault.models.keys import Key
 
 
 class UseOutcome(models.TextChoices):
-    """What became of a presented key, once possession was proved.
+    """The outcome for a presented key whose possession was proved.
 
-    `denied`: the key was good, but the request was refused for another reason; `refused`: the key was suspended.
+    `denied`: the key was valid, but the request was refused for another reason; `refused`: the key was suspended.
     """
 
     ALLOWED = "allowed"
@@ -21,13 +21,13 @@ class UseOutcome(models.TextChoices):
 
 
 SIGNS_OF_LIFE = (UseOutcome.ALLOWED, UseOutcome.DENIED)
-"""Somebody holds the key and goes on using it: no silence. Only what was allowed proves anything."""
+"""Outcomes that show that the key is still in use. Only allowed requests are proof of a rotation."""
 
 EXPOSURES = (UseOutcome.EXPOSED_IN_URL, UseOutcome.EXPOSED_IN_BROWSER)
 
 
 class KeyUse(models.Model):
-    """Real, allowed, non-dry verifications of a key, all told."""
+    """The total of a key's allowed verifications, without dry runs and test calls."""
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
     first_at = models.DateTimeField()
@@ -39,11 +39,10 @@ class KeyUse(models.Model):
 
 
 class UseBucket(models.Model):
-    """The same by minute, source, user agent, endpoint and, of a public key, the page's origin.
+    """Uses by minute, source, user agent, endpoint and, for a public key, the page's origin.
 
-    Beside them, calls denied for other reasons than the key; attempts on a suspended key; test calls of our own,
-    which count for nothing (`probed`); and suspected exposures: a key that was proved to stand in a URL, or a
-    private one that came from a browser.
+    It also counts calls that were denied for reasons other than the key, attempts with a suspended key, our own test
+    calls (`probed`), which are no use, and suspected exposures: a proved key in a URL, or a private key from a browser.
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="use_buckets", db_index=False)
@@ -66,8 +65,8 @@ class UseBucket(models.Model):
             choices_check("use_outcome", "outcome", UseOutcome),
         ]
         indexes = [
-            # Of columns that never change, so that a count going up touches no index (PostgreSQL: as long as its page
-            # has room, which migration 0008 leaves).
+            # Columns that never change, so that incrementing a count updates no index (PostgreSQL: while the page has
+            # free space, which migration 0008 reserves).
             models.Index(fields=["key", "outcome", "minute"], name="use_by_minute"),
             models.Index(fields=["key", "outcome", "source"], name="use_by_source"),
             models.Index(fields=["minute"], name="use_by_age"),
@@ -78,12 +77,11 @@ class UseBucket(models.Model):
 
 
 class UsageReporter(models.Model):
-    """A process that verifies. All its uses up to `flushed_through_at` are in the tables above.
+    """A verifying process. The tables above contain all its uses up to `flushed_through_at`.
 
-    A reporter that stopped in good order flushed first; one that was lost may have taken uses with it, and
-    `lost_at` is when that was noticed. `report`: the number of the last one that is written, so that one whose answer
-    was lost adds nothing when it is told again. `peppers`: of each set that it serves the newest version that it has
-    loaded, with all before it, and 0 for none; None: it is of a release that does not say.
+    A reporter that deregisters flushes first. A lost one may have unreported uses; `lost_at` is when the loss was
+    detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
+    newest loaded version of each served set, which implies the older ones, and 0 for none. None: an older release.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)

@@ -1,4 +1,4 @@
-"""Processes that answer from memory: how far each has followed the change feed, and when it got there."""
+"""Verifiers, which answer from memory, and their progress in the change feed."""
 
 from django.db import models
 
@@ -6,11 +6,11 @@ from keyvault.models.columns import at
 
 
 class Verifier(models.Model):
-    """One process that judges keys. `confirmed_sequence`: it has applied every change up to there, and none that is
-    lower can still appear.
+    """One verifying process.
 
-    `seen_at` is when it last said so, by the database's clock: `staleness_ms` later it no longer says yes from
-    memory, whatever became of it, so that nobody has to wait for it any longer.
+    `confirmed_sequence`: it has applied every change up to this number, and no lower number can still appear.
+    `seen_at`: when it last confirmed, by the database's clock. After `staleness_ms` without a confirmation it no
+    longer allows requests from memory, so that receipts need not wait for it.
     """
 
     verifier_id = models.CharField(primary_key=True, max_length=64)
@@ -26,7 +26,7 @@ class Verifier(models.Model):
 
 
 class Confirmation(models.Model):
-    """When a verifier got as far as this sequence: one row for each step that it took. Kept for a while."""
+    """The time at which a verifier confirmed a sequence, stored for a limited time."""
 
     verifier = models.ForeignKey(Verifier, models.CASCADE, related_name="confirmations")
     sequence = models.PositiveBigIntegerField()

@@ -52,10 +52,10 @@ def ask(call: Call, key: str | None = None, **changed: Any) -> Any:
     return call("POST", REQUESTS, body, HTTP_IDEMPOTENCY_KEY=key or f"ask-{next(_numbers)}")
 
 
-def collect(call: Call, request_id: str, key: str | None = None, **headers: str) -> Any:
+def collect(call: Call, issuance_request_id: str, key: str | None = None, **headers: str) -> Any:
     return call(
         "POST",
-        f"{REQUESTS}/{request_id}/collect",
+        f"{REQUESTS}/{issuance_request_id}/collect",
         HTTP_IDEMPOTENCY_KEY=key or f"collect-{next(_numbers)}",
         **headers,
     )
@@ -65,7 +65,7 @@ def issued(call: Call, *, at: datetime | None = None, **changed: Any) -> Issuanc
     """Asked for over REST, approved where that is needed, made by the worker."""
     answer = ask(call, **changed)
     assert answer.status_code == 201, answer.body
-    request = fresh(answer.body["request_id"])
+    request = fresh(answer.body["issuance_request_id"])
     if request.approvals_needed:
         approve(request)
     issue_request(request, at=at)
@@ -103,7 +103,7 @@ def test_issuance_asked_for_answers_with_what_was_asked(call: Call) -> None:
     request = IssuanceRequest.objects.get()
     assert request.expires_in_days == 30
     assert answer.body == {
-        "request_id": request.request_id,
+        "issuance_request_id": request.request_id,
         "state": "approved",
         "merchant_id": "acme",
         "environment": "sandbox",
@@ -282,12 +282,12 @@ def test_issuance_other_methods_are_not_allowed(call: Call, method: str, tail: s
 def test_issuance_read_shows_how_far_it_is_and_never_material(call: Call) -> None:
     """State, credential and key once there are some; the string never."""
     asked = ask(call, recipient_public_key=PUBLIC).body
-    assert call("GET", f"{REQUESTS}/{asked['request_id']}").body == asked
-    key = issue_request(fresh(asked["request_id"]))
-    seen = call("GET", f"{REQUESTS}/{asked['request_id']}")
+    assert call("GET", f"{REQUESTS}/{asked['issuance_request_id']}").body == asked
+    key = issue_request(fresh(asked["issuance_request_id"]))
+    seen = call("GET", f"{REQUESTS}/{asked['issuance_request_id']}")
     assert seen.body == {**asked, "state": "issued", "credential_id": key.credential_id, "key_id": key.key_id}
-    text = opened(collect(call, asked["request_id"]).body["sealed"])
-    seen = call("GET", f"{REQUESTS}/{asked['request_id']}")
+    text = opened(collect(call, asked["issuance_request_id"]).body["sealed"])
+    seen = call("GET", f"{REQUESTS}/{asked['issuance_request_id']}")
     assert seen.body["state"] == "collected"
     assert text.encode() not in seen.content
 
@@ -303,7 +303,7 @@ def test_issuance_sealed_key_is_collected_opened_and_good(call: Call, environmen
     assert answer.status_code == 200
     assert answer["Cache-Control"] == "no-store"
     body = answer.body
-    assert set(body) == {"request_id", "credential_id", "key_id", "sealed"}
+    assert set(body) == {"issuance_request_id", "credential_id", "key_id", "sealed"}
     assert body["sealed"]["suite"] == "DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, AES-256-GCM"
     text = opened(body["sealed"])
     assert text[11:27] == body["key_id"]
@@ -316,7 +316,7 @@ def test_issuance_sealed_key_is_collected_opened_and_good(call: Call, environmen
 def test_issuance_plain_key_is_collected_once(call: Call) -> None:
     request = issued(call, delivery="show_once")
     answer = collect(call, request.pk)
-    assert set(answer.body) == {"request_id", "credential_id", "key_id", "key"}
+    assert set(answer.body) == {"issuance_request_id", "credential_id", "key_id", "key"}
     assert is_good(call, answer.body["key"])
     again = collect(call, request.pk)
     assert (again.status_code, again.body["code"]) == (409, "state_conflict")
@@ -375,10 +375,10 @@ def test_issuance_collected_reads_the_idempotency_key_before_the_body(call: Call
 
 def test_issuance_collected_before_it_is_issued_is_a_conflict(call: Call) -> None:
     asked = ask(call, delivery="show_once").body
-    answer = collect(call, asked["request_id"], "k")
+    answer = collect(call, asked["issuance_request_id"], "k")
     assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
-    issue_request(fresh(asked["request_id"]))
-    assert collect(call, asked["request_id"], "k").status_code == 200, "a refusal is not remembered"
+    issue_request(fresh(asked["issuance_request_id"]))
+    assert collect(call, asked["issuance_request_id"], "k").status_code == 200, "a refusal is not remembered"
 
 
 def test_issuance_unsealed_in_production_is_not_collected_here(call: Call) -> None:

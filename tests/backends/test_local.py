@@ -109,7 +109,9 @@ def test_record_copied_over_another_does_not_open(mount: Mount, path: str, versi
 def test_record_place_is_unambiguous() -> None:
     """No two places have the same associated data, whatever characters a path has."""
     paths = ["a", "a\0", "a\x001", "a\x001\x001", "\0a", "a/1", ""]
-    places = {local._place(mount, path, version) for mount in Mount for path in paths for version in (1, 11, 111)}
+    places = {
+        local._associated_data(mount, path, version) for mount in Mount for path in paths for version in (1, 11, 111)
+    }
     assert len(places) == len(Mount) * len(paths) * 3
 
 

@@ -171,7 +171,7 @@ def test_post_tries_the_next_address_when_nobody_listens_at_the_first(here: Rece
 def test_post_where_nobody_listens_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(OutboundError, match="Nobody listens"):
+    with pytest.raises(OutboundError, match="connection was refused"):
         send(to(port))
 
 
@@ -255,13 +255,13 @@ def test_post_to_a_server_that_takes_its_time_is_given_up(
     talk: Callable[[socket.socket, threading.Event], None],
 ) -> None:
     """One limit for the whole of it: a byte now and then does not keep a worker."""
-    with raw_server(talk) as port, pytest.raises(OutboundError, match="too long"):
+    with raw_server(talk) as port, pytest.raises(OutboundError, match="timed out"):
         send(to(port), within_seconds=_SOON)
 
 
 def test_post_to_a_server_that_reads_nothing_is_given_up() -> None:
     """The limit counts for what is sent, too: a body that fits into no buffer does not keep a worker."""
-    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="too long"):
+    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="timed out"):
         post(
             to(port),
             {},
@@ -273,7 +273,7 @@ def test_post_to_a_server_that_reads_nothing_is_given_up() -> None:
 
 
 def test_post_to_a_server_that_never_ends_the_handshake_is_given_up(authority: Authority) -> None:
-    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="too long"):
+    with raw_server(_hangs) as port, pytest.raises(OutboundError, match="timed out"):
         send(to(port, scheme="https"), within_seconds=_SOON, trust=authority.trust())
 
 
@@ -286,7 +286,7 @@ def test_post_while_the_resolver_hangs_is_given_up() -> None:
         return []
 
     try:
-        with pytest.raises(OutboundError, match="too long"):
+        with pytest.raises(OutboundError, match="timed out"):
             post(to(443, scheme="https"), {}, BODY, resolve=resolver, within_seconds=_SOON)
     finally:
         over.set()

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from keyvault.management.supervisor import start_leashed
+from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
 from tests.servers.throwaway import free_port
 
@@ -58,7 +58,7 @@ def launched(
     environ = {name: text.replace("{port}", str(port)) for name, text in environ.items()}
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        process = start_leashed(
+        process = start_child_process(
             pinned(command, core), environ=environ, folder=ROOT, output=descriptor, orphan_signal=signal.SIGTERM
         )
     finally:

@@ -48,14 +48,14 @@ def test_live_server_does_what_the_openapi_page_says(tmp_path: Path) -> None:
         customer = _post(port, "/sandbox/customers/carol/access-tokens", {"ttl_seconds": 3600}, key)
         order = _post(port, "/sandbox/merchants/orders", {"amount_minor": 4200, "currency": "EUR"}, key)
         asked = _post(port, "/v1/issuance-requests", SHOWN_ONCE, bearer)
-        issue_request(IssuanceRequest.objects.get(pk=asked["request_id"]))
+        issue_request(IssuanceRequest.objects.get(pk=asked["issuance_request_id"]))
         rotation = _post(port, "/v1/rotations", {"credential_id": theirs[0].credential_id}, bearer)
         exists = {
             "order_token": [order["order_token"]],
             "token_id": [customer["token_id"]],
             "key_id": [each.key_id for each in theirs],
             "credential_id": [each.credential_id for each in theirs],
-            "request_id": [asked["request_id"]],
+            "issuance_request_id": [asked["issuance_request_id"]],
             "rotation_id": [rotation["rotation_id"]],
             "sequence": [last_sequence(each) for each in theirs],
             "merchant": ["globex"],

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from keyvault.backends.private_files import ensure_private_directory
-from keyvault.management.supervisor import StopRequestedError, start_leashed, stopping_on_signals
+from keyvault.management.supervisor import StopRequestedError, start_child_process, stopping_on_signals
 from tests.environment import ROOT, required_servers
 from tests.faults.catalog import EXPERIMENTS, Experiment, choose
 from tests.faults.servers import find_missing
@@ -124,7 +124,7 @@ class _Trial:
         order = (experiment.name, str(seed), str(minutes), str(self._result))
         environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
         command = [sys.executable, "-m", "tests.faults.inside", *order]
-        self._process = start_leashed(command, environ=environ, folder=ROOT, orphan_signal=signal.SIGTERM)
+        self._process = start_child_process(command, environ=environ, folder=ROOT, orphan_signal=signal.SIGTERM)
         stack.callback(self._end)
 
     def outcome(self) -> dict[str, Any]:

@@ -29,21 +29,26 @@ def run(asked: Asked) -> Result:
     ):
         campaign = begin_campaign()
         try:
-            until("the first rotations", lambda: count_closed(campaign) >= MEMBERS // 10, BEGIN_SECONDS, service.tend)
+            until(
+                "the first rotations",
+                lambda: count_closed(campaign) >= MEMBERS // 10,
+                BEGIN_SECONDS,
+                service.restart_ended,
+            )
             stopped_at = time.time()
             broker.stop(signal.SIGKILL)
             before = count_closed(campaign)
             say(f"{asked.choice} is killed, with {before} of {MEMBERS} rotations completed")
             until_then = time.monotonic() + AWAY_SECONDS
             while time.monotonic() < until_then:
-                service.tend()
+                service.restart_ended()
                 service.wait(0.2)
             result.counts["completed while it was away"] = count_closed(campaign) - before
             broker.start()
             back_at = time.monotonic()
             outages.append((stopped_at, time.time() + RIGHT_WITHIN_SECONDS))
             say(f"{asked.choice} is back")
-            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
             result.counts["seconds from its return to the end"] = round(time.monotonic() - back_at, 1)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))

@@ -100,7 +100,7 @@ def _kill_and_recover(asked: Asked, result: Result, service: Supervisor, nursery
     journeys.end()
     began = time.monotonic()
     try:
-        journeys.until_over(RECOVER_SECONDS, service.tend)
+        journeys.until_over(RECOVER_SECONDS, service.restart_ended)
     except GaveUpError as waited:
         say(str(waited))  # told by the count of what is stuck
     nursery.end_worker()
@@ -113,7 +113,7 @@ def _live(seconds: float, service: Supervisor, nursery: Nursery, journeys: Journ
     while time.monotonic() < until:
         if nursery.has_ended(0.05):
             return True
-        service.tend()
+        service.restart_ended()
         journeys.tend()
     return False
 

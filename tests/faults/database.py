@@ -43,11 +43,11 @@ def run(asked: Asked) -> Result:
         try:
             for number, (name, how) in enumerate(WAYS.items(), 1):
                 enough = partial(_has_closed, campaign, MEMBERS * number // (len(WAYS) + 2))
-                until("rotations to be closed", _in_spite(enough), STEP_SECONDS, service.tend)
+                until("rotations to be closed", _in_spite(enough), STEP_SECONDS, service.restart_ended)
                 outages.append(_restart(asked.servers["postgres"], service, name, how))
             over = _in_spite(lambda: is_over(campaign, MEMBERS))
             began = time.monotonic()
-            until("the end of the campaign", over, END_SECONDS, service.tend)
+            until("the end of the campaign", over, END_SECONDS, service.restart_ended)
             result.counts["seconds from the last return to the end"] = round(time.monotonic() - began, 1)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))
@@ -68,7 +68,7 @@ def _restart(server: Restartable, service: Supervisor, name: str, how: signal.Si
     say(f"PostgreSQL is stopped: {name}")
     until_then = time.monotonic() + AWAY_SECONDS
     while time.monotonic() < until_then:
-        service.tend()
+        service.restart_ended()
         service.wait(0.2)
     server.start()
     say("PostgreSQL is back")

@@ -29,7 +29,7 @@ def run(asked: Asked) -> Result:
     ):
         campaign = begin_campaign()
         try:
-            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))
     _count(result, tally)

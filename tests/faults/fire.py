@@ -28,7 +28,7 @@ def run(asked: Asked) -> Result:
         began = time.monotonic()
         campaign = begin_campaign()
         try:
-            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.tend)
+            until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
         except GaveUpError as gave_up:
             result.must_be(False, str(gave_up))
         took = time.monotonic() - began

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from keyvault.management.service import ADDRESS, READY_SECONDS
-from keyvault.management.supervisor import start_leashed
+from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
 from tests.faults.wire import Wire
 from tests.servers.throwaway import free_port
@@ -48,7 +48,7 @@ class Host:
         command = (sys.executable, "manage.py", "verifier", "--json", "--port", str(self.port))
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            self._process = start_leashed(
+            self._process = start_child_process(
                 (*command, "--workers", str(workers)),
                 environ=told,
                 folder=ROOT,

@@ -75,12 +75,12 @@ class Nursery:
     """Workers that are born loaded, one at a time, and die at the crash point that they were given."""
 
     def __init__(self, folder: Path, notes: Path) -> None:
-        # As `start_leashed`, with a pipe in the place of its empty input.
-        leash = [sys.executable, "-I", "-S", supervisor._DEATH_SIGNAL_SCRIPT, str(os.getpid()), str(int(signal.SIGKILL))]
+        # As `start_child_process`, with a pipe in the place of its empty input.
+        launcher = [sys.executable, "-I", "-S", supervisor._LAUNCHER, str(os.getpid()), str(int(signal.SIGKILL))]
         self.log = folder / "logs" / "crashing.log"
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*leash, sys.executable, "-m", "tests.faults.worker", "--nursery"],
+                [*launcher, sys.executable, "-m", "tests.faults.worker", "--nursery"],
                 cwd=ROOT,
                 env={**os.environ, "FAULTS_NOTES": str(notes), "C_FORCE_ROOT": "1"},
                 bufsize=0,

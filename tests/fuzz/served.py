@@ -45,7 +45,7 @@ def serving(folder: Path, **settings: str) -> Iterator[int]:
         )
     try:
         deadline = time.monotonic() + START_SECONDS
-        while (answered := service._ask_readyz(port)) is None or answered[0] != 200:
+        while (answered := service._get_readyz(port)) is None or answered[0] != 200:
             assert process.poll() is None, log.read_text()[-2000:]
             assert time.monotonic() < deadline, f"{answered} {log.read_text()[-2000:]}"
             time.sleep(0.05)

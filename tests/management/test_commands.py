@@ -67,7 +67,7 @@ def test_demo_of_a_pinned_process_keeps_to_its_environment(served: Environment) 
         assert curl.startswith("curl ")
         assert set(Credential.objects.values_list("account__environment", flat=True)) == {"sandbox"}
     else:
-        assert curl == "(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
+        assert curl == "(no key was issued: the demo needs the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
         assert not IssuanceRequest.objects.exists()
         assert not ServiceToken.objects.exists()
 
@@ -164,7 +164,7 @@ def test_revoke_key_that_waits_answers_with_the_receipt(seeded: Any, monkeypatch
 
 def test_collect_key_by_request_is_for_whoever_asked_and_once(seeded: Any) -> None:
     issued = issue()
-    words = ("collect_key", "--request", issued["request_id"], "--reveal", "--by")
+    words = ("collect_key", "--request", issued["issuance_request_id"], "--reveal", "--by")
     with pytest.raises(CommandError, match="second person"):
         run(*words, "admin")
     assert run(*words, "tam")["key_id"] == issued["key_id"]

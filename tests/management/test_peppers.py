@@ -102,7 +102,7 @@ def test_pepper_commands_take_a_pepper_through_its_life(monkeypatch: pytest.Monk
     assert (code, of(answer, "sandbox", 1)["stored"]) == (0, True), "its waiting is no fault"
     output = io.StringIO()
     call_command("pepper_status", stdout=output)
-    assert f"may be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
+    assert f"can be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
     monkeypatch.setattr(rotation, "KEPT_AFTER_RETIREMENT", timedelta(0))
     assert run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")["destroyed_at"] is not None
     code, answer = status()
@@ -116,7 +116,7 @@ def test_pepper_status_in_words_names_every_version() -> None:
     output = io.StringIO()
     call_command("pepper_status", "--list", stdout=output)
     for pepper_set in PepperSet:
-        assert f"{pepper_set} 1  loaded, makes the digests" in output.getvalue()
+        assert f"{pepper_set} 1  loaded, creates the digests" in output.getvalue()
 
 
 def test_pepper_status_says_what_is_missing() -> None:

@@ -265,7 +265,7 @@ def test_replay_in_words_says_what_was_done(scene: Scene) -> None:
     append_lines([told("key", key.key_id, "deactivated", "superseded"), told("key", "Unknown1")])
     output = io.StringIO()
     call_command("replay_revocations", stdout=output)
-    for text in (f"revoked again: key {key.key_id}", "1 are in no row", "is not behind the journal"):
+    for text in (f"revoked again: key {key.key_id}", "1 are not in the database", "is not behind the log"):
         assert text in output.getvalue()
 
 

@@ -48,7 +48,7 @@ def test_service_token_made_without_reveal_is_printed_nowhere_and_that_is_told(
     words = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:verify")
     for command in (("rotate_service_token", token.token_id, "--overlap-hours", "1"), words):
         assert "token" not in run(*command)
-        assert "without --reveal: nobody can read this token" in capsys.readouterr().err
+        assert "without --reveal: this token can never be read" in capsys.readouterr().err
     run(*words, "--reveal")
     assert capsys.readouterr().err == ""
 

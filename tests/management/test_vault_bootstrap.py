@@ -79,7 +79,7 @@ def test_vault_bootstrap_takes_no_token_from_the_environment(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".vault-token").write_text(vault.root_token)
     (tmp_path / "other.token").write_text("not a token of the server")
-    with pytest.raises(CommandError, match="does not let us do that"):
+    with pytest.raises(CommandError, match="denied access"):
         run(*BOTH, "--token-file", str(tmp_path / "other.token"))
 
 

@@ -79,7 +79,7 @@ def test_vault_doctor_before_the_switch_says_that_nothing_uses_it(installed_vaul
     with pointed_at(installed_vault.server.address, installed_vault):
         said = io.StringIO()
         call_command("vault_doctor", stdout=said)
-    assert "Nothing here uses it: KEYVAULT_BACKEND is local" in said.getvalue()
+    assert "The Vault is not in use: KEYVAULT_BACKEND is local" in said.getvalue()
 
 
 def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:
@@ -94,9 +94,9 @@ def test_vault_doctor_before_setup_says_that_there_is_no_pepper(installed_vault:
     with pointed_at(installed_vault.server.address, installed_vault, IS_VAULT=True):
         report = doctor()
     assert [problem for _, problem in told(report)] == [
-        f"The database knows no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
+        f"The database has no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
     ]
-    assert {finding["cure"] for finding in report["findings"]} == {"manage.py setup"}
+    assert {finding["cure"] for finding in report["findings"]} == {"Run manage.py setup."}
 
 
 # --- the server ---------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> I
         (429, "The node is a standby."),
         (472, "The node is a recovery standby."),
         (473, "The node is a performance standby."),
-        (501, "The server was not initialised."),
+        (501, "The server is not initialized."),
         (503, "The server is sealed."),
         (404, "Its health check answers 404."),
     ],
@@ -173,7 +173,7 @@ def test_vault_doctor_names_an_address_where_nobody_is() -> None:
     with pointed_at(address):
         [(subject, problem)] = told(doctor())
     assert subject == address
-    assert problem.startswith("Nobody answers there")
+    assert problem.startswith("The server does not answer")
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(3600, "ahead of"), (-3600, "behind")])
@@ -269,18 +269,18 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
         "P-anchor-service",
         "The login is not accepted",
     ),
-    "secret id opened by somebody else": (_used_wrapping, "P-reader-sandbox", "opened already"),
+    "secret id opened by somebody else": (_used_wrapping, "P-reader-sandbox", "unwrapped already"),
     "bound to another network": (
         lambda made, p: made.admin.write_data(
             f"auth/approle/role/{p}-issuer-sandbox", data={"secret_id_bound_cidrs": ["192.0.2.1/32"]}
         ),
         "P-issuer-sandbox",
-        "This host's address is not one",
+        "The login is not allowed from this host's address",
     ),
     "policy missing": (
         lambda made, p: made.admin.delete(f"sys/policies/acl/{p}-retirer-production"),
         "P-retirer-production",
-        "its policy is missing or not ours",
+        "its policy is missing or foreign",
     ),
     "policy narrowed": (_narrower, "P-issuer-sandbox", "It may not create at P-keys-sandbox/data/0/probe."),
     "policy widened": (_wider, "P-issuer-sandbox", "It may read at P-keys-production/data/0/probe"),
@@ -314,7 +314,7 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
     "few versions at the path": (
         lambda made, p: made.admin.write_data(f"{p}-peppers-service/metadata/hmac", data={"max_versions": 2}),
         "P-peppers-service/hmac",
-        "a pepper in use would be erased",
+        "could erase a pepper in use",
     ),
     "signing key deletable": (
         lambda made, p: made.admin.write_data(f"{p}-anchor-service/keys/audit/config", data={"deletion_allowed": True}),
@@ -329,14 +329,14 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
     "signing key can be taken out": (
         lambda made, p: made.admin.write_data(f"{p}-anchor-sandbox/keys/audit/config", data={"exportable": True}),
         "P-anchor-sandbox",
-        "can be taken out",
+        "can be exported",
     ),
     "pepper gone": (
         lambda made, p: made.admin.delete(f"{p}-peppers-production/metadata/hmac"),
         "P-peppers-production",
         "Pepper version 1 is missing",
     ),
-    "pepper swapped": (_swapped, "P-peppers-sandbox", "is not the one that the database's keys were hashed with"),
+    "pepper swapped": (_swapped, "P-peppers-sandbox", "is not the one with which the database's keys were hashed"),
 }
 
 
@@ -363,7 +363,7 @@ def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledV
     name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     vault_service.admin.write_data(f"auth/approle/role/{name}", data={"secret_id_ttl": "72h"})
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=None, renew=True)
-    assert told(doctor()) == [(name, "Its secret id ends in 2 days.")]
+    assert told(doctor()) == [(name, "Its secret id expires in 2 days.")]
 
 
 # --- what this host has -------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledV
 def test_vault_doctor_names_a_login_that_this_host_lacks_and_who_needs_it(vault_service: InstalledVault) -> None:
     name = f"{vault_service.layout.prefix}-destroyer-production"
     (vault_service.logins / f"{name}.secret_id").unlink()
-    assert told(doctor()) == [(name, "This host has no such login; needed by hosts of kind worker (--host).")]
+    assert told(doctor()) == [(name, "This host lacks the login; hosts of kind worker need it (--host).")]
 
 
 def test_vault_doctor_names_logins_that_this_kind_of_host_should_not_have(vault_service: InstalledVault) -> None:
@@ -397,8 +397,8 @@ def test_vault_doctor_names_files_that_others_may_open(vault_service: InstalledV
     vault_service.logins.chmod(0o755)
     try:
         assert told(doctor()) == [
-            (str(vault_service.logins), "Others may open it (mode 755)."),
-            (str(file), "Others may open it (mode 640)."),
+            (str(vault_service.logins), "Other users can access it (mode 755)."),
+            (str(file), "Other users can access it (mode 640)."),
         ]
     finally:
         vault_service.logins.chmod(0o700)
@@ -406,7 +406,7 @@ def test_vault_doctor_names_files_that_others_may_open(vault_service: InstalledV
 
 def test_vault_doctor_names_a_folder_that_is_not_there(vault_service: InstalledVault, tmp_path: Path) -> None:
     with override_settings(VAULT_LOGINS=tmp_path / "none"):
-        assert told(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is not there.")]
+        assert told(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
 
 
 def test_vault_doctor_as_another_user_opens_no_wrapped_secret_id(
@@ -438,7 +438,7 @@ def test_vault_doctor_with_an_agents_tokens_finds_a_dead_one_and_ends_none(
         vault_service.admin.write_data("auth/token/revoke", data={"token": dead})
         [(subject, problem)] = told(doctor())
     assert subject == names[0]
-    assert "an agent's token has ended" in problem
+    assert "an agent's token has expired" in problem
 
 
 def test_vault_doctor_says_nothing_secret(vault_service: InstalledVault) -> None:
@@ -457,4 +457,4 @@ def test_vault_doctor_of_another_prefix_says_so_and_sends_nobody_to_delete_good_
     with override_settings(VAULT_PREFIX=Layout("nobodys").prefix):
         (finding,) = doctor()["findings"]
     assert "None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is 'nobodys'" in finding["problem"]
-    assert "touch no file before that" in finding["cure"]
+    assert "change no file before that" in finding["cure"]

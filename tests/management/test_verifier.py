@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from django.test import override_settings
 
-from keyvault.management.commands.verifier import _environ, listening_at, refuse_taken
+from keyvault.management.commands.verifier import _environ, listening_at, require_free_address
 from keyvault.management.service import ServiceError, find_free_port
 from tests.project.test_supervisor import are_gone, descendants, eventually
 
@@ -99,11 +99,11 @@ def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(da
     workers = set(on_port.answer["pids"])
     assert len(workers) == on_port.answer["workers"] == 2
     assert workers == descendants(on_port.process.pid)
-    assert "each process counts limits for itself" in on_port.stderr
+    assert "each process counts limits separately" in on_port.stderr
     assert ask(place).startswith(b"HTTP/1.1 200 OK\r\n")
 
     with pytest.raises(ServiceError, match="cannot be used"):
-        refuse_taken(*place)
+        require_free_address(*place)
 
     killed = min(workers)
     os.kill(killed, signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_verifier_serves_from_every_process_mends_itself_and_stops_on_sigterm(da
     on_port.process.send_signal(signal.SIGTERM)
     assert on_port.process.wait(60) == 0
     assert are_gone(started)
-    refuse_taken(*place)
+    require_free_address(*place)
     logs = {path.name: path.read_text() for path in (data / "logs").iterdir()}
     assert set(logs) == {"verifier-1.log", "verifier-2.log"}
     assert [name for name, text in logs.items() if "Traceback" in text] == []
@@ -165,7 +165,7 @@ def test_verifier_on_a_unix_socket_serves_it_and_removes_it(data: Path, tmp_path
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         for _ in range(20):
             assert ask(str(path)).startswith(b"HTTP/1.1 200 OK\r\n")
-        with pytest.raises(ServiceError, match="Somebody listens"), listening_at(path):
+        with pytest.raises(ServiceError, match="is in use"), listening_at(path):
             pass
         verifying.process.send_signal(signal.SIGTERM)
         assert verifying.process.wait(60) == 0
@@ -201,7 +201,7 @@ def test_socket_of_a_verifier_that_was_killed_is_replaced(tmp_path: Path) -> Non
 def test_file_in_the_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
-    with pytest.raises(ServiceError, match="is no socket"), listening_at(path):
+    with pytest.raises(ServiceError, match="is not a socket"), listening_at(path):
         pass
     assert path.read_text() == "data"
 
@@ -214,13 +214,13 @@ def test_taken_port_is_refused(host: str) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ServiceError, match=f"Port {port} on {host} cannot be used"):
-            refuse_taken(host, port)
-    refuse_taken(host, port)
+            require_free_address(host, port)
+    require_free_address(host, port)
 
 
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ServiceError, match=r"on 192\.0\.2\.1 cannot be used"):
-        refuse_taken("192.0.2.1", 8100)
+        require_free_address("192.0.2.1", 8100)
 
 
 @pytest.mark.timeout(240)

@@ -22,7 +22,7 @@ from typing import TypeVar
 import pytest
 
 from keyvault.management import supervisor
-from keyvault.management.service import ServiceError, find_free_port, refuse_taken_port
+from keyvault.management.service import ServiceError, find_free_port, require_free_port
 from keyvault.management.supervisor import Program, Supervisor
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ print("child", child.pid, flush=True)
 print("I am", os.getpid(), flush=True)
 time.sleep(600)
 """
-READY = "Ctrl-C stops everything"
+READY = "Press Ctrl-C to stop"
 
 
 def eventually(look: Callable[[], T], seconds: float = 30) -> T:
@@ -106,12 +106,12 @@ def test_supervisor_program_killed_is_started_again_and_said(
         killed, spared = process_id(service, "one"), process_id(service, "other")
         os.kill(killed, signal.SIGKILL)
         service.wait(10)  # which ends at once
-        service.tend()
+        service.restart_ended()
         assert len(said) == 1
         assert "one has ended (killed by SIGKILL) and starts again" in said[0]
         while not service.is_running("one"):
             service.wait(10)
-            service.tend()
+            service.restart_ended()
         eventually(lambda: process_id(service, "one") != killed)
         assert process_id(service, "other") == spared
     assert not service.is_running("one")
@@ -123,7 +123,7 @@ def test_supervisor_program_that_keeps_dying_is_started_at_growing_pauses(
     with supervise(broken=(sys.executable, "-c", "raise SystemExit(3)")) as service:
         while len(said) < 2:
             service.wait(10)
-            service.tend()
+            service.restart_ended()
     assert ["exit 3" in line for line in said] == [True, True]
     assert "starts again in 1 s" in said[0]
     assert "starts again in 2 s" in said[1]
@@ -138,7 +138,7 @@ def test_supervisor_what_a_dead_program_left_behind_is_killed(
         child = int(eventually(lambda: re.findall(r"child (\d+)\n", log.read_text()))[0])
         os.kill(process_id(service, "parent"), signal.SIGKILL)
         service.wait(10)
-        service.tend()
+        service.restart_ended()
         eventually(lambda: are_gone({child}))
 
 
@@ -151,7 +151,7 @@ def test_supervisor_stops_in_reverse_order_and_kills_what_does_not_hear(
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert are_gone(started)
-    assert ["deaf did not end when asked to" in line for line in said] == [True]
+    assert ["deaf did not stop in time" in line for line in said] == [True]
 
 
 def test_supervisor_logs_are_for_the_owner_alone(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_supervisor_start_that_fails_halfway_leaves_nothing(
 
 
 def test_port_free_is_not_refused() -> None:
-    refuse_taken_port(find_free_port())
+    require_free_port(find_free_port())
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104  a stranger's server, for a moment
@@ -217,14 +217,14 @@ def test_port_with_a_listener_that_shares_it_is_refused(address: str) -> None:
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(ServiceError, match=f"Port {port} on 127.0.0.1 is taken"):
-            refuse_taken_port(port)
+            require_free_port(port)
 
 
 def test_port_bound_by_somebody_who_does_not_listen_is_refused() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        with pytest.raises(ServiceError, match="is taken"):
-            refuse_taken_port(holder.getsockname()[1])
+        with pytest.raises(ServiceError, match="is in use"):
+            require_free_port(holder.getsockname()[1])
 
 
 def test_port_of_connections_that_are_still_closing_is_not_refused() -> None:
@@ -238,7 +238,7 @@ def test_port_of_connections_that_are_still_closing_is_not_refused() -> None:
             server, _ = listener.accept()
             server.close()  # the side that closes first keeps the port in TIME_WAIT
             assert client.recv(1) == b""
-    refuse_taken_port(port)
+    require_free_port(port)
 
 
 # ---------------------------------------------------------------------------------------------- manage.py run
@@ -333,7 +333,7 @@ def test_run_serves_what_it_prints_mends_itself_and_stops_on_sigterm(running: Ru
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
     assert are_gone(started)
-    refuse_taken_port(running.port)
+    require_free_port(running.port)
     logs = {path.name: path.read_text() for path in (running.folder / "logs").iterdir()}
     assert set(logs) == {"server.log", "worker.log", "beat.log"}
     assert [name for name, text in logs.items() if "Traceback" in text or "superuser" in text] == []
@@ -347,7 +347,7 @@ def test_run_killed_outright_leaves_no_child(running: Running) -> None:
     assert len(started) >= 4
     running.process.kill()
     eventually(lambda: are_gone(started), seconds=30)
-    refuse_taken_port(running.port)
+    require_free_port(running.port)
 
 
 @pytest.mark.timeout(240)

@@ -54,7 +54,7 @@ def test_reply_lost_to_an_unwrap_stalls_as_a_login_in_other_hands(stand: Stand) 
     stand.clock.tick(60)
     rotation = advance(rotation, stand.clock)
     assert rotation.state == "stalled"
-    assert "in somebody else's hands" in rotation.why
+    assert "Another party" in rotation.why
     assert stand.verify(next(iter(struck.strings.values()))) == (True, None)
     stand.make_logins(renew=True, wrap_seconds=300, roles=(VaultRole.ISSUER,))
     trial = struck.resumed()

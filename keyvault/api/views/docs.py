@@ -1,4 +1,4 @@
-"""The OpenAPI page: as data for machines, and browsable for people."""
+"""The OpenAPI page, as JSON and as Swagger UI."""
 
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
-        # Swagger UI lays styles on its elements, and draws its icons from data.
+        # Swagger UI sets inline styles and loads its icons from data: URLs.
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data:",
         "connect-src 'self'",
@@ -30,7 +30,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 
 @cache
 def openapi_page() -> dict[str, Any]:
-    """The whole page; the same for as long as the process lives."""
+    """Generate the page, once per process."""
     page: dict[str, Any] = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]  # untyped package
     return page
 
@@ -38,7 +38,7 @@ def openapi_page() -> dict[str, Any]:
 class OpenAPIView(PublicView):
     @documented(
         "openapi",
-        summary="This page.",
+        summary="This OpenAPI page.",
         answers={200: dict},
         plane=PUBLIC_CODES,
         auth=NOBODY,
@@ -51,7 +51,7 @@ class OpenAPIView(PublicView):
 class DocsView(PublicView):
     @documented(
         "docs",
-        summary="This page, browsable.",
+        summary="This OpenAPI page in Swagger UI.",
         answers={(200, "text/html"): str},
         plane=PUBLIC_CODES,
         auth=NOBODY,

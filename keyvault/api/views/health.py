@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it can judge: what a load balancer asks."""
+"""Liveness and readiness checks for load balancers."""
 
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -10,11 +10,11 @@ from keyvault.services.startup.readiness import find_readiness, readiness_body
 
 
 class HealthView(PublicView):
-    """The process answers; nothing else is asked, so that an outage elsewhere restarts nothing."""
+    """Liveness: checks no dependency, so that an outage elsewhere restarts nothing."""
 
     @documented(
         "healthz",
-        summary="Whether the process lives.",
+        summary="Liveness of the process.",
         answers={200: HealthBody},
         plane=PUBLIC_CODES,
         auth=NOBODY,
@@ -25,12 +25,15 @@ class HealthView(PublicView):
 
 
 class ReadinessView(PublicView):
-    """Each thing that a verdict needs, by name: the database with its rules in force, the peppers, and the
-    change feed where the process judges from memory."""
+    """Readiness, with each dependency of a verdict by name.
+
+    The dependencies are the database with its triggers, the peppers and, where the process answers from memory, the
+    change feed.
+    """
 
     @documented(
         "readyz",
-        summary="Whether the process can judge; what it needs for that, each by name.",
+        summary="Readiness of the process, with each dependency by name.",
         answers={200: ReadinessBody, 503: ReadinessBody},
         plane=PUBLIC_CODES,
         auth=NOBODY,

@@ -1,4 +1,4 @@
-"""Credentials for services: asked for, looked at, and collected once by whoever asked."""
+"""Issuance requests of services: create, read, and collect the key once."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from keyvault.services.issuance.collection import Handover, is_asked_by, read_ha
 from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
 from keyvault.services.merchants.merchants import find_account
 
-_REQUEST_ID = in_path("request_id", "^req_[0-9A-Za-z]{20}$")
+_ISSUANCE_REQUEST_ID = in_path("issuance_request_id", "^req_[0-9A-Za-z]{20}$")
 
 
 class IssuanceRequestsView(ServiceView):
@@ -33,7 +33,7 @@ class IssuanceRequestsView(ServiceView):
 
     @documented(
         "issuance_requests_create",
-        summary="Asks for a new credential.",
+        summary="Request a new credential.",
         takes=CredentialRequest,
         answers={201: IssuanceRequestBody},
         idempotency_key=NEEDED,
@@ -51,12 +51,12 @@ class IssuanceRequestsView(ServiceView):
     def _prepare(self, request: Request) -> Effect:
         form = CredentialRequest(data=request.data)
         form.is_valid(raise_exception=True)
-        asked = form.validated_data
-        account = self._account(asked["merchant"], Environment(asked["environment"]))
-        return _asking(self.grant_for(account), account, asked, self.service.name)
+        fields = form.validated_data
+        account = self._account(fields["merchant"], Environment(fields["environment"]))
+        return _create_effect(self.grant_for(account), account, fields, self.service.name)
 
     def _account(self, merchant_id: str, environment: Environment) -> Account:
-        """Judged before it is looked for, so that a foreign merchant and none at all are the same."""
+        """Decide before reading the row, so that a foreign merchant and an unknown one get the same response."""
         verdict = decide(operation(self.permission), self.service, Target(environment, merchant_id), self.now)
         if isinstance(verdict, Denial):
             raise DeniedError(verdict)
@@ -71,12 +71,12 @@ class IssuanceRequestView(ServiceView):
 
     @documented(
         "issuance_requests_read",
-        summary="What became of a request.",
+        summary="Read an issuance request.",
         answers={200: IssuanceRequestBody},
-        parameters=[_REQUEST_ID],
+        parameters=[_ISSUANCE_REQUEST_ID],
     )
-    def get(self, request: Request, request_id: str) -> Response:
-        found = _find(request_id)
+    def get(self, request: Request, issuance_request_id: str) -> Response:
+        found = _find(issuance_request_id)
         self.grant_for(found.account)
         return Response(describe_request(found))
 
@@ -86,22 +86,22 @@ class CollectionView(ServiceView):
 
     @documented(
         "issuance_requests_collect",
-        summary="The issued key, once, for the token that asked.",
+        summary="Collect the issued key, once, with the token that requested it.",
         takes=CollectRequest,
         answers={200: CollectedBody},
         codes=[ErrorCode.STATE_CONFLICT],
-        parameters=[_REQUEST_ID],
+        parameters=[_ISSUANCE_REQUEST_ID],
         idempotency_key=NEEDED,
     )
-    def post(self, request: Request, request_id: str) -> Response:
-        found = _find(request_id)
+    def post(self, request: Request, issuance_request_id: str) -> Response:
+        found = _find(issuance_request_id)
         if not is_asked_by(found, self.service):
             raise NotFoundError
         grant = self.grant_for(found.account)
 
         def prepare() -> Effect:
             CollectRequest(data=request.data).is_valid(raise_exception=True)
-            return _collecting(grant, found)
+            return _collect_effect(grant, found)
 
         return answer_once(
             request,
@@ -113,49 +113,49 @@ class CollectionView(ServiceView):
         )
 
 
-def _find(request_id: str) -> IssuanceRequest:
-    found = get_request(request_id)
+def _find(issuance_request_id: str) -> IssuanceRequest:
+    found = get_request(issuance_request_id)
     if found is None:
         raise NotFoundError
     return found
 
 
-def _asking(grant: Grant, account: Account, asked: dict[str, Any], name: str) -> Effect:
-    recipient = asked.get("recipient_public_key", "")
+def _create_effect(grant: Grant, account: Account, fields: dict[str, Any], name: str) -> Effect:
+    recipient = fields.get("recipient_public_key", "")
     default = Delivery.SEALED if recipient else Delivery.SECRET_BACKEND
 
     def effect() -> StoredResponse:
-        made = request_issuance(
+        created = request_issuance(
             grant,
             account,
-            kind=KeyKind(asked["kind"]),
-            label=asked.get("label", name),
-            delivery=Delivery(asked.get("delivery", default)),
-            expires_in_days=asked.get("expires_in_days"),
+            kind=KeyKind(fields["kind"]),
+            label=fields.get("label", name),
+            delivery=Delivery(fields.get("delivery", default)),
+            expires_in_days=fields.get("expires_in_days"),
             recipient_public_key=recipient,
         )
-        return StoredResponse(201, describe_request(made))
+        return StoredResponse(201, describe_request(created))
 
     return effect
 
 
-def _collecting(grant: Grant, request: IssuanceRequest) -> Effect:
+def _collect_effect(grant: Grant, request: IssuanceRequest) -> Effect:
     handover = read_handover(grant, request)
 
     def effect() -> StoredResponse:
         with record_collection(grant, request):
-            return _handed_over(request, handover)
+            return _collected_response(request, handover)
 
     return effect
 
 
-def _about(request: IssuanceRequest, key: Key) -> dict[str, Any]:
-    return {"request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
+def _identify(request: IssuanceRequest, key: Key) -> dict[str, Any]:
+    return {"issuance_request_id": request.request_id, "credential_id": key.credential_id, "key_id": key.key_id}
 
 
-def _handed_over(request: IssuanceRequest, handover: Handover) -> StoredResponse:
+def _collected_response(request: IssuanceRequest, handover: Handover) -> StoredResponse:
     key = handover.key
-    body = _about(request, key)
+    body = _identify(request, key)
     if handover.sealed is None:
         return StoredResponse(200, {**body, "key": None}, "key", handover.text, key.key_id)
     sealed = {"suite": SUITE, "enc": handover.sealed.enc, "ciphertext": handover.sealed.ciphertext}

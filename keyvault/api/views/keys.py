@@ -1,4 +1,4 @@
-"""Keys and credentials on the service plane: their state, never their material; and their end."""
+"""Keys and credentials on the service plane: read their state, never their material, and revoke keys."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _KEY_ID = in_path("key_id", "^[0-9A-Za-z]{16}$")
 class KeyView(ServiceView):
     permission = Permission.KEYS_READ
 
-    @documented("keys_read", summary="A key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
+    @documented("keys_read", summary="Read a key's state.", answers={200: KeyBody}, parameters=[_KEY_ID])
     def get(self, request: Request, key_id: str) -> Response:
         return Response(describe_key(_visible_key(self, key_id)))
 
@@ -37,9 +37,9 @@ class RevokeView(ServiceView):
 
     @documented(
         "keys_revoke",
-        summary="Ends a key for ever; repeatable.",
-        description="It has ended when this is answered, whatever the receipt says: that tells which verifiers have "
-        "confirmed it by then.",
+        summary="Revoke a key permanently; repeatable.",
+        description="The response means that the key is revoked. The receipt lists the verifiers that have confirmed "
+        "it so far.",
         takes=RevokeRequest,
         answers={202: RevokedBody},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -67,16 +67,16 @@ class CredentialsView(ServiceView):
 
     @documented(
         "credentials_list",
-        summary="Credentials with their keys, a page at a time.",
+        summary="List credentials with their keys, paginated.",
         answers={200: CredentialsBody},
         parameters=[CredentialQuery],
     )
     def get(self, request: Request) -> Response:
         form = CredentialQuery(data=request.query_params)
         form.is_valid(raise_exception=True)
-        asked = form.validated_data
-        rows = list(self._rows(asked)[: asked["limit"] + 1])
-        page = rows[: asked["limit"]]
+        query = form.validated_data
+        rows = list(self._rows(query)[: query["limit"] + 1])
+        page = rows[: query["limit"]]
         return Response(
             {
                 "credentials": [credential_as_json(row) for row in page],
@@ -84,11 +84,11 @@ class CredentialsView(ServiceView):
             }
         )
 
-    def _rows(self, asked: dict[str, Any]) -> Any:
-        """Within the token's environments and merchants. Raises DeniedError on an environment outside them."""
+    def _rows(self, query: dict[str, Any]) -> Any:
+        """Return the credentials in the token's scope. Raises DeniedError for an environment outside it."""
         environments = self.service.environments
-        if "environment" in asked:
-            environment = Environment(asked["environment"])
+        if "environment" in query:
+            environment = Environment(query["environment"])
             verdict = decide(operation(self.permission), self.service, Target(environment=environment), self.now)
             if isinstance(verdict, Denial):
                 raise DeniedError(verdict)
@@ -97,12 +97,12 @@ class CredentialsView(ServiceView):
         rows = rows.filter(account__environment__in=environments).order_by("credential_id")
         if self.service.merchants is not None:
             rows = rows.filter(account__merchant__in=self.service.merchants)
-        if "merchant" in asked:
-            rows = rows.filter(account__merchant=asked["merchant"])
-        if "kind" in asked:
-            rows = rows.filter(kind=asked["kind"])
-        if "cursor" in asked:
-            rows = rows.filter(credential_id__gt=asked["cursor"])
+        if "merchant" in query:
+            rows = rows.filter(account__merchant=query["merchant"])
+        if "kind" in query:
+            rows = rows.filter(kind=query["kind"])
+        if "cursor" in query:
+            rows = rows.filter(credential_id__gt=query["cursor"])
         return rows
 
 

@@ -1,4 +1,4 @@
-"""What there is to watch, in Prometheus' text format: no ids, no merchants, no material."""
+"""Metrics in Prometheus' text format, without ids, merchants or material."""
 
 from django.http import HttpResponse
 from rest_framework.request import Request
@@ -9,7 +9,7 @@ from keyvault.services.startup.metrics import CONTENT_TYPE, expose_meters
 
 
 class MetricsView(PublicView):
-    """Of this process; with PROMETHEUS_MULTIPROC_DIR of all processes of this host that have it."""
+    """Metrics of this process; with PROMETHEUS_MULTIPROC_DIR, of all processes that share the directory."""
 
     @documented(
         "metrics",

@@ -16,8 +16,8 @@ class RevocationView(ServiceView):
 
     @documented(
         "revocations_read",
-        summary="Which verifiers have confirmed a revocation.",
-        description="Of any other change too. One of an account that the token is not for is as absent as none.",
+        summary="Read which verifiers have confirmed a revocation.",
+        description="Also available for any other change. A change of an account outside the token's scope is 404.",
         answers={200: ReceiptBody},
         parameters=[in_path("sequence", "^[0-9]{1,19}$")],
     )

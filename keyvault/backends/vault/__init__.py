@@ -1,16 +1,16 @@
 """HashiCorp Vault and OpenBao as the secret backend, through hvac.
 
 layout    names: mounts, policies, roles; which role does what
-replies   what an answer of the server means: our own few errors, with the status kept
-breaker   stops asking a server that does not answer
-logins    how a process proves who it is: AppRole, Kubernetes, a token file
-client    one logged-in client of a role: token kept fresh, calls counted
+replies   maps a reply of the server to a value or an error of `backends.base`
+breaker   circuit breaker for a server that does not answer
+logins    authentication by AppRole, Kubernetes or a token file
+client    one authenticated client per role: renews its token, counts its calls
 kv        the `SecretBackend`: versioned secrets (KV version 2)
 transit   signatures with a key that never leaves the server
 
-and for whoever sets a server up and looks after it:
+For administration of a server:
 
-bootstrap     mounts, policies, roles and logins, made or mended
-capabilities  which kind of host needs which logins, and what each may do
-doctor        what is wrong, looked at as the service looks; `cures` has its words
+bootstrap     creates and repairs mounts, policies, roles and logins
+capabilities  the logins that each kind of host needs, and their permissions
+doctor        diagnoses a host and its server; `remediation` has the texts
 """

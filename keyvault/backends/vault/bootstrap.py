@@ -1,7 +1,7 @@
-"""Sets a Vault or an OpenBao up for us, and mends what drifted: mounts, policies, signing keys, roles, logins.
+"""Creates and repairs our mounts, policies, signing keys, roles and logins in Vault or OpenBao.
 
-Repeatable: what is right already is neither written again nor mentioned. It needs a client with an administrator's
-token and is the only module that ever has one. What somebody else put under one of our names is refused, not changed.
+Repeatable: correct objects are neither written again nor reported. It needs a client with an administrator's token and
+is the only module that uses one. A foreign object under one of our names is refused, not changed.
 """
 
 import time
@@ -34,10 +34,10 @@ T = TypeVar("T")
 POLICY_FILES: Final = Path(keyvault.__file__).resolve().parent.parent / "deploy" / "vault"
 
 KEPT_VERSIONS: Final[Mapping[SecretsEngine, int]] = {SecretsEngine.KEYS: 10, SecretsEngine.PEPPERS: 100}
-"""The server erases the oldest version beyond that. No pepper must ever go that way: its keys would go with it."""
+"""Maximum versions per path; the server erases older ones. An erased pepper would invalidate its keys."""
 
 TOKEN_SECONDS: Final = 3600
-"""The period of a login's token: renewed in time it lives for ever, left alone it ends."""
+"""Period of a login's token, in seconds: it expires unless it is renewed within the period."""
 
 SECRET_ID_DAYS: Final = 90
 UPGRADE_SECONDS: Final = 30.0
@@ -48,8 +48,11 @@ KUBERNETES: Final = "kubernetes"
 
 @dataclass(frozen=True, slots=True)
 class BootstrapOptions:
-    """What an installation may choose. `networks`: where logins may come from; None: as it is. `namespace`: logins by
-    Kubernetes in the place of AppRole, for the service accounts `<prefix>-web`, `-worker` and `-setup` there."""
+    """Choices of an installation.
+
+    `networks`: the networks from which logins are allowed; None: unchanged. `namespace`: use Kubernetes instead of
+    AppRole, for the service accounts `<prefix>-web`, `-worker` and `-setup` in that namespace.
+    """
 
     networks: tuple[str, ...] | None = None
     secret_id_days: int = SECRET_ID_DAYS
@@ -60,31 +63,31 @@ def bootstrap(
     admin: hvac.Client,
     layout: Layout,
     environments: Iterable[str],
-    say: Callable[[str], None],
-    wishes: BootstrapOptions | None = None,
+    report: Callable[[str], None],
+    choices: BootstrapOptions | None = None,
     *,
     is_dry_run: bool = False,
 ) -> None:
-    """Everything of these environments, and of scope `service`; tells `say` each change, before a dry run's too.
+    """Create and repair everything of the environments and of scope `service`; pass each change to `report`.
 
-    Raises StateConflictError, having changed nothing, where a name of ours is somebody else's; and what
-    `backends.base` knows.
+    A dry run only reports. Raises StateConflictError, without a change, when one of our names is a foreign object; and
+    errors of `backends.base`.
     """
     scopes = list_scopes(environments)
-    desk = _Desk(admin, layout, say, BootstrapOptions() if wishes is None else wishes, is_dry_run)
-    desk.refuse_strangers(scopes)
+    run = _BootstrapRun(admin, layout, report, BootstrapOptions() if choices is None else choices, is_dry_run)
+    run.refuse_foreign(scopes)
     for scope in scopes:
         for engine in KEPT_VERSIONS:
             if scope in scopes_of(engine):
-                desk.ensure_secrets(engine, scope)
-        desk.ensure_signing(scope)
+                run.ensure_secrets(engine, scope)
+        run.ensure_signing(scope)
     for scope in scopes:
         if scope in scopes_of(SecretsEngine.KEYS):
-            desk.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))
-    desk.ensure_method()
+            run.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))
+    run.ensure_method()
     for role, scope in list_logins(scopes):
-        desk.ensure_policy(layout.login(role, scope), policy_text(layout, role, scope))
-        desk.ensure_role(role, scope)
+        run.ensure_policy(layout.login(role, scope), policy_text(layout, role, scope))
+        run.ensure_role(role, scope)
 
 
 def list_scopes(environments: Iterable[str]) -> list[str]:
@@ -92,18 +95,18 @@ def list_scopes(environments: Iterable[str]) -> list[str]:
 
 
 def list_logins(scopes: Iterable[str]) -> list[tuple[VaultRole, str]]:
-    """Every role and scope that there is a login for."""
+    """Return every role and scope that has a login."""
     wanted = set(scopes)
     return [(role, scope) for role in VaultRole for scope in scopes_of(ENGINE_OF[role]) if scope in wanted]
 
 
 def secrets_options(engine: SecretsEngine) -> dict[str, Any]:
-    """Of a KV mount. No version is deleted by its age: that counts from its making, and would take one in use."""
+    """Return the options of a KV mount. Deletion by age is off: it could delete a version in use."""
     return {"cas_required": True, "max_versions": KEPT_VERSIONS[engine], "delete_version_after": "0s"}
 
 
 def policy_text(layout: Layout, name: str, scope: str) -> str:
-    """The files of deploy/vault with the names filled in: a role's is what every login may, and its own."""
+    """Return a policy from the files of deploy/vault; a role's policy is the common one and its own."""
     files = ["merchant.hcl"] if name == MERCHANT_POLICY else ["login.hcl", f"{name}.hcl"]
     text = "\n".join((POLICY_FILES / file).read_text(encoding="utf-8") for file in files)
     return text.replace("PREFIX", layout.prefix).replace("ROLE", name).replace("SCOPE", scope)
@@ -118,17 +121,17 @@ def make_logins(
     wrap_seconds: int | None,
     renew: bool = False,
 ) -> list[str]:
-    """Writes `<name>.role_id` and `<name>.wrapped_secret_id` (None: `<name>.secret_id`), mode 0600; returns the names
-    that were written.
+    """Write the login files of each name with mode 0600; return the names that were written.
 
-    A login that the folder has already is left alone, unless `renew`: then every secret id of that role is destroyed,
-    on every host, and another one made. Whoever is logged in stays so.
+    The files are `<name>.role_id` and `<name>.wrapped_secret_id`, or `<name>.secret_id` with `wrap_seconds` None. An
+    existing login stays unless `renew`: then every secret id of its role is destroyed, on every host, and a new one is
+    created. Existing tokens stay valid.
     """
     ensure_private_directory(folder)
     written = []
     for name in names:
         if not name.startswith(f"{layout.prefix}-"):
-            raise ValueError(f"{name} is no name of this installation")
+            raise ValueError(f"{name} is not a name of this installation")
         kept, wrapped, role_id = (folder / f"{name}.{kind}" for kind in ("secret_id", "wrapped_secret_id", "role_id"))
         if not renew and role_id.exists() and (kept.exists() or wrapped.exists()):
             continue
@@ -158,22 +161,22 @@ def _destroy_secret_ids(admin: hvac.Client, name: str) -> None:
 
 
 def read_path(client: hvac.Client, path: str) -> Any:
-    """The answer's data. hvac's own methods for it have no types."""
+    """Return the reply's data; hvac's own methods are untyped."""
     return cast("Any", client.read(path))["data"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
-    """One run: compares, tells, and then changes."""
+class _BootstrapRun:
+    """One run: compare, change unless it is a dry run, and report."""
 
     admin: hvac.Client
     layout: Layout
-    say: Callable[[str], None]
-    wishes: BootstrapOptions
+    report: Callable[[str], None]
+    choices: BootstrapOptions
     is_dry_run: bool
 
-    def refuse_strangers(self, scopes: list[str]) -> None:
-        """Before anything is changed."""
+    def refuse_foreign(self, scopes: list[str]) -> None:
+        """Check all names before any change. Raises StateConflictError."""
         mounts, methods = self._mounts(), self._methods()
         for scope in scopes:
             for engine in SecretsEngine:
@@ -182,32 +185,32 @@ class _Desk:
                     continue
                 wanted = "transit" if engine is SecretsEngine.ANCHOR else "kv version 2"
                 if (found := _type_of(mounts[name])) != wanted:
-                    raise _stranger(f"The mount {name} is of type {found}, not {wanted}.")
-        method = APPROLE if self.wishes.namespace is None else KUBERNETES
+                    raise _foreign_error(f"The mount {name} is of type {found}, not {wanted}.")
+        method = APPROLE if self.choices.namespace is None else KUBERNETES
         if method in methods and methods[method]["type"] != method:
-            raise _stranger(f"The auth method at {method} is of type {methods[method]['type']}.")
+            raise _foreign_error(f"The auth method at {method} is of type {methods[method]['type']}.")
         if method == KUBERNETES and method not in methods:
             raise StateConflictError(
-                "The auth method kubernetes is not there: enable it, tell it of your cluster, and run this again."
+                "The auth method kubernetes is missing. Enable it, configure it for your cluster, and run this again."
             )
 
     # --- mounts ---------------------------------------------------------------------------------------------
 
     def ensure_secrets(self, engine: SecretsEngine, scope: str) -> None:
-        """A KV mount of version 2."""
+        """Create or repair a KV mount of version 2."""
         name, wanted = self.layout.mount(engine, scope), secrets_options(engine)
         if self._ensure_mount(name, "kv", {"version": "2"}):
             found = self._when_upgraded(lambda: self.admin.secrets.kv.v2.read_configuration(mount_point=name)["data"])
         else:
-            found = {"delete_version_after": "0s"}  # As a new one has it.
+            found = {"delete_version_after": "0s"}  # the defaults of a new mount
         if differing := _differing(found, wanted):
             self._change(
-                f"mount {name}: {_told(differing)}",
+                f"mount {name}: {_format_settings(differing)}",
                 lambda: self.admin.secrets.kv.v2.configure(mount_point=name, **wanted),
             )
 
     def ensure_signing(self, scope: str) -> None:
-        """A transit mount with an Ed25519 key that can be neither read nor deleted."""
+        """Create or repair a transit mount with an Ed25519 key that can be neither exported nor deleted."""
         name = self.layout.mount(SecretsEngine.ANCHOR, scope)
         path = f"{name}/keys/{SIGNING_KEY}"
         key = self._read(path) if self._ensure_mount(name, "transit", None) else {}
@@ -220,7 +223,7 @@ class _Desk:
             )
             return
         if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
-            raise _stranger(f"The key {name}/{SIGNING_KEY} is of another type, or can be taken out of the server.")
+            raise _foreign_error(f"The key {name}/{SIGNING_KEY} is of another type, or can be exported.")
         if key["deletion_allowed"]:
             self._change(
                 f"signing key {name}/{SIGNING_KEY}: deletion_allowed false",
@@ -228,7 +231,7 @@ class _Desk:
             )
 
     def _ensure_mount(self, name: str, kind: str, options: dict[str, str] | None) -> bool:
-        """Whether it is there now; a dry run leaves it out."""
+        """Create or repair a mount; return whether it exists now, which it may not after a dry run."""
         mount = self._mounts().get(name)
         if mount is None:
             self._change(
@@ -237,7 +240,7 @@ class _Desk:
             )
             return not self.is_dry_run
         if shown := [key for key in mount["config"] if key.startswith("audit_non_hmac_") and mount["config"][key]]:
-            # What is in there would stand in the server's audit log as it is.
+            # The server's audit log would contain the values of these fields unhashed.
             self._change(
                 f"mount {name}: {', '.join(shown)} emptied",
                 lambda: self.admin.write_data(f"sys/mounts/{name}/tune", data={key: [] for key in shown}),
@@ -245,7 +248,7 @@ class _Desk:
         return True
 
     def _when_upgraded(self, ask: Callable[[], T]) -> T:
-        """A new KV mount of version 2 answers 400 for a moment."""
+        """Retry while a new KV mount of version 2 still answers 400."""
         deadline = time.monotonic() + UPGRADE_SECONDS
         while True:
             try:
@@ -266,11 +269,11 @@ class _Desk:
             )
 
     def ensure_method(self) -> None:
-        if self.wishes.namespace is None and APPROLE not in self._methods():
+        if self.choices.namespace is None and APPROLE not in self._methods():
             self._change(f"auth method {APPROLE}: made", lambda: self.admin.sys.enable_auth_method(APPROLE))
 
     def ensure_role(self, role: VaultRole, scope: str) -> None:
-        """The login's role, under the same name: one policy, and no other."""
+        """Create or repair the login's role of the same name, with one policy only."""
         name = self.layout.login(role, scope)
         token = {
             "token_policies": [name],
@@ -278,20 +281,20 @@ class _Desk:
             "token_period": TOKEN_SECONDS,
             "token_type": "service",
         }
-        if self.wishes.namespace is not None:
+        if self.choices.namespace is not None:
             bound = {
                 "bound_service_account_names": [f"{self.layout.prefix}-{host}" for host in list_hosts(role)],
-                "bound_service_account_namespaces": [self.wishes.namespace],
+                "bound_service_account_namespaces": [self.choices.namespace],
             }
             self._ensure_role(KUBERNETES, name, {**token, **bound})
             return
         secret_id: dict[str, Any] = {
             "bind_secret_id": True,
-            "secret_id_ttl": self.wishes.secret_id_days * 86_400,
+            "secret_id_ttl": self.choices.secret_id_days * 86_400,
             "secret_id_num_uses": 0,
         }
-        if self.wishes.networks is not None:
-            networks = [str(ip_network(network)) for network in self.wishes.networks]
+        if self.choices.networks is not None:
+            networks = [str(ip_network(network)) for network in self.choices.networks]
             secret_id |= {"secret_id_bound_cidrs": networks, "token_bound_cidrs": networks}
         self._ensure_role(APPROLE, name, {**token, **secret_id})
 
@@ -300,7 +303,7 @@ class _Desk:
         found = self._read(path) if method in self._methods() else {}
         if differing := _differing(found, wanted):
             self._change(
-                f"role {method}/{name}: {_told(differing) if found else 'made'}",
+                f"role {method}/{name}: {_format_settings(differing) if found else 'made'}",
                 lambda: self.admin.write_data(path, data=wanted),
             )
 
@@ -313,16 +316,16 @@ class _Desk:
         return {name.rstrip("/"): about for name, about in self._read("sys/auth").items()}
 
     def _read(self, path: str) -> Any:
-        """Empty where there is nothing."""
+        """Read a path; empty when nothing is there."""
         try:
             return read_path(self.admin, path)
         except BackendMissingError:
             return {}
 
-    def _change(self, told: str, act: Callable[[], Any]) -> None:
+    def _change(self, change: str, act: Callable[[], Any]) -> None:
         if not self.is_dry_run:
             act()
-        self.say(told)
+        self.report(change)
 
 
 def _type_of(mount: Mapping[str, Any]) -> str:
@@ -331,19 +334,19 @@ def _type_of(mount: Mapping[str, Any]) -> str:
 
 
 def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in wanted.items() if _plain(name, found.get(name)) != value}
+    return {name: value for name, value in wanted.items() if _normalize(name, found.get(name)) != value}
 
 
-def _plain(name: str, value: Any) -> Any:
-    """As we would have written it: the server drops the length of a network of one address."""
+def _normalize(name: str, value: Any) -> Any:
+    """Normalize a value: the server omits the prefix length of a single address."""
     if name.endswith("_cidrs"):
         return [str(ip_network(network)) for network in value or []]
     return value
 
 
-def _told(wishes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in wishes.items())
+def _format_settings(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in choices.items())
 
 
-def _stranger(what: str) -> StateConflictError:
-    return StateConflictError(f"{what} Somebody else made it: move it away, or choose another KEYVAULT_VAULT_PREFIX.")
+def _foreign_error(what: str) -> StateConflictError:
+    return StateConflictError(f"{what} It is not Keyvault's: move it, or choose another KEYVAULT_VAULT_PREFIX.")

@@ -1,7 +1,7 @@
-"""A circuit breaker: a server that does not answer is not asked again for a moment, so that nobody waits for it.
+"""A circuit breaker: after repeated failures, calls fail immediately for a pause instead of waiting for a timeout.
 
-Closed at first. After `trips_after` failures in a row it is open, for a pause that doubles up to `longest_seconds`;
-then one call is let through, and its outcome decides; one that never says what came of it counts for nothing after
+The breaker starts closed. After `trips_after` consecutive failures it opens for a pause that doubles up to
+`longest_seconds`. Then it allows one trial call, whose outcome decides; without an outcome, another trial follows after
 `TRIAL_SECONDS`. Thread-safe.
 """
 
@@ -15,12 +15,12 @@ TRIPS_AFTER = 5
 FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 15.0
 TRIAL_SECONDS = 8.0
-"""Longer than the time limits of a call."""
+"""Time after which a trial without an outcome is ignored, in seconds; longer than the timeouts of a call."""
 
 
 @dataclass(slots=True)
 class Breaker:
-    """`clock` in monotonic seconds."""
+    """The state of one breaker. `clock` returns monotonic seconds."""
 
     clock: Callable[[], float] = time.monotonic
     trips_after: int = TRIPS_AFTER
@@ -31,7 +31,7 @@ class Breaker:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def seconds_left(self) -> float:
-        """How long it lets nobody through; 0.0: whoever asks may call, and says what came of it."""
+        """Return the remaining pause in seconds. With 0.0 the caller may call, and must report the outcome."""
         with self._lock:
             if self._failures < self.trips_after:
                 return 0.0
@@ -42,7 +42,7 @@ class Breaker:
             return 0.0
 
     def succeeded(self) -> None:
-        """The server answered, be it a refusal."""
+        """Record a reply of the server; a refusal counts, too."""
         with self._lock:
             self._failures, self._pause = 0, FIRST_SECONDS
 
@@ -56,5 +56,5 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """For showing: whether calls are refused now."""
+        """Whether calls fail now, for display."""
         return self._failures >= self.trips_after and self._open_until > self.clock()

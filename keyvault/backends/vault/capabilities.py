@@ -1,7 +1,7 @@
-"""Which hosts have which roles, what each role may do on the server, and how what a token may do differs from it.
+"""Roles of each kind of host, capabilities of each role, and how a token's capabilities deviate from them.
 
-The policies in deploy/vault say the same to the server; a test holds the two together. It is asked for paths that stand
-for all of their kind, in every scope, so that a policy that allows too much is found, too.
+The policies in deploy/vault grant the same capabilities; a test compares the two. The server is queried for
+representative paths in every scope, so that excess capabilities are found, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
     VaultRole.ANCHOR: {"sign": "update"},
 }
-"""By kind of path of the role's own mount; `wanted_capabilities` knows the exception."""
+"""Capabilities by kind of path in the role's own mount; `wanted_capabilities` adds one exception."""
 
 _KV_KINDS: Final = ("data", "metadata", "delete", "undelete", "destroy")
 
@@ -53,12 +53,12 @@ class Deviation:
 
 
 def list_hosts(role: VaultRole) -> list[str]:
-    """The kinds of host that need it."""
+    """Return the kinds of host that need the role."""
     return [host for host, roles in ROLES_OF_HOST.items() if role in roles and host != "all"]
 
 
 def wanted_capabilities(layout: Layout, role: VaultRole, scope: str) -> dict[str, frozenset[str]]:
-    """Every path that is asked for, in all scopes, and what the role may do there: mostly nothing."""
+    """Return the expected capabilities of a role for every queried path in all scopes; most are empty."""
     nothing: frozenset[str] = frozenset()
     wanted = dict.fromkeys(_server_paths(layout, role, scope), nothing)
     for engine in SecretsEngine:
@@ -72,7 +72,7 @@ def wanted_capabilities(layout: Layout, role: VaultRole, scope: str) -> dict[str
 
 
 def list_deviations(wanted: Mapping[str, frozenset[str]], found: Mapping[str, Sequence[str]]) -> list[Deviation]:
-    """`found`: the server's answer; `deny` is nothing, `root` is everything."""
+    """Compare with the server's reply `found`; `deny` grants nothing, `root` everything."""
     deviations = []
     for path, should in wanted.items():
         may = frozenset(found.get(path, ())) - {"deny"}
@@ -83,7 +83,7 @@ def list_deviations(wanted: Mapping[str, frozenset[str]], found: Mapping[str, Se
 
 
 def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[tuple[str, str]]:
-    """Kind and path."""
+    """Yield kind and path of a mount's queried paths."""
     mount = layout.mount(engine, scope)
     if engine is SecretsEngine.ANCHOR:
         yield "sign", f"{mount}/sign/{SIGNING_KEY}"
@@ -98,7 +98,7 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
 
 
 def _server_paths(layout: Layout, role: VaultRole, scope: str) -> Iterator[str]:
-    """Where nobody of ours has any business."""
+    """Yield administrative paths, to which no role has access."""
     name = layout.login(role, scope)
     yield from ("auth/token/lookup-accessor", "auth/token/revoke-accessor")
     yield from ("auth/token/create", f"auth/approle/role/{name}", f"auth/approle/role/{name}/secret-id")

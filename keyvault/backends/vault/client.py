@@ -1,9 +1,9 @@
-"""One role's client of a Vault: logged in when first needed, its token kept fresh, its calls counted.
+"""A Vault client of one role: logs in on first use, renews its token and counts its calls.
 
-`VaultClient.call(lambda client: client.secrets.kv.v2.read_secret_version(...))` is the only way in. A refusal (403) is
-answered with one fresh login and one more try, since a token may have been revoked; a second one is told to the
-caller, and so is each for a while after that. Nothing else is ever repeated here: whoever wrote knows how to settle an
-ambiguous answer, by reading back.
+`VaultClient.call(lambda client: client.secrets.kv.v2.read_secret_version(...))` is the only entry point. After a
+refusal (401, 403) the client logs in again and retries once, since the token may be revoked. A second refusal is
+raised, and so is every refusal within REFUSED_SECONDS. Nothing else is retried: after an ambiguous reply the caller
+reads back.
 """
 
 import secrets
@@ -30,19 +30,21 @@ from keyvault.domain.plaintext import Plaintext
 T = TypeVar("T")
 
 RENEW_AFTER = 2 / 3
-"""Of a lease; up to a tenth of it earlier, so that processes that were started together do not renew together."""
+"""Part of a lease after which it is renewed, less up to a tenth of jitter: processes started together renew apart."""
 
 REFUSED_SECONDS = 30.0
-"""After a fresh login was refused too, nobody logs in anew because of a refusal: that would only make tokens."""
+"""Time without a new login after a refusal with a new token, in seconds: each login would only create a token."""
 
 RENEW_AGAIN_SECONDS = 5.0
-"""After a renewal that failed."""
+"""Minimum time between renewals, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class VaultServer:
-    """Where the server is. `ca_file` None: the CAs of this machine. Raises ImproperlyConfigured for an address over
-    which tokens and keys would travel in the clear."""
+    """The server's address, CA file and timeouts (connect, read) in seconds. `ca_file` None: the CAs of this machine.
+
+    Raises ImproperlyConfigured for an address that would send tokens and keys unencrypted.
+    """
 
     address: str
     ca_file: Path | None = None
@@ -53,16 +55,16 @@ class VaultServer:
         is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
         if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_local)):
             raise ImproperlyConfigured(
-                "VAULT_ADDR: wants an address such as https://vault.example.com:8200; plain http on this machine only"
+                "VAULT_ADDR: not a URL such as https://vault.example.com:8200; plain http is allowed for localhost only"
             )
 
 
 def open_client(
     server: VaultServer, token: Plaintext | None = None, seen: Callable[[str], None] | None = None
 ) -> hvac.Client:
-    """An hvac client that takes nothing from the environment: no token, no proxy, no .netrc, no namespace.
+    """Return an hvac client that ignores the environment: its token, proxies, .netrc and namespace.
 
-    It follows no redirect, which would send the token and the body after it.
+    It does not follow redirects, which would send the token and the body to another server.
     """
     session = requests.Session()
     session.trust_env = False
@@ -74,13 +76,13 @@ def open_client(
             made.seen = seen
         return made
 
-    # A dictionary, since hvac's types know no pair of timeouts and no function for an adapter.
+    # A dictionary, since hvac's types allow neither a pair of timeouts nor a function as the adapter.
     options: dict[str, Any] = {
         "url": server.address,
-        # "": kept as it is, where None would be looked for in VAULT_TOKEN and in the home directory.
+        # With None hvac would read VAULT_TOKEN and the token file in the home directory.
         "token": "" if token is None else token.reveal(),
         "verify": session.verify,
-        # None would be looked for in VAULT_CLIENT_CERT.
+        # With None hvac would read VAULT_CLIENT_CERT.
         "cert": (),
         "timeout": server.timeout,
         "session": session,
@@ -92,7 +94,7 @@ def open_client(
 
 @dataclass(slots=True)
 class _Held:
-    """The token that this process has. `renew_at`, `ends_at` in the client's clock; None: never."""
+    """The current token. `renew_at`, `ends_at` in seconds of the client's clock; None: never."""
 
     token: Token
     renew_at: float | None
@@ -101,7 +103,7 @@ class _Held:
 
 @dataclass(slots=True)
 class VaultClient:
-    """The logged-in client of one role in one scope. Safe among threads; a forked process makes its own."""
+    """The authenticated client of one role in one scope. Thread-safe; a forked process creates its own."""
 
     server: VaultServer
     login: Login
@@ -114,14 +116,14 @@ class VaultClient:
     _local: threading.local = field(default_factory=threading.local)
 
     def call(self, ask: Callable[[hvac.Client], T]) -> T:
-        """What `ask` returns. Raises what `backends.base` knows, and nothing of hvac's or of requests'."""
+        """Return the result of `ask`. Raises errors of `backends.base` only, none of hvac or requests."""
         token = self._fresh_token()
         try:
             return self._ask(ask, token)
         except BackendDeniedError as error:
             if error.status not in {401, 403} or self._was_refused_just_now():
                 raise
-        # Revoked, or expired by the server's clock; or a policy is wrong, and then the second try says so.
+        # The token was revoked or has expired by the server's clock; with a wrong policy the retry fails, too.
         fresh = self._log_in(instead_of=token)
         try:
             return self._ask(ask, fresh)
@@ -130,7 +132,7 @@ class VaultClient:
             raise
 
     def lease_left(self) -> float | None:
-        """Seconds; None: no token, or one without an end."""
+        """Return the seconds until the token expires; None without a token or expiry."""
         held = self._held
         return None if held is None or held.ends_at is None else max(0.0, held.ends_at - self.clock())
 
@@ -146,12 +148,12 @@ class VaultClient:
                 return self._log_in()
             if held.renew_at is None or held.renew_at > now:
                 return held.token.text
-            # One renews; the others go on meanwhile with what there is, and it may be tried again after that.
+            # One thread renews while the others use the current token; after this time another thread may retry.
             held.renew_at = now + RENEW_AGAIN_SECONDS
         return self._renew(held)
 
     def _log_in(self, instead_of: Plaintext | None = None) -> Plaintext:
-        """One at a time; who waited for the others takes what they got."""
+        """Log in, one thread at a time; a thread that waited uses the token of the one before."""
         with self._lock:
             held = self._held
             if instead_of is not None and held is not None and held.token.text.reveal() != instead_of.reveal():
@@ -170,12 +172,12 @@ class VaultClient:
                 auth = answer["auth"]
                 renewed = Token(held.token.text, int(auth["lease_duration"]), bool(auth["renewable"]))
         except BackendUnavailableError:
-            # What we have is good for a while yet, and the call itself will tell.
+            # The current token is still valid for some time, and the call itself fails if it is not.
             return held.token.text
         except BackendError:
             return self._log_in(instead_of=held.token.text)
         if renewed.lease_seconds < held.token.lease_seconds * RENEW_AFTER:
-            # Its greatest lifetime is near: it no longer grows.
+            # The token's maximum lifetime is near: a renewal no longer extends it.
             return self._log_in(instead_of=held.token.text)
         with self._lock:
             if self._held is held:
@@ -183,7 +185,7 @@ class VaultClient:
         return renewed.text
 
     def _end(self, token: Plaintext) -> None:
-        """A token of ours that was replaced, and may live on for its whole period; a dead one says so."""
+        """Revoke a replaced token, which would stay valid for its whole period."""
         with suppress(BackendError):
             self._ask(lambda client: client.auth.token.revoke_self(), token)
 
@@ -204,8 +206,8 @@ class VaultClient:
         if left > 0:
             meters.note_call(self.name, "not_asked")
             raise BackendUnavailableError(
-                "The secrets manager does not answer.",
-                internal=f"{self.name}: not asked for {left:.1f} s more, after failures in a row",
+                "The secrets manager is unavailable.",
+                internal=f"{self.name}: circuit breaker open for {left:.1f} s more, after consecutive failures",
                 retry_after_seconds=max(1, round(left)),
             )
         client = self._client()
@@ -217,7 +219,7 @@ class VaultClient:
             raise
         except BackendError as error:
             if error.status is not None:
-                # A login that this host lacks is no answer of the server's.
+                # Without a status, no request was sent: this host lacks the login.
                 self.breaker.succeeded()
             raise
         finally:
@@ -226,7 +228,7 @@ class VaultClient:
         return answer
 
     def _client(self) -> hvac.Client:
-        """This thread's own: a session's connections are shared with nobody."""
+        """Return this thread's own client: sessions are not thread-safe."""
         if not hasattr(self._local, "client"):
             self._local.client = open_client(self.server, seen=lambda outcome: meters.note_call(self.name, outcome))
         client: hvac.Client = self._local.client

@@ -1,7 +1,7 @@
-"""What is wrong between this host and its Vault, in plain words, and how to mend it.
+"""Diagnosis of a host's connection to its Vault, with a remedy for each problem.
 
-It looks with the logins that the host has, as the service does, and changes nothing on the server. On a host it does
-what a login does: a wrapped secret id is opened and kept.
+The doctor uses the logins of the host, like the service, and changes nothing on the server. A login itself may unwrap
+and store a wrapped secret id on the host.
 """
 
 import base64
@@ -30,22 +30,28 @@ from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
     RESTORE,
     Finding,
-    hand_over,
-    mend,
+    login_advice,
     read_refused,
     read_unreachable,
     read_unready,
+    repair_advice,
 )
 from keyvault.domain.digests import Peppers, PepperSet
 
 CLOCK_SECONDS: Final = 30
+"""Maximum difference between the clocks of the server and this host, in seconds."""
+
 ENDING_DAYS: Final = 14
+"""Remaining lifetime of a secret id below which it is reported, in days."""
 
 
 @dataclass(slots=True)
 class Examination:
-    """One host and one server. `folder` None: no files are needed (Kubernetes). `check_values`: of each pepper set
-    that this host loads, by version, from the database; empty: not compared."""
+    """The examination of one host and one server.
+
+    `folder` None: no login files are needed (Kubernetes). `check_values`: from the database, by pepper set that this
+    host loads and version; empty: not compared.
+    """
 
     server: VaultServer
     layout: Layout
@@ -58,7 +64,7 @@ class Examination:
     checked: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Fills `findings` and `checked`. Never raises for what is the server's or the host's fault."""
+        """Fill `findings` and `checked`. Problems of the server or the host are findings, not exceptions."""
         self.checked.append("server")
         if not self._check_server():
             return
@@ -73,10 +79,10 @@ class Examination:
     # --- the server -----------------------------------------------------------------------------------------
 
     def _check_server(self) -> bool:
-        """Whether it makes sense to go on."""
+        """Check the server; return whether the logins can be checked."""
         where = self.server.address
         if self.server.ca_file is not None and not self.server.ca_file.is_file():
-            self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Put it there; see VAULT_CACERT.")
+            self._find(where, f"The CA file {self.server.ca_file} cannot be read.", "Provide it; see VAULT_CACERT.")
             return False
         client = open_client(self.server)
         try:
@@ -95,16 +101,16 @@ class Examination:
             self._find(
                 where,
                 f"The server's clock is {abs(ahead):.0f} s {way} this host's.",
-                "Let both keep time by NTP: tokens and secret ids end by the server's clock.",
+                "Synchronize both with NTP: tokens and secret ids expire by the server's clock.",
             )
         return True
 
     # --- the files of this host -----------------------------------------------------------------------------
 
     def _check_folder(self, folder: Path, names: Mapping[str, tuple[VaultRole, str]]) -> set[str]:
-        """The names that this host can log in as."""
+        """Check the folder of the logins; return the names with complete files."""
         if not folder.is_dir():
-            self._find(str(folder), "The folder of the logins is not there.", hand_over())
+            self._find(str(folder), "The folder of the logins is missing.", login_advice())
             return set()
         if (owner := folder.stat().st_uid) != os.geteuid():
             self._find(
@@ -115,29 +121,29 @@ class Examination:
             return set()
         for path in (folder, *sorted(folder.iterdir())):
             if (mode := path.stat().st_mode & 0o777) & 0o077:
-                self._find(str(path), f"Others may open it (mode {mode:o}).", f"chmod go= {path}")
+                self._find(str(path), f"Other users can access it (mode {mode:o}).", f"chmod go= {path}")
         found = _names_in(folder)
         if found and not any(name.startswith(f"{self.layout.prefix}-") for name in found):
             self._find(
                 str(folder),
                 f"None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is {self.layout.prefix!r}, and "
-                f"they are called as {min(found)}.",
-                "Set KEYVAULT_VAULT_PREFIX to what they begin with, or KEYVAULT_VAULT_CREDENTIALS_DIR to the folder of "
-                "this service's own; touch no file before that.",
+                f"their names are like {min(found)}.",
+                "Set KEYVAULT_VAULT_PREFIX to their prefix, or KEYVAULT_VAULT_CREDENTIALS_DIR to this service's own "
+                "folder; change no file before that.",
             )
             return set()
         for name in sorted(found - names.keys()):
             self._find(
                 name,
                 "This host has a login that it does not need.",
-                f"Delete {folder / name}.* here, and have its secret id destroyed: {BOOTSTRAP} --renew-logins.",
+                f"Delete {folder / name}.* here, and destroy its secret id: {BOOTSTRAP} --renew-logins.",
             )
         for name, (role, _) in names.items():
             if name not in _names_in(folder):
                 self._find(
                     name,
-                    f"This host has no such login; needed by hosts of kind {', '.join(list_hosts(role))} (--host).",
-                    hand_over(f"--role {role}"),
+                    f"This host lacks the login; hosts of kind {', '.join(list_hosts(role))} need it (--host).",
+                    login_advice(f"--role {role}"),
                 )
         return names.keys() & _names_in(folder)
 
@@ -152,7 +158,7 @@ class Examination:
             try:
                 yield client
             finally:
-                if token.is_renewable:  # Our own, and not an agent's.
+                if token.is_renewable:  # our own token, not an agent's
                     client.auth.token.revoke_self()
         finally:
             client.adapter.close()
@@ -165,11 +171,13 @@ class Examination:
             self._find(name, *read_refused(name, error))
 
     def _check_login(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
-        about = client.auth.token.lookup_self()["data"]
-        others = sorted({*about["policies"], *(about.get("identity_policies") or ())} - {name})
-        if others or name not in about["policies"]:
+        token = client.auth.token.lookup_self()["data"]
+        others = sorted({*token["policies"], *(token.get("identity_policies") or ())} - {name})
+        if others or name not in token["policies"]:
             self._find(
-                name, f"Its token has the policies {', '.join(about['policies'])}, not just its own.", mend("the role")
+                name,
+                f"Its token has the policies {', '.join(token['policies'])}, not just its own.",
+                repair_advice("the role"),
             )
         self._check_capabilities(client, name, role, scope)
         if self.folder is not None and (secret_id := self.folder / f"{name}.secret_id").exists():
@@ -186,21 +194,21 @@ class Examination:
         found = _write(client, "sys/capabilities-self", {"paths": list(wanted)})
         for each in list_deviations(wanted, found):
             if each.missing:
-                self._find(name, f"It may not {', '.join(each.missing)} at {each.path}.", mend("the policy"))
+                self._find(name, f"It may not {', '.join(each.missing)} at {each.path}.", repair_advice("the policy"))
             if each.excess:
                 self._find(
                     name,
-                    f"It may {', '.join(each.excess)} at {each.path}, which is not its business.",
-                    mend("the policy") + " If it stays so, an entity or a group gives it more: look there.",
+                    f"It may {', '.join(each.excess)} at {each.path}, which is more than it needs.",
+                    repair_advice("the policy") + " If this remains, check the policies of its entity and groups.",
                 )
 
     def _check_secret_id(self, client: hvac.Client, name: str, role: VaultRole, file: Path) -> None:
-        asked = {"secret_id": file.read_text(encoding="ascii").strip()}
-        found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", asked)
+        body = {"secret_id": file.read_text(encoding="ascii").strip()}
+        found = _write(client, f"auth/{APPROLE}/role/{name}/secret-id/lookup", body)
         ends_at = datetime.fromisoformat(found["expiration_time"])
         left = ends_at - self.now
         if ends_at.year > 1 and left < timedelta(days=ENDING_DAYS):
-            self._find(name, f"Its secret id ends in {left.days} days.", hand_over(f"--role {role}"))
+            self._find(name, f"Its secret id expires in {left.days} days.", login_advice(f"--role {role}"))
 
     # --- mounts ---------------------------------------------------------------------------------------------
 
@@ -213,14 +221,14 @@ class Examination:
             return
         for name, value in secrets_options(engine).items():
             if found.get(name) != value:
-                self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", mend("the mount"))
+                self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", repair_advice("the mount"))
 
     def _check_signing(self, client: hvac.Client, scope: str) -> None:
         mount = self.layout.mount(SecretsEngine.ANCHOR, scope)
         try:
             key = read_path(client, f"{mount}/keys/{SIGNING_KEY}")
         except BackendMissingError:
-            self._find(mount, f"The signing key {SIGNING_KEY} is missing.", mend("it"))
+            self._find(mount, f"The signing key {SIGNING_KEY} is missing.", repair_advice("it"))
             return
         except BackendDeniedError as error:
             self._report_mount(mount, error)
@@ -228,23 +236,23 @@ class Examination:
         if key["type"] != "ed25519" or key["exportable"] or key["allow_plaintext_backup"]:
             self._find(
                 mount,
-                f"The signing key {SIGNING_KEY} is of another type than ed25519, or can be taken out of the server.",
-                "Its signatures prove nothing. Move the mount away, and run " + BOOTSTRAP + ".",
+                f"The signing key {SIGNING_KEY} is not of type ed25519, or can be exported.",
+                "Its signatures prove nothing. Move the mount, and run " + BOOTSTRAP + ".",
             )
         elif key["deletion_allowed"]:
-            self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", mend("it"))
+            self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", repair_advice("it"))
 
     def _report_mount(self, mount: str, error: BackendError) -> None:
         if error.status == 404:
-            self._find(mount, "The mount is missing, or of another type.", mend("it"))
-        # A refusal (403) was found by its path already.
+            self._find(mount, "The mount is missing, or of another type.", repair_advice("it"))
+        # `_check_capabilities` already reported a refusal (403).
 
     def _check_peppers(self, client: hvac.Client, scope: str) -> None:
         if scope not in self.check_values:
             return
         mount = self.layout.mount(SecretsEngine.PEPPERS, scope)
         if not self.check_values[scope]:
-            self._find(mount, f"The database knows no {scope} pepper.", "manage.py setup")
+            self._find(mount, f"The database has no {scope} pepper.", "Run manage.py setup.")
             return
         self.checked.append(f"pepper {scope}")
         for number, check_value in self.check_values[scope].items():
@@ -257,19 +265,19 @@ class Examination:
                 self._find(mount, f"Pepper version {number} is missing.", RESTORE)
                 continue
             except BackendDeniedError:
-                continue  # Found by its path already.
+                continue  # `_check_capabilities` already reported it.
             except (KeyError, TypeError, binascii.Error):
                 pepper = b""
             if Peppers(PepperSet(scope), {number: pepper}).check_value(number) != check_value:
                 self._find(
                     mount,
-                    f"Pepper version {number} is not the one that the database's keys were hashed with.",
+                    f"Pepper version {number} is not the one with which the database's keys were hashed.",
                     RESTORE,
                 )
         self._check_pepper_path(client, mount)
 
     def _check_pepper_path(self, client: hvac.Client, mount: str) -> None:
-        """A path may have options of its own, which win over the mount's."""
+        """Check the path's own options, which override the mount's."""
         try:
             found = client.secrets.kv.v2.read_secret_metadata(PEPPER_PATH, mount_point=mount)["data"]
         except (BackendMissingError, BackendDeniedError):
@@ -278,7 +286,7 @@ class Examination:
         if fewer or found["delete_version_after"] != "0s":
             self._find(
                 f"{mount}/{PEPPER_PATH}",
-                "The path has a max_versions or delete_version_after of its own: a pepper in use would be erased.",
+                "The path overrides max_versions or delete_version_after: the server could erase a pepper in use.",
                 f"bao kv metadata put -max-versions=0 -delete-version-after=0s -mount={mount} {PEPPER_PATH}",
             )
 
@@ -291,7 +299,7 @@ def _write(client: hvac.Client, path: str, data: dict[str, Any]) -> Any:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Logins that are complete."""
+    """Return the names of complete logins."""
     stems: dict[str, set[str]] = {}
     for path in folder.iterdir():
         name, _, kind = path.name.rpartition(".")

@@ -1,8 +1,7 @@
-"""The `SecretBackend` on KV version 2: check-and-set writes, and each kind of call under a role of its own.
+"""The `SecretBackend` on KV version 2: check-and-set writes, and a separate role for each kind of call.
 
-What a merchant reads at its path is one flat object: `secret`, `schema`, and the labels (key id, credential id,
-environment, and the id of the rotation or the request that it was issued for). KV's own metadata is per path, so what
-says whose a version is stands in the version.
+A merchant reads one flat object at its path: `secret`, `schema`, and the labels (key id, credential id, environment,
+and the id of the rotation or issuance request). The labels are in the version, since KV's custom metadata is per path.
 """
 
 import os
@@ -38,7 +37,7 @@ _OURS: Final = frozenset({_SECRET, "schema"})
 
 @dataclass(slots=True)
 class VaultBackend:
-    """A `SecretBackend`. `login` says how this process logs in as a name of the layout."""
+    """A `SecretBackend`. `login` returns the login of this process for a name of the layout."""
 
     server: VaultServer
     login: Callable[[str], Login]
@@ -48,9 +47,9 @@ class VaultBackend:
     _pid: int = field(default_factory=os.getpid)
 
     def client(self, role: VaultRole, scope: str) -> VaultClient:
-        """The one client of this process for that role in that scope; the scope's clients share a breaker."""
+        """Return this process's client of the role in the scope; the scope's clients share a breaker."""
         if self._pid != os.getpid():
-            # Forked: the parent's connections are the parent's, and a thread that is not here may have held a lock.
+            # After a fork: the connections are the parent's, and a thread of the parent may have held a lock.
             self._clients, self._breakers, self._pid = {}, {}, os.getpid()
         name = self.layout.login(role, scope)
         breaker = self._breakers.setdefault(scope, Breaker())
@@ -67,7 +66,7 @@ class VaultBackend:
         expected_version: int,
     ) -> int:
         if _OURS & labels.keys():
-            raise ValueError("no label is called as a field of the payload")
+            raise ValueError("a label has the name of a field of the payload")
         role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.ISSUER
         scope, engine, place = self._place(mount, path)
 
@@ -95,14 +94,14 @@ class VaultBackend:
 
     def soft_delete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
-        with _none_is_fine():
+        with _ignore_missing():
             self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_secret_versions(place, [version], mount_point=engine)
             )
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
-        with _none_is_fine():
+        with _ignore_missing():
             self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.undelete_secret_versions(place, [version], mount_point=engine)
             )
@@ -112,7 +111,7 @@ class VaultBackend:
     def destroy(self, mount: Mount, path: str, version: int) -> None:
         role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.DESTROYER
         scope, engine, place = self._place(mount, path)
-        with _none_is_fine():
+        with _ignore_missing():
             self.client(role, scope).call(
                 lambda client: client.secrets.kv.v2.destroy_secret_versions(place, [version], mount_point=engine)
             )
@@ -132,7 +131,7 @@ class VaultBackend:
 
     def forget(self, mount: Mount, path: str) -> None:
         scope, engine, place = self._place(mount, path)
-        with _none_is_fine():
+        with _ignore_missing():
             self.client(VaultRole.OFFBOARDER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_metadata_and_all_versions(place, mount_point=engine)
             )
@@ -155,14 +154,14 @@ class VaultBackend:
         return found
 
     def _place(self, mount: Mount, path: str) -> tuple[str, str, str]:
-        """Scope, mount and path. Raises BackendInvalidError for a path that would lead somewhere else."""
+        """Return scope, mount and path. Raises BackendInvalidError for a path with empty or dot segments."""
         if not {"", ".", ".."}.isdisjoint(path.split("/")):
-            raise BackendInvalidError("That is no path of a secret.", internal="an empty or a dotted segment")
+            raise BackendInvalidError("Not a path of a secret.", internal="an empty or a dot segment")
         return self.layout.place(mount, path)
 
 
 def read_health(server: VaultServer) -> Health:
-    """What the server says of itself, without a login. Never raises."""
+    """Return the server's health, without a login. Never raises."""
     client = open_client(server)
     try:
         # GET: hvac's HEAD drops every parameter.
@@ -171,20 +170,20 @@ def read_health(server: VaultServer) -> Health:
         return Health(False, error.internal or error.detail)
     finally:
         client.adapter.close()
-    words = {
+    details = {
         200: "the secrets manager answers",
         429: "the secrets manager's node is a standby",
         472: "the secrets manager's node is a recovery standby",
         473: "the secrets manager's node is a performance standby",
-        501: "the secrets manager was not initialised",
+        501: "the secrets manager is not initialized",
         503: "the secrets manager is sealed",
     }
     status = 200 if isinstance(answer, dict) else int(answer.status_code)
-    return Health(status == 200, words.get(status, f"the secrets manager's health check answers {status}"))
+    return Health(status == 200, details.get(status, f"the secrets manager's health check answers {status}"))
 
 
-class _none_is_fine:  # noqa: N801  read as a statement
-    """A version or a path that is not there needs no deleting."""
+class _ignore_missing:  # noqa: N801  read as a statement
+    """Suppress BackendMissingError: a missing version or path need not be deleted."""
 
     def __enter__(self) -> None:
         return None
@@ -194,13 +193,13 @@ class _none_is_fine:  # noqa: N801  read as a statement
 
 
 def _require_number(version: int | None, engine: str, place: str) -> None:
-    """The server takes every number below 1 for the newest version."""
+    """Reject numbers below 1, which the server treats as the newest version. Raises BackendMissingError."""
     if version is not None and version < 1:
         raise BackendMissingError("No readable secret is stored there.", internal=f"{engine}/{place}@{version}")
 
 
 def _stored(found: Any) -> StoredSecret:
-    """A payload that is not as we write it was written by somebody else: it has no labels, and so is nobody's."""
+    """Parse a version. A payload in another format is from a foreign writer; it gets no labels and so has no owner."""
     number, body = int(found["metadata"]["version"]), found["data"] or {}
     text = body.get(_SECRET)
     if body.get("schema") != SCHEMA or not isinstance(text, str):

@@ -1,7 +1,7 @@
-"""The names of everything of ours inside a Vault or OpenBao, and which role may do what.
+"""Names of our mounts, policies, roles and keys in Vault or OpenBao.
 
-Nothing is shared between the environments: no mount, no policy, no role, no signing key (D12). A role does one kind of
-thing, so that whoever steals a login can do one kind of thing, in one environment.
+The environments share nothing: no mount, policy, role or signing key. A role allows one kind of call, so that a stolen
+login allows one kind of call in one environment.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from keyvault.backends.base import Mount
 from keyvault.domain.digests import PepperSet
 
 SCOPES = tuple(scope.value for scope in PepperSet)
-"""`sandbox` and `production`, and `service` for what is neither: service tokens, and the platform's own audit chain."""
+"""`sandbox`, `production`, and `service` for service tokens and the platform's own audit chain."""
 
 SIGNING_KEY = "audit"
-"""Of each signing mount: Ed25519, not exportable."""
+"""Name of the key in each signing mount: Ed25519, not exportable."""
 
 PEPPER_PATH = "hmac"
 
 
 class SecretsEngine(StrEnum):
-    """One mount for each of these and each scope (no keys in scope `service`)."""
+    """Kinds of mount: one of each per scope; scope `service` has no `keys` mount."""
 
     KEYS = "keys"
     PEPPERS = "peppers"
@@ -28,7 +28,7 @@ class SecretsEngine(StrEnum):
 
 
 class VaultRole(StrEnum):
-    """A login's name is `<prefix>-<role>-<scope>`; its policy has the same name."""
+    """Roles of logins. A login and its policy are named `<prefix>-<role>-<scope>`."""
 
     ISSUER = "issuer"
     READER = "reader"
@@ -54,7 +54,7 @@ ENGINE_OF: dict[VaultRole, SecretsEngine] = {
 }
 
 MERCHANT_POLICY = "merchant"
-"""The template with which a merchant's own backend reads its own paths; no login of ours has it."""
+"""Policy template for a merchant's own backend, to read its own paths; none of our logins has it."""
 
 
 def scopes_of(engine: SecretsEngine) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def scopes_of(engine: SecretsEngine) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All names of one installation. `prefix` lets several share a server."""
+    """All names of one installation. Installations with different prefixes can share a server."""
 
     prefix: str = "keyvault"
 
@@ -71,14 +71,14 @@ class Layout:
         return f"{self.prefix}-{engine}-{scope}"
 
     def login(self, role: VaultRole, scope: str) -> str:
-        """The name of the role in every way of logging in, and of its policy."""
+        """Return the name of the role in every authentication method, and of its policy."""
         return f"{self.prefix}-{role}-{scope}"
 
     def policy(self, name: str, scope: str) -> str:
         return f"{self.prefix}-{name}-{scope}"
 
     def place(self, mount: Mount, path: str) -> tuple[str, str, str]:
-        """Scope, mount and path of what the service calls `mount` and `path`. A pepper set has a mount of its own."""
+        """Return scope, mount and path in the server. Each pepper set has its own mount."""
         if mount is Mount.PEPPERS:
             return path, self.mount(SecretsEngine.PEPPERS, path), PEPPER_PATH
         return mount.value, self.mount(SecretsEngine.KEYS, mount.value), path

@@ -1,7 +1,7 @@
-"""How a process proves to Vault who it is: one login for each role and scope, and nothing picked up by the way.
+"""Authentication to Vault: one login for each role and scope.
 
-Neither `VAULT_TOKEN` nor a file in somebody's home directory is ever read. A process without a login of a role cannot
-do what that role does, which is the point: a host that only verifies has the `lookup` logins and no other.
+`VAULT_TOKEN` and files in the home directory are never read. A process without a role's login cannot act in that role:
+a host that only verifies has only the `lookup` logins.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from keyvault.domain.plaintext import Plaintext
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`lease_seconds` 0: it does not end, or its end is somebody else's business (an agent's)."""
+    """A token. `lease_seconds` 0: it does not expire, or an agent manages its expiry."""
 
     text: Plaintext
     lease_seconds: int
@@ -30,18 +30,18 @@ class Token:
 
 
 class Login(Protocol):
-    """One way of proving who we are."""
+    """An authentication method."""
 
     def log_in(self, client: hvac.Client) -> Token:
-        """Raises BackendDeniedError, BackendUnavailableError. `client` has no token."""
+        """Log in with a client that has no token. Raises BackendDeniedError, BackendUnavailableError."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppRoleLogin:
-    """`<name>.role_id`, and `<name>.secret_id` or at first `<name>.wrapped_secret_id`, in a private folder.
+    """AppRole: `<name>.role_id`, and `<name>.secret_id` or at first `<name>.wrapped_secret_id`, in a private folder.
 
-    A wrapped secret id is opened once, by whoever comes first, and kept beside it: a wrapping token that does not open,
-    or that was made by something else than this role's own secret-id endpoint, has been in somebody else's hands.
+    The first process unwraps the secret id and stores it beside the wrapping token. A wrapping token that cannot be
+    unwrapped, or that this role's secret-id endpoint did not create, was intercepted (TakenLoginError).
     """
 
     folder: Path
@@ -60,10 +60,10 @@ class AppRoleLogin:
         if not wrapped.exists():
             return _read(kept, self.name)
         try:
-            # Before it is opened: in a folder where nothing can be kept, the secret id would be lost.
-            with _alone(self.folder / f"{self.name}.lock"):
+            # Lock before unwrapping: in a read-only folder the unwrapped secret id would be lost.
+            with _lock(self.folder / f"{self.name}.lock"):
                 if wrapped.exists():
-                    if not _is_kept_already(kept, wrapped):
+                    if not _is_unwrapped(kept, wrapped):
                         secret_id = self._unwrap(client, _read(wrapped, self.name))
                         write_private_file(kept, secret_id.reveal())
                     remove_private_file(wrapped)
@@ -80,7 +80,7 @@ class AppRoleLogin:
             if made_by == expected:
                 opened = client.adapter.post("/v1/sys/wrapping/unwrap", headers={"X-Vault-Token": token.reveal()})
         except (BackendInvalidError, BackendDeniedError, BackendMissingError) as error:
-            raise _taken(self.name, "it was opened already, or has expired", error.status) from None
+            raise _taken(self.name, "it was unwrapped already, or has expired", error.status) from None
         if made_by != expected:
             raise _taken(self.name, f"it was made by {made_by!r}, not by {expected!r}")
         with understanding("unwrapping"):
@@ -89,7 +89,7 @@ class AppRoleLogin:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesLogin:
-    """With the service account's own token, read anew each time: Kubernetes replaces it."""
+    """Kubernetes: the service account's token, read at each login because Kubernetes rotates it."""
 
     name: str
     jwt_file: Path
@@ -104,7 +104,7 @@ class KubernetesLogin:
 
 @dataclass(frozen=True, slots=True)
 class TokenFileLogin:
-    """`<name>.token`, which an agent keeps fresh; it is read again whenever the one that we have is refused."""
+    """A token file `<name>.token` that an agent renews; it is read again when the current token is refused."""
 
     folder: Path
     name: str
@@ -123,14 +123,14 @@ def _read(path: Path, name: str) -> Plaintext:
     return Plaintext(text)
 
 
-def _is_kept_already(kept: Path, wrapped: Path) -> bool:
-    """Whether what is kept came after the wrapping token: a process died before it could take that away."""
+def _is_unwrapped(kept: Path, wrapped: Path) -> bool:
+    """Whether the stored secret id is newer than the wrapping token, which a process failed to delete."""
     return kept.exists() and kept.stat().st_mtime_ns >= wrapped.stat().st_mtime_ns
 
 
 def _no_login(name: str, why: str) -> BackendDeniedError:
     return BackendDeniedError(
-        "This process has no login for that at the secrets manager.", internal=f"no login {name}: {why}"
+        "This process has no login at the secrets manager for this.", internal=f"no login {name}: {why}"
     )
 
 
@@ -141,21 +141,21 @@ def _token(answer: Any) -> Token:
 
 
 class TakenLoginError(BackendDeniedError):
-    """A wrapped secret id was opened by somebody else, or is not what it should be."""
+    """A wrapped secret id was unwrapped by another party, or has the wrong origin."""
 
 
 def _taken(name: str, why: str, status: int | None = None) -> TakenLoginError:
     return TakenLoginError(
-        "A login that was delivered wrapped may be in somebody else's hands.",
-        internal=f"{name}: the wrapped secret id is not good ({why}). Have it destroyed and another one made: "
+        "Another party may have a login that was delivered wrapped.",
+        internal=f"{name}: the wrapped secret id is not valid ({why}). Destroy it and create a new one: "
         "manage.py vault_bootstrap --renew-logins",
         status=status,
     )
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process of this host at a time. The lock ends with the process."""
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive file lock among the processes of this host. It ends with the process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

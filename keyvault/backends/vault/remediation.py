@@ -1,4 +1,4 @@
-"""The doctor's words: what each fault of the server or of a login is called, and what to do about it."""
+"""Texts of the doctor: the description and remedy of each problem of the server or a login."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,91 +9,91 @@ from keyvault.backends.vault.logins import TakenLoginError
 BOOTSTRAP: Final = "manage.py vault_bootstrap --environment ENVIRONMENT --token-file FILE"
 
 RESTORE: Final = (
-    "Do not run setup again. Does VAULT_ADDR or KEYVAULT_VAULT_PREFIX name another installation's server? Else restore "
-    "the server's storage that belongs to this database."
+    "Do not run setup again. Check that VAULT_ADDR and KEYVAULT_VAULT_PREFIX are this installation's. If they are, "
+    "restore the server's storage that belongs to this database."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: where, what, and what to do."""
+    """One problem: where it is, what it is, and how to fix it."""
 
     subject: str
     problem: str
     cure: str
 
 
-def mend(what: str) -> str:
-    return f"Mend {what}: {BOOTSTRAP}. It says what it changes; --dry-run only says it."
+def repair_advice(what: str) -> str:
+    return f"Repair {what}: {BOOTSTRAP}. It prints its changes; --dry-run changes nothing."
 
 
-def hand_over(options: str = "") -> str:
-    return f"Make one and bring it here: {BOOTSTRAP} --logins-folder FOLDER {options}".strip()
+def login_advice(options: str = "") -> str:
+    return f"Create one and copy it to this host: {BOOTSTRAP} --logins-folder FOLDER {options}".strip()
 
 
 def read_unreachable(error: BackendError) -> tuple[str, str]:
-    """Problem and cure."""
-    told = error.internal or error.detail
-    if told.startswith("TLS"):
+    """Return the problem and the cure of a server that cannot be reached."""
+    reason = error.internal or error.detail
+    if reason.startswith("TLS"):
         return (
-            f"The server's certificate is not trusted ({told}).",
-            "VAULT_CACERT names the file of the CA that signed it; the name in VAULT_ADDR must be in the certificate.",
+            f"The server's certificate is not trusted ({reason}).",
+            "Set VAULT_CACERT to the file of the CA that signed it; the certificate must have the name in VAULT_ADDR.",
         )
     if error.status is not None and 300 <= error.status < 400:
         return (
             f"The address redirects ({error.status}).",
-            "VAULT_ADDR names the active node, or a balancer that finds it; a token is not sent after a redirect.",
+            "Set VAULT_ADDR to the active node or a load balancer; a token is never sent to the target of a redirect.",
         )
     if isinstance(error, BackendUnavailableError):
         return (
-            f"Nobody answers there ({told}).",
-            "Is the server up, is VAULT_ADDR right, does a firewall let us through?",
+            f"The server does not answer ({reason}).",
+            "Check that the server is up, that VAULT_ADDR is right, and that no firewall blocks the connection.",
         )
-    return f"What answers there is no Vault ({told}).", "VAULT_ADDR is the address alone, without /v1."
+    return f"The server at this address is not a Vault ({reason}).", "Set VAULT_ADDR to the address without /v1."
 
 
 def read_unready(status: int) -> tuple[str, str]:
-    """Problem and cure, by the status of the health check."""
+    """Return the problem and the cure for the status of the health check."""
     known = {
-        429: ("The node is a standby.", "VAULT_ADDR names the active node: a balancer finds it by /v1/sys/health."),
-        472: ("The node is a recovery standby.", "VAULT_ADDR names the active node of the primary cluster."),
-        473: ("The node is a performance standby.", "VAULT_ADDR names the active node."),
-        501: ("The server was not initialised.", "bao operator init, and bao operator unseal; see deploy/vault."),
-        503: ("The server is sealed.", "bao operator unseal, by the holders of the key shares. Verification goes on."),
+        429: ("The node is a standby.", "Set VAULT_ADDR to the active node; a balancer finds it by /v1/sys/health."),
+        472: ("The node is a recovery standby.", "Set VAULT_ADDR to the active node of the primary cluster."),
+        473: ("The node is a performance standby.", "Set VAULT_ADDR to the active node."),
+        501: ("The server is not initialized.", "Run bao operator init and bao operator unseal; see deploy/vault."),
+        503: ("The server is sealed.", "The key holders run bao operator unseal. Verification continues meanwhile."),
     }
-    return known.get(status, (f"Its health check answers {status}.", "Is it a Vault? Look at the server's log."))
+    return known.get(status, (f"Its health check answers {status}.", "Check the server's log, and that it is a Vault."))
 
 
 def read_refused(name: str, error: BackendError) -> tuple[str, str]:
-    """Problem and cure of a login that failed."""
-    told, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
+    """Return the problem and the cure of a login that failed."""
+    reason, role = error.internal or error.detail, name.rpartition("-")[0].rpartition("-")[2]
     if isinstance(error, TakenLoginError):
-        return told, (
-            "Find out in the server's audit log who opened it. Then have every secret id of the role destroyed, and "
-            f"another one made: {BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins."
+        return reason, (
+            "Find out in the server's audit log who unwrapped it. Then destroy every secret id of the role and create "
+            f"a new one: {BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins."
         )
-    if "CIDR" in told:
-        return "This host's address is not one that the login is bound to.", f"{BOOTSTRAP} --cidr … for each network."
+    if "CIDR" in reason:
+        return "The login is not allowed from this host's address.", f"Run {BOOTSTRAP} --cidr … for each network."
     if isinstance(error, BackendUnavailableError):
         return (
-            f"The server cannot answer ({told}).",
-            "Look at the server's log: a quota, a full disk under its audit log?",
+            f"The server cannot answer ({reason}).",
+            "Check the server's log, its quotas and the disk of its audit log.",
         )
     if isinstance(error, BackendInvalidError) or error.status == 400:
         return (
-            "The login is not accepted: the role is gone, or its secret id is wrong, has expired or was destroyed.",
-            f"{BOOTSTRAP} mends the role. " + hand_over(f"--role {role} --renew-logins"),
+            "The login is not accepted: the role is missing, or its secret id is wrong, has expired or was destroyed.",
+            f"{BOOTSTRAP} repairs the role. " + login_advice(f"--role {role} --renew-logins"),
         )
     if error.status == 404:
-        return f"The way of logging in is not set up ({told}).", mend("it")
-    if error.status == 403 and "/login:" in told:
+        return f"The auth method is not set up ({reason}).", repair_advice("it")
+    if error.status == 403 and "/login:" in reason:
         return (
-            f"The server refuses the login ({told}).",
-            "With Kubernetes: the pod's service account and namespace are not the role's, or its token has ended.",
+            f"The server refuses the login ({reason}).",
+            "With Kubernetes: the pod's service account or namespace is not the role's, or its token has expired.",
         )
     if error.status == 403:
         return (
-            f"The server refuses it ({told}): its policy is missing or not ours, or an agent's token has ended.",
-            mend("the policy") + " With an agent: see that it runs.",
+            f"The server denies access ({reason}): its policy is missing or foreign, or an agent's token has expired.",
+            repair_advice("the policy") + " With an agent: check that it runs.",
         )
-    return told, hand_over(f"--role {role}")
+    return reason, login_advice(f"--role {role}")

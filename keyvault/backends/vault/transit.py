@@ -10,24 +10,24 @@ from keyvault.backends.vault.replies import understanding
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """`key_version`: which public key of the mount it is checked with."""
+    """A signature and the version of the public key that verifies it."""
 
     signature: bytes
     key_version: int
 
 
 def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
-    """Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
-    asked = {"input": base64.b64encode(message).decode()}
+    """Sign a message. Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
+    body = {"input": base64.b64encode(message).decode()}
     url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/sign/{SIGNING_KEY}"
-    answer = backend.client(VaultRole.ANCHOR, scope).call(lambda client: client.adapter.post(url, json=asked))
+    answer = backend.client(VaultRole.ANCHOR, scope).call(lambda client: client.adapter.post(url, json=body))
     with understanding("signature"):
         _, version, text = answer["data"]["signature"].split(":")
         return Signature(base64.b64decode(text, validate=True), int(version.removeprefix("v")))
 
 
 def read_public_keys(backend: VaultBackend, scope: str) -> dict[int, bytes]:
-    """Every version's raw public key, 32 bytes. Raises as `sign`."""
+    """Return the raw public key (32 bytes) of every version. Raises the errors of `sign`."""
     url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/keys/{SIGNING_KEY}"
     answer = backend.client(VaultRole.LOOKUP, scope).call(lambda client: client.adapter.get(url))
     with understanding("public keys"):

@@ -1,4 +1,4 @@
-"""Adds a webhook endpoint to a merchant's account."""
+"""Add a webhook endpoint to a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 
 
 class Command(JsonCommand):
-    help = "Adds a webhook endpoint. Its signing secret is printed once, and only with --reveal."
+    help = "Add a webhook endpoint. Its signing secret is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant", required=True)
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
         parser.add_argument("--url", required=True)
         parser.add_argument("--by", required=True, metavar="OPERATOR")
-        parser.add_argument("--reveal", action="store_true", help="print the signing secret, this once")
+        parser.add_argument("--reveal", action="store_true", help="print the signing secret once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         account = find_account(options["merchant"], options["environment"])

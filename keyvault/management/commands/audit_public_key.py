@@ -1,4 +1,4 @@
-"""The public keys with which an auditor checks the checkpoints of the audit log."""
+"""Print the public keys that verify the audit log's checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ from keyvault.services.audit.checkpoints import read_public_keys
 
 
 class Command(JsonCommand):
-    help = "Prints the public keys that check the audit log's checkpoints, as a file for the auditor."
+    help = "Print the public keys that verify the audit log's checkpoints, as a file for the auditor."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        keys, silent = read_public_keys()
+        keys, unavailable = read_public_keys()
         if not keys:
-            why = "; ".join(f"{scope}: {reason}" for scope, reason in silent.items())
+            why = "; ".join(f"{scope}: {reason}" for scope, reason in unavailable.items())
             raise CommandError(
-                f"no signer tells its public key now: {why}"
-                if silent
-                else "there is no public key yet; the worker makes one when it first signs"
+                f"no signer provides its public key: {why}"
+                if unavailable
+                else "there is no public key yet; the worker creates one when it first signs"
             )
-        for scope, reason in silent.items():
-            self.stderr.write(f"the public key of {scope} is not among them: {reason}")
+        for scope, reason in unavailable.items():
+            self.stderr.write(f"the public key of {scope} is missing: {reason}")
         answer: dict[str, Any] = json.loads(public_keys_text(keys))
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return json.dumps(answer, indent=1)

@@ -1,4 +1,4 @@
-"""Walks the audit chains and their signed checkpoints, and names the first that does not hold."""
+"""Verify the audit chains and their signed checkpoints, and name the first broken one."""
 
 import sys
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from keyvault.services.recording.audit_chain import verify_audit
 
 class Command(JsonCommand):
     help = (
-        "Checks every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have waited "
-        "for more than an hour to be signed."
+        "Verify every audit chain and checkpoint; exit 1 when one is broken or missing, or when entries have been "
+        "unsigned for more than an hour."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--public-key", type=Path, help="public keys from a file (manage.py audit_public_key)")
-        parser.add_argument("--checkpoints", type=Path, help="checkpoints kept from earlier exports, to compare with")
+        parser.add_argument("--public-key", type=Path, help="file of public keys (manage.py audit_public_key)")
+        parser.add_argument("--checkpoints", type=Path, help="file of checkpoints of earlier exports, to compare with")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         keys, unchecked = gather_public_keys(_read_keys(options["public_key"]))
@@ -42,10 +42,16 @@ class Command(JsonCommand):
             "checkpoints": {scope.scope: self._scope(scope) for scope in scopes},
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        text = super().words({**answer, "checkpoints": None}).rpartition("\n")[0]
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        text = super().format_text({**answer, "checkpoints": None}).rpartition("\n")[0]
         return "\n".join(
-            [text, *(f"checkpoints of {scope}: {_words(told)}" for scope, told in answer["checkpoints"].items())]
+            [
+                text,
+                *(
+                    f"checkpoints of {scope}: {_format_scope(report)}"
+                    for scope, report in answer["checkpoints"].items()
+                ),
+            ]
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -88,15 +94,17 @@ def _read_kept(path: Path | None, keys: PublicKeys, unchecked: Mapping[str, str]
         raise CommandError(f"{path}: {error}") from error
 
 
-def _words(told: Mapping[str, Any]) -> str:
-    if told["newest"] is None:
-        text = f"none, {told['unsigned_entries']} entries unsigned"
+def _format_scope(scope: Mapping[str, Any]) -> str:
+    if scope["newest"] is None:
+        text = f"none, {scope['unsigned_entries']} entries unsigned"
     else:
         text = (
-            f"{told['count']}, the newest is {told['newest']} of {told['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
-            f"({told['newest_age_seconds']} s old, {told['signer']} version {told['key_version']}), "
-            f"{told['unsigned_entries']} entries after it; signatures {told['signatures']}"
+            f"{scope['count']}, the newest is {scope['newest']} of {scope['newest_at']:%Y-%m-%d %H:%M:%S} UTC "
+            f"({scope['newest_age_seconds']} s old, {scope['signer']} version {scope['key_version']}), "
+            f"{scope['unsigned_entries']} entries after it; signatures {scope['signatures']}"
         )
     return (
-        text if told["broken"] is None else f"{text}; BROKEN at {told['broken']['sequence']}: {told['broken']['why']}"
+        text
+        if scope["broken"] is None
+        else f"{text}; BROKEN at {scope['broken']['sequence']}: {scope['broken']['why']}"
     )

@@ -1,4 +1,4 @@
-"""Refuses Django's `changepassword` on a command line."""
+"""Refuse Django's `changepassword` on a command line."""
 
 from typing import NoReturn
 

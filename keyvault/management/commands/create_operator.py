@@ -1,4 +1,4 @@
-"""Makes a log-in for the console; operators are made on the host only."""
+"""Create an operator of the console. Operators can be created on the host only."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +17,14 @@ from keyvault.services.recording.authorization import authorize
 
 
 class Command(JsonCommand):
-    help = "Makes an operator. The password is asked for, or read from standard input when that is no terminal."
+    help = (
+        "Create an operator. The command prompts for the password, or reads it from standard input without a terminal."
+    )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("username")
         parser.add_argument("--role", action="append", required=True, choices=[role.value for role in Role])
-        parser.add_argument("--same-person-as", metavar="USERNAME", help="whose second log-in this is")
+        parser.add_argument("--same-person-as", metavar="USERNAME", help="an existing operator of the same person")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         person = None

@@ -1,4 +1,4 @@
-"""Makes a service token for a backend service or a gateway."""
+"""Create a service token for a backend service or a gateway."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service
 
 
 class Command(JsonCommand):
-    help = "Makes a service token. The token itself is printed once, and only with --reveal."
+    help = "Create a service token. The token itself is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("name")
@@ -24,18 +24,18 @@ class Command(JsonCommand):
             action="append",
             required=True,
             choices=["all", *(env.value for env in Environment)],
-            help="repeatable; both together are all",
+            help="repeatable; both environments mean all",
         )
         parser.add_argument(
             "--permission", action="append", required=True, choices=sorted(p.value for p in SERVICE_PERMISSIONS)
         )
         parser.add_argument("--merchant", action="append", help="only these merchants; repeatable")
-        parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"until it expires ({DEFAULT_DAYS})")
+        parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"lifetime in days (default {DEFAULT_DAYS})")
         parser.add_argument(
-            "--probe", action="store_true", help="for test calls of our own: what it verifies is no use of a key"
+            "--probe", action="store_true", help="for our own test calls: its verifications are no use of a key"
         )
-        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
-        parser.add_argument("--reveal", action="store_true", help="print the token, this once")
+        parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
+        parser.add_argument("--reveal", action="store_true", help="print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options["by"]:
@@ -56,5 +56,5 @@ class Command(JsonCommand):
         if options["reveal"]:
             answer["token"] = text.reveal()
         else:
-            self.warn_of_secrecy()
+            self.warn_unrevealed()
         return answer

@@ -1,4 +1,4 @@
-"""Refuses Django's `createsuperuser` on a command line."""
+"""Refuse Django's `createsuperuser` on a command line."""
 
 from typing import NoReturn
 

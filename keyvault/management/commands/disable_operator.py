@@ -1,4 +1,4 @@
-"""Ends an operator."""
+"""Disable an operator permanently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,8 @@ from keyvault.services.recording.authorization import authorize
 
 class Command(JsonCommand):
     help = (
-        "Disables an operator permanently and ends their sessions at once; the last active key_administrator is kept."
+        "Disable an operator permanently and end their sessions immediately. The last active key_administrator cannot "
+        "be disabled."
     )
 
     def add_options(self, parser: CommandParser) -> None:

@@ -1,4 +1,4 @@
-"""The audit log as lines of JSON, for the checker on an auditor's machine (`keyvault.client.audit_check`)."""
+"""Export the audit log as JSON lines for the auditor's checker (`keyvault.client.audit_check`)."""
 
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime
@@ -13,12 +13,14 @@ from keyvault.services.audit.export import export_log, export_newest
 
 
 class Command(BaseCommand):
-    help = "Writes the audit log and its signed checkpoints to standard output, one JSON record a line."
+    help = "Write the audit log and its signed checkpoints to standard output, one JSON record per line."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--scope", action="append", choices=[scope.value for scope in PepperSet], help="may repeat")
-        parser.add_argument("--since", type=_moment, help="begin with the newest checkpoint before this (ISO 8601)")
-        parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each scope, to keep")
+        parser.add_argument("--scope", action="append", choices=[scope.value for scope in PepperSet], help="repeatable")
+        parser.add_argument(
+            "--since", type=_moment, help="begin with the newest checkpoint before this time (ISO 8601)"
+        )
+        parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of each scope")
 
     def handle(self, *args: Any, **options: Any) -> None:
         scopes = options["scope"] or [scope.value for scope in PepperSet]
@@ -31,13 +33,13 @@ class Command(BaseCommand):
             for record in records:
                 self.stdout.write(record_line(record))
         except (OperationalError, ProgrammingError) as error:
-            raise CommandError(f"the database does not answer, or is not set up (manage.py setup): {error}") from error
+            raise CommandError(f"the database is unavailable or not set up (run manage.py setup): {error}") from error
 
 
 def _moment(text: str) -> datetime:
-    """A time without a zone is UTC. Raises ArgumentTypeError."""
+    """Parse an ISO 8601 time; without a zone it is UTC. Raises ArgumentTypeError."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no time such as 2026-11-21T18:00") from None
+        raise ArgumentTypeError(f"{text!r} is not an ISO 8601 time such as 2026-11-21T18:00") from None
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

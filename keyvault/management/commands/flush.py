@@ -1,4 +1,4 @@
-"""Refuses Django's `flush` on a command line."""
+"""Refuse Django's `flush` on a command line."""
 
 from typing import NoReturn
 
@@ -14,5 +14,5 @@ class Command(DjangoCommand):
         refuse(
             argv,
             "No command empties the database. "
-            "To start anew set KEYVAULT_DATABASE_URL to an empty one. Run: manage.py setup",
+            "To start over, set KEYVAULT_DATABASE_URL to an empty one. Run: manage.py setup",
         )

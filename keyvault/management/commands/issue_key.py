@@ -1,4 +1,4 @@
-"""Asks for a credential, approves and issues it in one go, through the same services as the console."""
+"""Request, approve and issue a credential in one run, through the same services as the console."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +18,8 @@ from keyvault.services.merchants.merchants import find_account
 
 class Command(JsonCommand):
     help = (
-        "Issues a new credential with its first key. Where the environment's policy wants a second person, "
-        "--approved-by must name one; in production an approval given here counts as break-glass."
+        "Issue a new credential with its first key. If the environment's policy requires a second person, "
+        "--approved-by must name one. In production an approval on the command line is break-glass."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -35,7 +35,7 @@ class Command(JsonCommand):
             default=Delivery.SECRET_BACKEND.value,
         )
         parser.add_argument("--expires-in-days", type=int)
-        parser.add_argument("--reveal", action="store_true", help="collect the key and print it, this once")
+        parser.add_argument("--reveal", action="store_true", help="collect the key and print it once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         account = find_account(options["merchant"], options["environment"])
@@ -53,11 +53,9 @@ class Command(JsonCommand):
         issue_one(request)
         issued = requests.get_request(request.request_id)
         if issued is None or issued.key is None:
-            raise DependencyUnavailableError(
-                f"The key is not issued yet; the worker goes on with {request.request_id}."
-            )
+            raise DependencyUnavailableError(f"The key is not issued yet; the worker continues {request.request_id}.")
         answer: dict[str, Any] = {
-            "request_id": issued.request_id,
+            "issuance_request_id": issued.request_id,
             "credential_id": issued.key.credential_id,
             "key_id": issued.key.key_id,
         }
@@ -67,16 +65,16 @@ class Command(JsonCommand):
         return answer
 
     def _approve(self, request: Any, approver_name: str | None) -> None:
-        """A refused approval leaves nothing behind that somebody could approve by mistake: it is withdrawn."""
+        """Approve the request. When that is refused, withdraw it, so that nobody approves it by mistake."""
         try:
             if approver_name is None:
-                raise StateConflictError("This takes a second person: name one with --approved-by.")
+                raise StateConflictError("This needs a second person. Name one with --approved-by.")
             approver = self.operator(approver_name)
             grant = self.grant(approver, Permission.ISSUANCE_APPROVE, request.account, request.requester_person)
             requests.approve_issuance(grant, request, request.plan_digest)
             if request.state != IssuanceState.APPROVED:
                 raise StateConflictError(
-                    f"{request.request_id} takes {request.approvals_needed} persons; the others approve in the console."
+                    f"{request.request_id} needs {request.approvals_needed} persons; the others approve in the console."
                 )
         except Exception:
             if request.state == IssuanceState.PENDING and request.approvals_needed == 1:

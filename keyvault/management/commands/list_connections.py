@@ -1,4 +1,4 @@
-"""Lists the provider connections of a merchant's account."""
+"""List the provider connections of a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from keyvault.services.secrets.provider_connections import describe_connection, 
 
 
 class Command(JsonCommand):
-    help = "Lists a merchant's provider connections, and with a Vault where its backend reads them. No secrets."
+    help = "List a merchant's provider connections and, with a Vault, where its backend reads them. No secrets."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant", required=True)

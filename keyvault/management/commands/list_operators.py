@@ -1,4 +1,4 @@
-"""Lists the operators."""
+"""List the operators."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from keyvault.services.merchants.operators import list_operators
 
 
 class Command(JsonCommand):
-    help = "Lists every operator with roles, state and last sign-in. The same `person` twice: two log-ins of one."
+    help = "List every operator with roles, state and last sign-in. Operators of one human have the same `person`."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {

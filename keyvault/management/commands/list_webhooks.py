@@ -1,4 +1,4 @@
-"""Lists the webhook endpoints of a merchant's account."""
+"""List the webhook endpoints of a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from keyvault.services.webhooks.endpoints import describe_endpoint, list_endpoin
 
 
 class Command(JsonCommand):
-    help = "Lists a merchant's webhook endpoints, and how many messages wait, arrived or were given up. No secrets."
+    help = "List a merchant's webhook endpoints, with counts of pending, delivered and failed messages. No secrets."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant", required=True)

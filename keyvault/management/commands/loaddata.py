@@ -1,4 +1,4 @@
-"""Refuses Django's `loaddata` on a command line."""
+"""Refuse Django's `loaddata` on a command line."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""A merchant leaves: everything of it is revoked, for ever."""
+"""Offboard a merchant: revoke everything that belongs to it, permanently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ from keyvault.services.offboarding import count_belongings, offboard_merchant
 
 class Command(JsonCommand):
     help = (
-        "Ends every key, customer token, request and webhook endpoint of a merchant, in both environments, for ever. "
-        "Needs neither the secret backend nor the broker; interrupted, it is run again."
+        "Revoke every key, customer token, request and webhook endpoint of a merchant, in both environments, "
+        "permanently. Needs neither the secret backend nor the broker. After an interruption, run it again."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("merchant_id", metavar="MERCHANT")
         parser.add_argument("--by", required=True, metavar="OPERATOR")
-        parser.add_argument("--why", required=True, help="kept in the audit log")
-        parser.add_argument("--yes", action="store_true", help="without it, only tells what would be ended")
+        parser.add_argument("--why", required=True, help="reason for the audit log")
+        parser.add_argument("--yes", action="store_true", help="offboard; without it, only print what would be revoked")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         merchant: Merchant | None = Merchant.objects.filter(merchant_id=options["merchant_id"]).first()
@@ -30,8 +30,10 @@ class Command(JsonCommand):
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
         grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
         if not options["yes"]:
-            would = count_belongings(merchant, self.now)
-            raise StateConflictError(f"This would end {would.words()}; there is no way back. Say --yes to do it.")
+            belongings = count_belongings(merchant, self.now)
+            raise StateConflictError(
+                f"This would revoke {belongings.words()}. This is irreversible. Run it again with --yes."
+            )
         done = offboard_merchant(grant, merchant, options["why"])
         self.left = done.left.words() if done.left else ""
         return {
@@ -46,4 +48,4 @@ class Command(JsonCommand):
         self.left = ""
         super().handle(*args, **options)
         if self.left:
-            raise CommandError(f"left, run it again: {self.left}")
+            raise CommandError(f"not complete, run it again; remaining: {self.left}")

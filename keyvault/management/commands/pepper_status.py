@@ -1,4 +1,4 @@
-"""How the peppers are, version by version; exit 1 when one is missing, wrong or in another one's place."""
+"""Show the status of each pepper version; exit 1 when one is missing, wrong or swapped with another."""
 
 import sys
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from keyvault.services.recording.authorization import authorize
 
 
 class Command(JsonCommand):
-    help = "Shows every pepper version: who leans on it, whether it is loaded and stored, and what is wrong with it."
+    help = "Show every pepper version: what depends on it, whether it is loaded and stored, and its problems."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--dormant-days", type=int, default=DORMANT_DAYS, help="not used for so many days (default %(default)s)"
+            "--dormant-days", type=int, default=DORMANT_DAYS, help="days without use (default %(default)s)"
         )
-        parser.add_argument("--list", action="store_true", help="name the dormant keys")
+        parser.add_argument("--list", action="store_true", help="list the dormant keys")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         authorize(HOST, Permission.PEPPERS_READ, now=self.now)
@@ -47,7 +47,7 @@ class Command(JsonCommand):
             ]
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = []
         for state in answer["versions"]:
             lines.append(f"{state['pepper_set']} {state['number']}  {_stage(state)}")
@@ -56,16 +56,17 @@ class Command(JsonCommand):
                 f"dead {state['dead']}; backend: {_STORED[state['stored']]}"
             )
             if state["leaning"]:
-                lines.append(f"  leaning on it: {state['leaning']}")
+                lines.append(f"  used by: {state['leaning']}")
             if state["lagging"]:
-                lines.append(f"  makes no digests yet; not loaded by: {', '.join(state['lagging'])}")
+                lines.append(f"  creates no digests yet; not loaded by: {', '.join(state['lagging'])}")
             if state["fault"]:
                 lines.append(f"  WRONG: {state['fault']}")
         for each in answer["rowless"]:
             lines.append(f"{each['pepper_set']} {each['number']}  in the secret backend, unknown to the database")
-            lines.append(f"  WRONG: {each['fault']}" if each["fault"] else "  rotate_pepper goes on with it")
+            lines.append(f"  WRONG: {each['fault']}" if each["fault"] else "  rotate_pepper continues with it")
         lines += [
-            f"rotate or revoke, or wait for its use: {DormantKey(**key).words()}" for key in answer.get("dormant", ())
+            f"rotate, revoke, or wait until it is used: {DormantKey(**key).words()}"
+            for key in answer.get("dormant", ())
         ]
         return "\n".join(lines)
 
@@ -75,14 +76,14 @@ class Command(JsonCommand):
             sys.exit(1)
 
 
-_STORED = {True: "has it", False: "has it not", None: "does not answer"}
+_STORED = {True: "stored", False: "missing", None: "unavailable"}
 
 
 def _stage(state: Mapping[str, Any]) -> str:
     if state["destroyed_at"]:
         return f"retired {state['retired_at']:%Y-%m-%d}, destroyed"
     if state["retired_at"]:
-        return f"retired {state['retired_at']:%Y-%m-%d}, may be destroyed from {state['destroyable_from']:%Y-%m-%d}"
+        return f"retired {state['retired_at']:%Y-%m-%d}, can be destroyed from {state['destroyable_from']:%Y-%m-%d}"
     if not state["is_loaded"]:
         return "NOT LOADED"
-    return "loaded, makes the digests" if state["is_hashing"] else "loaded, proves only"
+    return "loaded, creates the digests" if state["is_hashing"] else "loaded, verifies only"

@@ -1,4 +1,4 @@
-"""Compares what the secret backend holds with the rows, as it is done every night."""
+"""Reconcile the secret backend with the database, like the nightly task."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,14 +15,13 @@ from keyvault.services.reconciliation.reconciliation import reconcile
 
 class Command(JsonCommand):
     help = (
-        "Compares every version in the secret backend with the rows: destroys what dead keys of ours left there, puts "
-        "right what was left half done, and tells of what is missing and of what nobody can attribute, which is never "
-        "touched."
+        "Compare every version in the secret backend with the database: destroy copies of revoked keys, repair "
+        "incomplete changes, and report missing and unattributed copies. Unattributed copies are never changed."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--environment", choices=settings.ENVIRONMENTS, help="only this one")
-        parser.add_argument("--dry-run", action="store_true", help="only tells what it would do")
+        parser.add_argument("--environment", choices=settings.ENVIRONMENTS, help="only this environment")
+        parser.add_argument("--dry-run", action="store_true", help="only report the changes")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         host = replace(WORKER, channel=Channel.COMMAND_LINE)
@@ -34,11 +33,11 @@ class Command(JsonCommand):
         self.unfinished: list[str] = [report.environment for report in reports if not report.is_complete]
         return {report.environment: report.as_json() for report in reports}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = []
         for environment, report in answer.items():
             counts = [f"{name.replace('_', ' ')} {value}" for name, value in report.items() if name in _COUNTS]
-            lines += [f"{environment}: {', '.join(counts)}", *(_finding(each) for each in report["findings"])]
+            lines += [f"{environment}: {', '.join(counts)}", *(_format_finding(each) for each in report["findings"])]
         return "\n".join(lines)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -46,14 +45,14 @@ class Command(JsonCommand):
         super().handle(*args, **options)
         if self.unfinished:
             raise CommandError(
-                f"not finished, run it again: {', '.join(self.unfinished)}: the backend was away, or refused us"
+                f"not finished, run again: {', '.join(self.unfinished)}; the backend was unavailable or denied access"
             )
 
 
 _COUNTS = ("paths", "versions", "destroyed", "put_right", "forgotten", "missing", "strangers", "left", "failed")
 
 
-def _finding(finding: Mapping[str, Any]) -> str:
+def _format_finding(finding: Mapping[str, Any]) -> str:
     version = "" if finding["backend_version"] is None else f"@{finding['backend_version']}"
     more = [str(finding[name]) for name in ("key_id", "why") if finding.get(name)]
     return f"  {finding['what']}: {finding['path']}{version} {', '.join(more)}".rstrip()

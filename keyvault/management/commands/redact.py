@@ -1,4 +1,4 @@
-"""Masks every secret in a support attachment."""
+"""Mask every secret in a support attachment."""
 
 import sys
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _CHUNK_CHARACTERS = 1 << 16
 
 
 class Command(BaseCommand):
-    help = "Filters standard input, or a file, of any size: `manage.py redact < support.log > clean.log`."
+    help = "Mask secrets in standard input or a file of any size: `manage.py redact < support.log > clean.log`."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("file", nargs="?", type=Path)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        # Bytes that are no UTF-8 pass through unchanged.
+        # Bytes that are not UTF-8 pass through unchanged.
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")  # type: ignore[union-attr]  # a real stream
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")  # type: ignore[union-attr]  # a real stream
         if options["file"] is None:

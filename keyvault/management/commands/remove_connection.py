@@ -1,4 +1,4 @@
-"""Removes a provider connection from a merchant's account."""
+"""Remove a provider connection from a merchant's account."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from keyvault.services.secrets.provider_connections import describe_connection, 
 
 
 class Command(JsonCommand):
-    help = "Removes a provider connection. A worker erases its credentials from the secret backend."
+    help = "Remove a provider connection. A worker erases its credentials from the secret backend."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant", required=True)

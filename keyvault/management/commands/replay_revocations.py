@@ -1,4 +1,4 @@
-"""Ends again what the journal of revocations says has ended; exit 1 when something is left to do."""
+"""Reapply the revocations in the revocation log; exit 1 when something is left to do."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,23 +19,23 @@ from keyvault.services.startup.startup_checks import words_of_damage, words_of_l
 
 class Command(JsonCommand):
     help = (
-        "After a restored backup or a failed-over replica: revokes again whatever this host's journal says was "
-        "revoked, and moves the sequence of changes on. Start is refused until then. Repeatable. Where the journal is "
-        "lost for good, --accept-loss makes a new one: what was revoked since the backup has to be revoked by hand."
+        "After restoring a backup or a failover to a replica: reapply the revocations in this host's revocation log, "
+        "and advance the sequence of changes. The service does not start before that. Repeatable. If the log is lost, "
+        "--accept-loss creates a new one; revoke by hand what was revoked since the backup."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--dry-run", action="store_true", help="say what it would do, and change nothing")
-        parser.add_argument("--accept-loss", action="store_true", help="this host's journal is lost: make a new one")
-        parser.add_argument("--by", metavar="NAME", help="with --accept-loss: the operator who answers for it")
-        parser.add_argument("--reason", metavar="WHY", help="with --accept-loss: how it was lost, for the audit log")
+        parser.add_argument("--dry-run", action="store_true", help="report the changes without applying them")
+        parser.add_argument("--accept-loss", action="store_true", help="create a new revocation log for a lost one")
+        parser.add_argument("--by", metavar="NAME", help="with --accept-loss: the responsible operator")
+        parser.add_argument("--reason", metavar="WHY", help="with --accept-loss: cause of the loss, for the audit log")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         is_accepting: bool = options["accept_loss"]
         if is_accepting != bool(options["by"]) or is_accepting != bool(options["reason"]):
-            raise CommandError("--accept-loss takes --by NAME and --reason WHY; nothing else does", returncode=2)
+            raise CommandError("--accept-loss, --by NAME and --reason WHY go together", returncode=2)
         if is_accepting and options["dry_run"]:
-            raise CommandError("--accept-loss: not with --dry-run", returncode=2)
+            raise CommandError("--accept-loss cannot be combined with --dry-run", returncode=2)
         grant = authorize(HOST, Permission.REVOCATIONS_REPLAY, now=self.now)
         try:
             if is_accepting:
@@ -48,11 +48,11 @@ class Command(JsonCommand):
             else:
                 replay = replay_revocations(grant)
         except OSError as error:
-            raise CommandError(f"the revocation journal {settings.JOURNAL} cannot be used: {error.strerror}") from error
+            raise CommandError(f"the revocation log {settings.JOURNAL} cannot be used: {error.strerror}") from error
         found = replay.found
-        self.is_mended = not (replay.left or found.damaged or replay.counter < found.highest)
+        self.is_repaired = not (replay.left or found.damaged or replay.counter < found.highest)
         return {
-            "ok": self.is_mended,
+            "ok": self.is_repaired,
             "accepted": is_accepting,
             "journal": str(settings.JOURNAL),
             "lines": found.lines,
@@ -65,25 +65,23 @@ class Command(JsonCommand):
             "sequence": replay.counter,
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        lines = ["the loss is accepted, in the audit log and the inbox; a new journal is made"] * answer["accepted"]
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        lines = ["the loss is accepted, with an audit entry and an alarm; a new log is created"] * answer["accepted"]
         lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
-        lines += [f"STILL LIVES: {each['kind']} {each['id']}" for each in answer["left"]]
+        lines += [f"STILL ACTIVE: {each['kind']} {each['id']}" for each in answer["left"]]
         if answer["unknown"]:
-            lines.append(
-                f"{len(answer['unknown'])} are in no row, so that they are good for nothing (--json names them)"
-            )
+            lines.append(f"{len(answer['unknown'])} are not in the database, so they are not valid (--json lists them)")
         if answer["damaged"]:
             lines.append(f"DAMAGED: {words_of_damage(answer['damaged'])}")
         before, now = answer["sequence_before"], answer["sequence"]
-        lines.append(f"the sequence of changes stands at {now}" + (f", it was {before}" if now != before else ""))
-        done = "the database is not behind the journal" if answer["ok"] else "the database is BEHIND the journal"
+        lines.append(f"the sequence of changes is {now}" + (f", it was {before}" if now != before else ""))
+        done = "the database is not behind the log" if answer["ok"] else "the database is BEHIND the log"
         return "\n".join([*lines, done])
 
     def handle(self, *args: Any, **options: Any) -> None:
         super().handle(*args, **options)
-        if not self.is_mended:
+        if not self.is_repaired:
             sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Gives an operator a new password."""
+"""Reset an operator's password."""
 
 import secrets
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from keyvault.services.recording.authorization import authorize
 
 class Command(JsonCommand):
     help = (
-        "Resets an operator's password, ends their sessions, forgets their devices and lifts a lock of their name. The "
-        "password is asked for, or read from standard input when that is no terminal."
+        "Reset an operator's password, end their sessions, forget their devices and unlock their name. The command "
+        "prompts for the password, or reads it from standard input without a terminal."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("username")
-        parser.add_argument("--reveal", action="store_true", help="make a random password, and print it this once")
+        parser.add_argument("--reveal", action="store_true", help="create a random password and print it once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = get_operator(options["username"])

@@ -1,4 +1,4 @@
-"""Ends a pepper version that nothing living is hashed with; and, a month later, destroys its material."""
+"""Retire a pepper version that no active credential uses; a month later, destroy its material."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -27,14 +27,14 @@ _MOST_LISTED = 100
 
 class Command(JsonCommand):
     help = (
-        "Retires an old pepper version; refused while anything that may still be good leans on it. Its dead keys are "
-        "answered credential_invalid instead of key_revoked from then on. Its material stays in the secret backend, "
-        f"for a database restored from a backup of before: {KEPT_AFTER_RETIREMENT.days} days after the retirement "
-        "--destroy erases it, for ever, and such backups are useless then. Nothing destroys it by itself."
+        "Retire an old pepper version; refused while a usable key or token depends on it. Its revoked keys are then "
+        "answered credential_invalid instead of key_revoked. Its material stays in the secret backend for restored "
+        f"backups. {KEPT_AFTER_RETIREMENT.days} days after the retirement --destroy erases it permanently, which makes "
+        "older backups useless. It is never destroyed automatically."
     )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """Here `--version` is a pepper's, not Django's."""
+        """Let the pepper's `--version` replace Django's option."""
         return super().create_parser(prog_name, subcommand, conflict_handler="resolve", **kwargs)
 
     def add_options(self, parser: CommandParser) -> None:
@@ -43,7 +43,7 @@ class Command(JsonCommand):
         parser.add_argument(
             "--destroy",
             action="store_true",
-            help=f"erase the material of a version retired {KEPT_AFTER_RETIREMENT.days} days ago, for ever",
+            help=f"permanently erase the material of a version retired {KEPT_AFTER_RETIREMENT.days} days ago",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,13 +61,13 @@ class Command(JsonCommand):
             "destroyed_at": row.destroyed_at,
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         version = f"{answer['set']} pepper {answer['version']}"
         if answer["destroyed_at"]:
             return f"{version} is retired and destroyed."
         return (
-            f"{version} is retired. Its material may be destroyed from {answer['destroyable_from']:%Y-%m-%d} on "
-            "(--destroy), when no backup of before is needed any more."
+            f"{version} is retired. Its material can be destroyed from {answer['destroyable_from']:%Y-%m-%d} on "
+            "(--destroy), when older backups are no longer needed."
         )
 
     def _retire(self, grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
@@ -77,6 +77,6 @@ class Command(JsonCommand):
             raise PepperInUseError(error.detail + self._listed(pepper_set, number)) from error
 
     def _listed(self, pepper_set: PepperSet, number: int) -> str:
-        """The keys in the way, the first hundred."""
+        """List the keys that prevent the retirement, at most _MOST_LISTED."""
         keys = islice(list_dormant_keys(pepper_set, number, self.now, dormant_days=0), _MOST_LISTED)
         return "".join(f"\n  {key.words()}" for key in keys)

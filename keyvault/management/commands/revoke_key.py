@@ -1,4 +1,4 @@
-"""Ends a key, at once and for ever."""
+"""Revoke a key, immediately and permanently."""
 
 import re
 from argparse import ArgumentTypeError
@@ -16,7 +16,7 @@ from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
 class Command(JsonCommand):
-    help = "Revokes a key. Needs neither the secret backend nor the broker; repeatable."
+    help = "Revoke a key. Needs neither the secret backend nor the broker; repeatable."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("key_id")
@@ -26,7 +26,7 @@ class Command(JsonCommand):
             "--wait",
             type=_seconds,
             metavar="SECONDS",
-            help=f"then wait until every verifier has confirmed it, for at most so long and {LONGEST_WAIT_SECONDS} s",
+            help=f"maximum wait for the confirmation of every verifier, at most {LONGEST_WAIT_SECONDS}",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class Command(JsonCommand):
         receipt, _ = wait_for_receipt(sequence, options["wait"])
         return {**answer, "receipt": describe_receipt(receipt)}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        told = super().words({name: value for name, value in answer.items() if name != "receipt"})
-        return f"{told}\n{_words_of(answer['receipt'])}" if "receipt" in answer else told
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        text = super().format_text({name: value for name, value in answer.items() if name != "receipt"})
+        return f"{text}\n{_format_receipt(answer['receipt'])}" if "receipt" in answer else text
 
 
-def _words_of(receipt: Mapping[str, Any]) -> str:
+def _format_receipt(receipt: Mapping[str, Any]) -> str:
     lines = [f"receipt: {'complete' if receipt['complete'] else 'not complete: some verifiers have yet to confirm'}"]
     for verifier in receipt["verifiers"]:
         at = verifier["confirmed_at"]
@@ -57,5 +57,5 @@ def _words_of(receipt: Mapping[str, Any]) -> str:
 
 def _seconds(text: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise ArgumentTypeError(f"wants a whole number of seconds, not {text[:40]!r}")
+        raise ArgumentTypeError(f"{text[:40]!r} is not a whole number of seconds")
     return int(text)

@@ -1,4 +1,4 @@
-"""Ends a service token, at once and for ever."""
+"""Revoke a service token, immediately and permanently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from keyvault.services.tokens.service_tokens import get_service_token, revoke_se
 
 
 class Command(JsonCommand):
-    help = "Revokes a service token: whoever holds it is refused from now on."
+    help = "Revoke a service token, immediately and permanently."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("token_id")
-        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
+        parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options["by"]:

@@ -1,4 +1,4 @@
-"""Makes a new pepper version, which every key moves to when it is next used."""
+"""Create a new pepper version; every key moves to it when it is next used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from keyvault.services.recording.authorization import authorize
 
 
 class Command(JsonCommand):
-    help = "Makes a new pepper in the secret backend. Killed anywhere, it is run again. Needs the keeper's login."
+    help = "Create a new pepper in the secret backend. After an interruption, run it again. Needs the keeper's login."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--set", dest="pepper_set", choices=[each.value for each in PepperSet], required=True)
@@ -25,9 +25,9 @@ class Command(JsonCommand):
         row = rotate_pepper(grant, PepperSet(options["pepper_set"]))
         return {"set": row.pepper_set, "version": row.number, "hashes_from_at": row.hashes_from_at}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return (
-            f"{answer['set']} pepper {answer['version']} is made. Every process loads it by itself; when all have, in "
-            f"{PROPAGATION.seconds} seconds at the earliest, the worker takes it into use: new digests are made with "
-            "it, and a key moves to it when it is used. See pepper_status."
+            f"{answer['set']} pepper {answer['version']} is created. Every process loads it automatically. When all "
+            f"have, after {PROPAGATION.seconds} seconds at the earliest, new digests use it, and a key moves to it "
+            "when it is used. See pepper_status."
         )

@@ -1,4 +1,4 @@
-"""Makes the successor of a service token, and ends the old one after an overlap."""
+"""Create the successor of a service token; the old one expires after an overlap."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from keyvault.services.tokens.service_tokens import LONGEST_OVERLAP_HOURS, get_s
 
 
 class Command(JsonCommand):
-    help = "Rotates a service token. The new one has the same rights; it is printed once, and only with --reveal."
+    help = "Rotate a service token. The new one has the same rights; it is printed once, and only with --reveal."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("token_id")
@@ -22,10 +22,10 @@ class Command(JsonCommand):
             "--overlap-hours",
             type=int,
             required=True,
-            help=f"so long the old token stays good beside the new one (0 to {LONGEST_OVERLAP_HOURS})",
+            help=f"hours for which both tokens are valid (0 to {LONGEST_OVERLAP_HOURS})",
         )
-        parser.add_argument("--by", metavar="OPERATOR", help="in whose name; the host's owner when not given")
-        parser.add_argument("--reveal", action="store_true", help="print the token, this once")
+        parser.add_argument("--by", metavar="OPERATOR", help="acting operator (default: the host's owner)")
+        parser.add_argument("--reveal", action="store_true", help="print the token once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options["by"]:
@@ -45,5 +45,5 @@ class Command(JsonCommand):
         if options["reveal"]:
             answer["token"] = text.reveal()
         else:
-            self.warn_of_secrecy()
+            self.warn_unrevealed()
         return answer

@@ -1,4 +1,4 @@
-"""The whole service in the foreground, with demo data: what `make run` runs."""
+"""Run the whole service in the foreground with demo data (`make run`)."""
 
 import json
 import re
@@ -20,13 +20,13 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.management.service import (
     ServiceError,
-    alone_in_data_folder,
     local_url,
+    lock_data_folder,
     origin_for,
-    refuse_taken_port,
+    require_free_port,
     supervise,
     wait_until_ready,
 )
@@ -38,50 +38,50 @@ from keyvault.services.startup.startup_checks import require_ready
 from keyvault.services.tokens.service_tokens import create_service_token, revoke_service_token
 
 DEMO_NAME = "make run"
-"""What the demo's service token and credential are called; a token of an earlier run is known by it."""
+"""Name of the demo's service token and credential; it identifies the tokens of earlier runs."""
 
 LIFETIME_DAYS = 1
 
 
 class Command(BaseCommand):
     help = (
-        "Sets up, makes the demo data, and serves on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
-        "The demo's passwords, token and key are printed here and nowhere else, and are new at each start."
+        "Set up, create demo data, and serve on 127.0.0.1 with a worker and a beat until SIGTERM or Ctrl-C. "
+        "The demo's passwords, token and key are new at each start and printed here only."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--port", type=port_number, default=8000, help="8000 unless told")
+        parser.add_argument("--port", type=port_number, default=8000, help="default 8000")
 
     def handle(self, *args: Any, **options: Any) -> None:
         port: int = options["port"]
         try:
-            with stopping_on_signals(), alone_in_data_folder():
+            with stopping_on_signals(), lock_data_folder():
                 self._serve(port)
         except StopRequestedError as stop:
-            self.stderr.write(f"{stop}: everything has stopped.")
+            self.stderr.write(f"{stop}: all programs have stopped.")
         except ServiceError as error:
             raise CommandError(str(error)) from None
 
     def _serve(self, port: int) -> None:
-        refuse_taken_port(port)
-        self._tell("Setting up: database, keystore, demo data …")
+        require_free_port(port)
+        self._print("Setting up: database, keystore, demo data …")
         call("setup")
         try:
             require_ready()
         except ImproperlyConfigured as error:
-            raise CommandError(f"nothing is started: {error}") from None
+            raise CommandError(f"not started: {error}") from None
         seeded = call("seed_demo")
         passwords = _reset_passwords([operator["username"] for operator in seeded["operators"]])
         curl = _demo_curl(port)
         connections.close_all()
-        self._tell("Starting the server, the worker and the beat …")
+        self._print("Starting the server, the worker and the beat …")
         with supervise(port) as service:
             wait_until_ready(service, port)
             self._introduce(port, seeded, passwords, curl)
-            self._tell(f"The logs are in {service.logs}. Ctrl-C stops everything.")
+            self._print(f"The logs are in {service.logs}. Press Ctrl-C to stop.")
             while True:
                 service.wait(3600)
-                service.tend()
+                service.restart_ended()
 
     def _introduce(self, port: int, seeded: Mapping[str, Any], passwords: Mapping[str, Plaintext], curl: str) -> None:
         merchants = ", ".join(f"{merchant['merchant_id']} ({merchant['name']})" for merchant in seeded["merchants"])
@@ -90,7 +90,7 @@ class Command(BaseCommand):
             for row in seeded["operators"]
         ]
         origin = origin_for(port)
-        self._tell(
+        self._print(
             "",
             f"Keyvault runs at {local_url(port)}",
             "",
@@ -99,23 +99,23 @@ class Command(BaseCommand):
             *(f"  {name:<13} {url}" for name, url in _base_urls(seeded, origin)),
             f"  merchants     {merchants}",
             "",
-            "Operators of the demo, with passwords that are new at each start and shown only here:",
+            "Demo operators and passwords (new at each start, shown only here):",
             *operators,
             "",
-            f"Ask whether a key is good (demo token and key, good for {LIFETIME_DAYS} day, shown only here):",
+            f"Verify a key (demo token and key, valid for {LIFETIME_DAYS} day, shown only here):",
             f"  {curl}",
             "",
         )
 
-    def _tell(self, *lines: str) -> None:
-        """At once, also into a pipe: whoever reads it may be waiting for it."""
+    def _print(self, *lines: str) -> None:
+        """Write the lines and flush, since a reader of a pipe may wait for them."""
         self.stdout.write("\n".join(lines))
         self.stdout.flush()
 
 
 def port_number(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise ArgumentTypeError(f"wants 1 to 65535, not {text[:40]!r}")
+        raise ArgumentTypeError(f"{text[:40]!r} is not a port. Use 1 to 65535.")
     return int(text)
 
 
@@ -130,7 +130,7 @@ def _reset_passwords(usernames: list[str]) -> dict[str, Plaintext]:
 
 
 def _new_token() -> Plaintext:
-    """A token that may verify sandbox keys and nothing else. Those of earlier runs end now."""
+    """Create a token that can only verify sandbox keys, and revoke those of earlier runs."""
     grant = authorize(HOST, Permission.TOKENS_WRITE, now=datetime.now(UTC))
     for earlier in ServiceToken.objects.filter(name=DEMO_NAME, revoked_at=None):
         revoke_service_token(grant, earlier)
@@ -145,10 +145,10 @@ def _new_token() -> Plaintext:
 
 
 def _new_key() -> Plaintext:
-    """A private sandbox key of acme, asked for and issued like any other; it expires by itself.
+    """Issue a private sandbox key of acme that expires after LIFETIME_DAYS.
 
-    Keys of earlier runs are left alone: somebody may be rotating one. Raises CommandError where the host's
-    policy wants more than one approver.
+    Keys of earlier runs stay, since a rotation of one may be open. Raises CommandError where the policy of this host
+    requires more than one approver.
     """
     issued = call(
         "issue_key",
@@ -160,10 +160,10 @@ def _new_key() -> Plaintext:
 
 
 def _demo_curl(port: int) -> str:
-    """How to verify a new key with a new token, or why there is none."""
+    """Return a curl command that verifies a new key with a new token, or the reason why there is none."""
     if Environment.SANDBOX not in settings.ENVIRONMENTS:
         served = ", ".join(settings.ENVIRONMENTS)
-        return f"(no key was issued: the demo's is of the sandbox, and KEYVAULT_ENVIRONMENTS is {served})"
+        return f"(no key was issued: the demo needs the sandbox, and KEYVAULT_ENVIRONMENTS is {served})"
     try:
         return _curl(port, _new_token(), _new_key())
     except CommandError as error:
@@ -171,17 +171,17 @@ def _demo_curl(port: int) -> str:
 
 
 def _curl(port: int, token: Plaintext, key: Plaintext) -> str:
-    asked = {"key": key.reveal(), "environment": Environment.SANDBOX, "endpoint": "orders.retrieve"}
+    body = {"key": key.reveal(), "environment": Environment.SANDBOX, "endpoint": "orders.retrieve"}
     return shlex.join(
         [
             *("curl", "-sS", f"{local_url(port)}/v1/keys/verify"),
             *("-H", f"Authorization: Bearer {token.reveal()}", "-H", "Content-Type: application/json"),
-            *("-d", json.dumps(asked)),
+            *("-d", json.dumps(body)),
         ]
     )
 
 
 def _base_urls(seeded: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
-    """As the server sees them, which is told the port by its origin; this process was not."""
+    """Return the base URLs that the server uses: its origin has the port, this process's origin has not."""
     environments = seeded["environments"]
     return [(place["name"], place["base_url"].replace(settings.ORIGIN, origin, 1)) for place in environments]

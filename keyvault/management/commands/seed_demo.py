@@ -1,4 +1,4 @@
-"""Demo merchants and operators, after whatever set-up is missing; repeatable."""
+"""Run the missing setup, then create demo merchants and operators; repeatable."""
 
 import secrets
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ OPERATORS = {
 
 
 class Command(JsonCommand):
-    help = "Makes the demo's merchants and operators where they are missing. `manage.py run` gives them passwords."
+    help = "Create missing demo merchants and operators. `manage.py run` sets the operators' passwords."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         call_command("setup", stdout=StringIO())

@@ -1,4 +1,4 @@
-"""Stores a provider's credentials as a connection of a merchant's account."""
+"""Store a provider's credentials as a connection of a merchant's account."""
 
 import sys
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
 _MOST_READ = 2 * MOST_BYTES
-"""With the blanks around it. What is longer is refused for its size, read to the end or not."""
+"""Maximum size read, in bytes: room for surrounding whitespace. Longer credentials are refused for their size."""
 
 
 class Command(JsonCommand):
     help = (
-        "Stores a payment provider's credentials in the secret backend, in place of those that the account had: test "
-        "mode in sandbox, live in production. They are never shown again."
+        "Store a payment provider's credentials in the secret backend and replace the account's earlier ones: test "
+        "mode in sandbox, live mode in production. They are never shown again."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -34,7 +34,7 @@ class Command(JsonCommand):
             "--secret-file",
             required=True,
             metavar="PATH",
-            help="the credentials: one secret text, or a flat JSON object of texts; - for standard input",
+            help="file with one secret text or a flat JSON object of texts; - for standard input",
         )
         parser.add_argument("--by", required=True, metavar="OPERATOR")
 
@@ -46,7 +46,7 @@ class Command(JsonCommand):
 
 
 def _read(name: str) -> Plaintext:
-    """The file's text, or that of standard input. Raises RequestInvalidError where there is none."""
+    """Read the credentials from the file or from standard input. Raises RequestInvalidError."""
     try:
         if name == "-":
             content = sys.stdin.buffer.read(_MOST_READ)
@@ -59,5 +59,5 @@ def _read(name: str) -> Plaintext:
         try:
             return Plaintext(content.decode())
         except UnicodeDecodeError:
-            fault = "no text in UTF-8"
+            fault = "is not UTF-8 text"
     raise RequestInvalidError("There are no credentials to store.", [Fault("/secret_file", fault)])

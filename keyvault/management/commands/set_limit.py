@@ -1,4 +1,4 @@
-"""Sets how often a merchant, or whoever asks for an endpoint, may ask; and says what holds now."""
+"""Set the rate limit of an account or of an endpoint, and print the limit in force."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,24 +22,24 @@ from keyvault.services.merchants.merchants import find_account
 
 class Command(JsonCommand):
     help = (
-        "Sets the limit of an account (--merchant), of an endpoint for all accounts of an environment (--endpoint), or "
-        "of an endpoint for one account (both). In force in running servers before the command returns."
+        "Set the rate limit of an account (--merchant), of an endpoint for all accounts of an environment "
+        "(--endpoint), or of an endpoint for one account (both). Running servers apply it before the command returns."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--merchant")
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
         parser.add_argument("--endpoint", metavar="NAME")
-        parser.add_argument("--rate", type=int, metavar="N", help="so many requests, and as many at once")
-        parser.add_argument("--per-seconds", type=int, metavar="S", help="in so many seconds")
-        parser.add_argument("--clear", action="store_true", help="back to the default")
+        parser.add_argument("--rate", type=int, metavar="N", help="maximum requests per period, also as a burst")
+        parser.add_argument("--per-seconds", type=int, metavar="S", help="length of the period in seconds")
+        parser.add_argument("--clear", action="store_true", help="restore the default")
         parser.add_argument("--by", required=True, metavar="OPERATOR")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        limit = _wished(options)
+        limit = _parse_limit(options)
         environment, endpoint = Environment(options["environment"]), options["endpoint"]
         if options["merchant"] is None and endpoint is None:
-            raise CommandError("--merchant, --endpoint, or both", returncode=2)
+            raise CommandError("give --merchant, --endpoint, or both", returncode=2)
         account = find_account(options["merchant"], environment) if options["merchant"] is not None else None
         grant = self.grant(self.operator(options["by"]), Permission.LIMITS_WRITE, account)
         if endpoint is not None:
@@ -49,15 +49,15 @@ class Command(JsonCommand):
         return _in_force(environment, endpoint, account)
 
 
-def _wished(options: Mapping[str, Any]) -> Limit | None:
-    """None: to be cleared."""
+def _parse_limit(options: Mapping[str, Any]) -> Limit | None:
+    """Return the requested limit; None with --clear."""
     rate, per_seconds = options["rate"], options["per_seconds"]
     if options["clear"] and rate is None and per_seconds is None:
         return None
     if options["clear"] or rate is None or per_seconds is None:
-        raise CommandError("--rate and --per-seconds, or --clear", returncode=2)
+        raise CommandError("give --rate and --per-seconds, or --clear", returncode=2)
     if (fault := find_limit_fault(rate, per_seconds)) is not None:
-        raise RequestInvalidError("There is no such limit.", [Fault("/rate", fault)])
+        raise RequestInvalidError("Invalid limit.", [Fault("/rate", fault)])
     return Limit(rate, per_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Replaces an operator's roles."""
+"""Replace an operator's roles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from keyvault.services.recording.authorization import authorize
 
 
 class Command(JsonCommand):
-    help = "Gives an operator these roles and no others, and ends their sessions: they sign in again."
+    help = "Replace an operator's roles and end their sessions, so that they sign in again."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("username")

@@ -1,4 +1,4 @@
-"""Makes everything that the service needs before it starts; repeatable."""
+"""Create everything that the service needs before it starts; repeatable."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,18 +15,18 @@ from keyvault.services.startup.startup_checks import words_of_loss
 
 
 class Command(JsonCommand):
-    help = "Migrates the database, opens the keystore, makes the first peppers and checks them. Repeatable."
+    help = "Migrate the database, open the keystore, create the first peppers and check them. Repeatable."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if self._is_behind():
+        if self._needs_migration():
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
         if not open_journal(self.now):
-            self.stderr.write(f"Nothing will start: {words_of_loss()}")
+            self.stderr.write(f"The service will not start: {words_of_loss()}")
         return {"database": connection.vendor, "ready": True}
 
-    def _is_behind(self) -> bool:
-        """A database that needs nothing is left alone: servers may be at work on it."""
+    def _needs_migration(self) -> bool:
+        """Whether migrations or triggers are missing. Otherwise the database is not touched: servers may use it."""
         executor = MigrationExecutor(connection)
         pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
         return bool(pending) or bool(missing_triggers(connection))

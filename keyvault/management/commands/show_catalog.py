@@ -1,4 +1,4 @@
-"""Prints the endpoint catalog: what each endpoint asks of a caller, built in or added by an operator."""
+"""Print the endpoint catalog: the requirements of each built-in or added endpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,26 +15,26 @@ _COLUMNS = ("endpoint", "method", "path", "key", "bearer", "context", "limit", "
 
 
 class Command(JsonCommand):
-    help = "Prints every endpoint with its rule and limits. Where no limit stands, the account's alone holds."
+    help = "Print every endpoint with its rule and limits. Without an endpoint limit, only the account's limit applies."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "endpoints": [_told(endpoint) for endpoint in current_catalog().endpoints],
+            "endpoints": [_describe(endpoint) for endpoint in current_catalog().endpoints],
             "account_limits": {
                 environment: {"count": count, "seconds": seconds}
                 for environment, (count, seconds) in settings.ACCOUNT_LIMITS.items()
             },
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         rows = [_COLUMNS, *map(_row, answer["endpoints"])]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         accounts = [f"{name} {_limit_text(limit)}" for name, limit in answer["account_limits"].items()]
-        return "\n".join([*lines, "", f"An account's limit unless it has its own: {', '.join(accounts)}"])
+        return "\n".join([*lines, "", f"Default limit of an account: {', '.join(accounts)}"])
 
 
-def _told(endpoint: Endpoint) -> dict[str, Any]:
+def _describe(endpoint: Endpoint) -> dict[str, Any]:
     return {
         "name": endpoint.name,
         "method": endpoint.method,
@@ -52,17 +52,17 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-def _row(told: Mapping[str, Any]) -> tuple[str, ...]:
-    context = ", ".join(filter(None, (told["merchant_from"], told["store_from"])))
+def _row(described: Mapping[str, Any]) -> tuple[str, ...]:
+    context = ", ".join(filter(None, (described["merchant_from"], described["store_from"])))
     return (
-        told["name"],
-        told["method"],
-        told["path"],
-        told["credential"],
-        told["bearer"],
+        described["name"],
+        described["method"],
+        described["path"],
+        described["credential"],
+        described["bearer"],
         context or "-",
-        _limit_text(told["limit"]) if told["limit"] else "-",
-        "" if told["built_in"] else "by an operator",
+        _limit_text(described["limit"]) if described["limit"] else "-",
+        "" if described["built_in"] else "by an operator",
     )
 
 

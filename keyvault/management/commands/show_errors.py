@@ -1,4 +1,4 @@
-"""Prints every error code with its status, cause and cure: the page that a client's developer looks things up in."""
+"""Print every error code with its status, cause and remedy: the reference page for client developers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from keyvault.wire.problems import PROBLEM_TYPES, problems_page
 
 
 class Command(JsonCommand):
-    help = "Prints every error code: its status, what caused it, and what to do. Without --json: a Markdown page."
+    help = "Print every error code with its status, cause and remedy. Without --json: a Markdown page."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -25,5 +25,5 @@ class Command(JsonCommand):
             ]
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         return problems_page()

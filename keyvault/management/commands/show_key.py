@@ -1,4 +1,4 @@
-"""What is known of a key, and with a Vault where the merchant reads it; never its material."""
+"""Show a key's state and, with a Vault, where the merchant reads it; never its material."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from keyvault.services.keys.lifecycle import describe_key, get_key
 
 
 class Command(JsonCommand):
-    help = "Shows a key's state, dates and use."
+    help = "Show a key's state, dates and use."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("key_id")

@@ -1,4 +1,4 @@
-"""Sets the Vault up for this service, mends what drifted, and makes the logins of its hosts."""
+"""Set up the Vault for this service, repair drift, and create the logins of its hosts."""
 
 import sys
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ _LONGEST_TOKEN = 4096
 
 class Command(JsonCommand):
     help = (
-        "Mounts, policies, signing keys and roles of the named environments, and of scope `service`, in the Vault at "
-        "VAULT_ADDR. Repeatable: it changes what is not as it should be, and says what. The administrator's token "
-        "comes from --token-file alone."
+        "Create and repair the mounts, policies, signing keys and roles of the named environments and of scope "
+        "`service` in the Vault at VAULT_ADDR, and print each change. Repeatable. The administrator's token is read "
+        "from --token-file only."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -47,47 +47,56 @@ class Command(JsonCommand):
             help="repeatable",
         )
         parser.add_argument("--token-file", required=True, metavar="PATH", help="- for standard input")
-        parser.add_argument("--cidr", action="append", metavar="NETWORK", help="logins from there only; repeatable")
+        parser.add_argument("--cidr", action="append", metavar="NETWORK", help="allowed network of logins; repeatable")
         parser.add_argument(
-            "--secret-id-days", type=int, default=SECRET_ID_DAYS, metavar="N", help=f"until one ends ({SECRET_ID_DAYS})"
+            "--secret-id-days",
+            type=int,
+            default=SECRET_ID_DAYS,
+            metavar="N",
+            help=f"lifetime of a secret id in days (default {SECRET_ID_DAYS})",
         )
         parser.add_argument(
             "--kubernetes-namespace",
             metavar="NAME",
-            help="logins by Kubernetes, not by AppRole, for the service accounts <prefix>-web, -worker and -setup",
+            help="use Kubernetes instead of AppRole, for the service accounts <prefix>-web, -worker and -setup",
         )
-        parser.add_argument("--dry-run", action="store_true", help="says what it would change, and changes nothing")
-        parser.add_argument("--logins-folder", type=Path, metavar="DIR", help="makes the logins that are not there yet")
-        parser.add_argument("--host", choices=sorted(ROLES_OF_HOST), help="the logins of such a host only")
+        parser.add_argument("--dry-run", action="store_true", help="print the changes without applying them")
+        parser.add_argument("--logins-folder", type=Path, metavar="DIR", help="create missing logins in this folder")
+        parser.add_argument("--host", choices=sorted(ROLES_OF_HOST), help="only the logins of this kind of host")
         parser.add_argument(
-            "--role", action="append", choices=[role.value for role in VaultRole], help="these logins only; repeatable"
+            "--role", action="append", choices=[role.value for role in VaultRole], help="only these logins; repeatable"
         )
         how = parser.add_mutually_exclusive_group()
         how.add_argument(
-            "--wrap-seconds", type=int, metavar="N", help=f"until a wrapped secret id is lost ({WRAP_SECONDS})"
+            "--wrap-seconds",
+            type=int,
+            metavar="N",
+            help=f"lifetime of a wrapped secret id in seconds (default {WRAP_SECONDS})",
         )
-        how.add_argument("--plain", action="store_true", help="secret ids as they are, for the host that runs this")
+        how.add_argument("--plain", action="store_true", help="write secret ids unwrapped, for the host that runs this")
         parser.add_argument(
-            "--renew-logins", action="store_true", help="destroys their secret ids, on all hosts, and makes others"
+            "--renew-logins", action="store_true", help="destroy their secret ids on all hosts and create new ones"
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         folder = options["logins_folder"]
         if folder is None and (options["host"] or options["role"] or options["plain"] or options["renew_logins"]):
-            raise CommandError("--host, --role, --plain and --renew-logins go with --logins-folder", returncode=2)
+            raise CommandError("--host, --role, --plain and --renew-logins need --logins-folder", returncode=2)
         if folder is not None and (options["dry_run"] or options["kubernetes_namespace"]):
-            raise CommandError("--logins-folder: not with --dry-run or --kubernetes-namespace", returncode=2)
+            raise CommandError(
+                "--logins-folder cannot be combined with --dry-run or --kubernetes-namespace", returncode=2
+            )
         if not settings.VAULT_ADDRESS:
-            raise CommandError("VAULT_ADDR: wants the address of the Vault", returncode=2)
-        wishes, changes = _read_wishes(options), list[str]()
+            raise CommandError("VAULT_ADDR is not set. Set it to the address of the Vault.", returncode=2)
+        choices, changes = _read_options(options), list[str]()
         admin = open_client(vault_server(), _read_token(options["token_file"]))
 
-        def say(change: str) -> None:
+        def report(change: str) -> None:
             changes.append(change)
             if not options["json"]:
-                self.stdout.write(change)  # At once: a run that fails later has changed it all the same.
+                self.stdout.write(change)  # Immediately: the change stays when a later step fails.
 
-        bootstrap(admin, vault_layout(), options["environment"], say, wishes, is_dry_run=options["dry_run"])
+        bootstrap(admin, vault_layout(), options["environment"], report, choices, is_dry_run=options["dry_run"])
         answer: dict[str, Any] = {"dry_run": options["dry_run"], "changes": changes}
         if folder is not None:
             try:
@@ -96,12 +105,12 @@ class Command(JsonCommand):
                 raise CommandError(f"--logins-folder: {folder} cannot be written ({error.strerror})") from None
         return answer
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         count = len(answer["changes"])
-        told = f"{count} change{'' if count == 1 else 's'}{' to be made' if answer['dry_run'] else ''}."
+        text = f"{count} change{'' if count == 1 else 's'}{' to be made' if answer['dry_run'] else ''}."
         for name in answer.get("logins", ()):
-            told += f"\nlogin {name}: made"
-        return told
+            text += f"\nlogin {name}: created"
+        return text
 
 
 def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -> list[str]:
@@ -112,26 +121,26 @@ def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -
     return make_logins(admin, layout, names, folder, wrap_seconds=wrap_seconds, renew=options["renew_logins"])
 
 
-def _read_wishes(options: Mapping[str, Any]) -> BootstrapOptions:
+def _read_options(options: Mapping[str, Any]) -> BootstrapOptions:
     for name, most in (("secret_id_days", 3_650), ("wrap_seconds", 30 * 86_400)):
         if options[name] is not None and not 1 <= options[name] <= most:
-            raise RequestInvalidError("That cannot be meant.", [Fault(f"/{name}", f"wants 1 to {most}")])
+            raise RequestInvalidError("Number out of range.", [Fault(f"/{name}", f"must be 1 to {most}")])
     networks = options["cidr"]
     try:
         parsed = None if networks is None else tuple(str(parse_network(network)) for network in networks)
     except ValueError as error:
-        raise RequestInvalidError("There is no such network.", [Fault("/cidr", str(error))]) from None
+        raise RequestInvalidError("Invalid network.", [Fault("/cidr", str(error))]) from None
     return BootstrapOptions(parsed, options["secret_id_days"], options["kubernetes_namespace"])
 
 
 def _read_token(name: str) -> Plaintext:
-    """Raises RequestInvalidError where there is none."""
+    """Read the administrator's token. Raises RequestInvalidError."""
     try:
         text = sys.stdin.read(_LONGEST_TOKEN) if name == "-" else Path(name).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestInvalidError(
-            "There is no token to work with.", [Fault("/token_file", f"cannot be read: {type(error).__name__}")]
+            "No administrator token.", [Fault("/token_file", f"cannot be read: {type(error).__name__}")]
         ) from None
     if not text.strip():
-        raise RequestInvalidError("There is no token to work with.", [Fault("/token_file", "is empty")])
+        raise RequestInvalidError("No administrator token.", [Fault("/token_file", "is empty")])
     return Plaintext(text.strip())

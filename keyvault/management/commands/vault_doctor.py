@@ -1,4 +1,4 @@
-"""Says what is wrong between this host and its Vault, and what to do about it."""
+"""Diagnose this host's connection to its Vault, and print what to do about each problem."""
 
 import sys
 from collections.abc import Mapping
@@ -21,18 +21,21 @@ from keyvault.services.secrets.backend import choose_login, vault_layout, vault_
 
 class Command(JsonCommand):
     help = (
-        "Looks at the Vault with the logins of this host, as the service does, and says in plain words what is wrong "
-        "and how to mend it; exit 1 when something is."
+        "Check the Vault with the logins of this host, like the service, and print each problem with its remedy; "
+        "exit 1 when there is a problem."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--host", choices=sorted(ROLES_OF_HOST), default="all", help="what this host is for: which logins it needs"
+            "--host",
+            choices=sorted(ROLES_OF_HOST),
+            default="all",
+            help="kind of this host, which determines its logins",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if not settings.VAULT_ADDRESS:
-            raise CommandError("VAULT_ADDR: wants the address of the Vault", returncode=2)
+            raise CommandError("VAULT_ADDR is not set. Set it to the address of the Vault.", returncode=2)
         roles = ROLES_OF_HOST[options["host"]]
         needed = [each for each in list_logins(list_scopes(settings.ENVIRONMENTS)) if each[0] in roles]
         examination = Examination(
@@ -48,8 +51,8 @@ class Command(JsonCommand):
             try:
                 examination.check_values = _find_check_values()
             except (OperationalError, ProgrammingError) as error:
-                problem = f"It does not answer, or is not set up ({error})."
-                examination.findings.append(Finding("database", problem, "Is it up? Else: manage.py setup."))
+                problem = f"It is unavailable or not set up ({error})."
+                examination.findings.append(Finding("database", problem, "Check that it is up. Run manage.py setup."))
         examination.run()
         self.healthy = not examination.findings
         return {
@@ -59,15 +62,15 @@ class Command(JsonCommand):
             "findings": [asdict(finding) for finding in examination.findings],
         }
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         found = "".join(f"{each['subject']}: {each['problem']}\n  {each['cure']}\n" for each in answer["findings"])
         unused = (
             ""
             if answer["in_use"]
-            else "\nNothing here uses it: KEYVAULT_BACKEND is local, and keys are kept on this host."
+            else "\nThe Vault is not in use: KEYVAULT_BACKEND is local, and keys are stored on this host."
         )
-        verdict = "all is well" if self.healthy else "see above"
-        return f"{found}Looked at {', '.join(answer['checked'])}: {verdict}.{unused}"
+        verdict = "no problems" if self.healthy else "see above"
+        return f"{found}Checked {', '.join(answer['checked'])}: {verdict}.{unused}"
 
     def handle(self, *args: Any, **options: Any) -> None:
         super().handle(*args, **options)
@@ -76,7 +79,10 @@ class Command(JsonCommand):
 
 
 def _find_check_values() -> dict[str, dict[int, bytes]]:
-    """Of each set that this process loads; before the switch the database's peppers are in the local keystore."""
+    """Return the check values of each pepper set that this process loads.
+
+    Before the switch to the Vault, the database's peppers are those of the local keystore.
+    """
     rows = PepperVersion.objects.filter(destroyed_at=None)
     return {
         pepper_set.value: {row.number: bytes(row.check_value) for row in rows.filter(pepper_set=pepper_set)}

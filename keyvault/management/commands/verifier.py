@@ -1,4 +1,4 @@
-"""The dedicated verifier in the foreground: a process for each core, with nothing but verification in it."""
+"""Run the dedicated verifier in the foreground: one process per core that only verifies."""
 
 import hashlib
 import json
@@ -30,19 +30,21 @@ BACKLOG = 2048
 
 class Command(BaseCommand):
     help = (
-        "Serves verify, verify-batch, forward-auth, health and metrics, and nothing else, by several processes that "
-        "share one port or Unix socket, until SIGTERM or Ctrl-C; then answers what was asked and ends. The ordinary "
-        "server is not needed for it to run, its database is."
+        "Serve verify, verify-batch, forward-auth, health and metrics only, with several processes that share one port "
+        "or Unix socket. SIGTERM or Ctrl-C stops it after the pending requests. It needs the database, not the "
+        "ordinary server."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         cores = len(os.sched_getaffinity(0))
-        parser.add_argument("--workers", type=worker_count, default=cores, help=f"processes; here {cores} unless told")
+        parser.add_argument(
+            "--workers", type=worker_count, default=cores, help=f"number of processes (default {cores})"
+        )
         place = parser.add_mutually_exclusive_group(required=True)
         place.add_argument("--port", type=port_number)
-        place.add_argument("--socket", type=Path, help="path of a Unix socket, for whoever may write to it (mode 0660)")
-        parser.add_argument("--host", default="127.0.0.1", help="an address of this machine; 127.0.0.1 unless told")
-        parser.add_argument("--json", action="store_true", help="one JSON object on standard output, once it serves")
+        place.add_argument("--socket", type=Path, help="path of a Unix socket (mode 0660)")
+        parser.add_argument("--host", default="127.0.0.1", help="an address of this machine (default 127.0.0.1)")
+        parser.add_argument("--json", action="store_true", help="print one JSON object when it is ready")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
@@ -52,76 +54,76 @@ class Command(BaseCommand):
                         self._serve({"socket": str(options["socket"].absolute())}, options, listener)
                 else:
                     host, port = options["host"], options["port"]
-                    refuse_taken(host, port)
+                    require_free_address(host, port)
                     self._serve({"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}, options)
         except StopRequestedError as stop:
-            self.stderr.write(f"{stop}: everything has stopped.")
+            self.stderr.write(f"{stop}: all programs have stopped.")
         except ServiceError as error:
             raise CommandError(str(error)) from None
 
     def _serve(self, place: dict[str, str], options: dict[str, Any], listener: socket.socket | None = None) -> None:
         if not settings.REDIS_URL:
             self.stderr.write(
-                "Without KEYVAULT_REDIS_URL each process counts limits for itself: "
-                f"{options['workers']} of them, and the ordinary server, each allow the whole of every limit."
+                "Without KEYVAULT_REDIS_URL each process counts limits separately: "
+                f"{options['workers']} processes and the ordinary server each allow the whole of every limit."
             )
         connections.close_all()
         logs = settings.DATA_DIR / "logs"
-        told, tells = os.pipe()
-        os.set_blocking(told, False)
+        ready_reader, ready_writer = os.pipe()
+        os.set_blocking(ready_reader, False)
         with Supervisor(
-            _programs(options, tells, listener),
+            _programs(options, ready_writer, listener),
             _environ(next(iter(place.values()))),
             CHECKOUT,
             logs,
             stops_together=True,
         ) as workers:
-            ready = wait_until_ready(workers, told)
+            ready = wait_until_ready(workers, ready_reader)
             answer = {**place, "workers": len(ready), "pids": ready}
             where = next(iter(place.values()))
             self.stdout.write(
                 json.dumps(answer)
                 if options["json"]
-                else f"Verifying at {where} by {len(ready)} process{'es' if len(ready) > 1 else ''}. "
-                f"Logs: {logs}. Ctrl-C stops everything."
+                else f"Verifying at {where} with {len(ready)} process{'es' if len(ready) > 1 else ''}. "
+                f"Logs: {logs}. Press Ctrl-C to stop."
             )
             self.stdout.flush()
             while True:
                 workers.wait(3600)
-                workers.tend()
-                _read_ready(told)
+                workers.restart_ended()
+                _read_ready(ready_reader)
 
 
 def worker_count(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= MOST_WORKERS:
-        raise ArgumentTypeError(f"wants 1 to {MOST_WORKERS}, not {text[:40]!r}")
+        raise ArgumentTypeError(f"{text[:40]!r} is not a number of workers. Use 1 to {MOST_WORKERS}.")
     return int(text)
 
 
-def refuse_taken(host: str, port: int) -> None:
-    """Raises ServiceError when somebody listens there: with SO_REUSEPORT the workers would share his requests."""
+def require_free_address(host: str, port: int) -> None:
+    """Check that nothing listens on the address: SO_REUSEPORT would share its requests. Raises ServiceError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # Not SO_REUSEPORT. SO_REUSEADDR passes over connections that are still closing, never over a listener.
+        # Not SO_REUSEPORT. SO_REUSEADDR ignores connections that are still closing, never a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
             probe.listen()
         except OSError as error:
-            why = error.strerror or "no address of this machine"
+            why = error.strerror or "not an address of this machine"
             raise ServiceError(f"Port {port} on {host} cannot be used: {why}. Choose another --port.") from None
 
 
 @contextmanager
 def listening_at(path: Path) -> Iterator[socket.socket]:
-    """A Unix socket that is removed in the end. Raises ServiceError where somebody else's is, or no socket at all."""
+    """Listen on a Unix socket and remove it at the end. Raises ServiceError when the path is in use or not a socket."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise ServiceError(f"{path} is there already, and is no socket. Choose another --socket.")
+            raise ServiceError(f"{path} exists and is not a socket. Choose another --socket.")
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
-                raise ServiceError(f"Somebody listens at {path}. Stop that, or choose another --socket.")
-        path.unlink()  # of a verifier that was killed
+                raise ServiceError(f"{path} is in use. Stop the program that uses it, or choose another --socket.")
+        path.unlink()  # left by a verifier that was killed
     with socket.socket(socket.AF_UNIX) as listener:
         before = os.umask(0o117)
         try:
@@ -137,31 +139,31 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def wait_until_ready(workers: Supervisor, told: int) -> list[int]:
-    """The workers' process ids once all answer. Raises ServiceError, with the end of a log, when one does not."""
+def wait_until_ready(workers: Supervisor, ready_reader: int) -> list[int]:
+    """Wait for all workers and return their process ids. Raises ServiceError, with the end of a log, when one fails."""
     deadline = time.monotonic() + READY_SECONDS
     ready: list[int] = []
     while True:
-        ready += _read_ready(told)
+        ready += _read_ready(ready_reader)
         if len(ready) == len(workers.programs):
             return sorted(ready)
         ended = [program.name for program in workers.programs if not workers.is_running(program.name)]
         if ended or time.monotonic() > deadline:
             name = ended[0] if ended else workers.programs[0].name
-            what = "has ended" if ended else "is not ready in time"
+            what = "has exited" if ended else "is not ready in time"
             raise ServiceError(f"{name} {what}.\n{workers.log_tail(name)}")
-        select.select([told], [], [], 0.1)
+        select.select([ready_reader], [], [], 0.1)
 
 
-def _read_ready(told: int) -> list[int]:
+def _read_ready(ready_reader: int) -> list[int]:
     with suppress(BlockingIOError):
-        return [int(line) for line in os.read(told, 65536).split()]
+        return [int(line) for line in os.read(ready_reader, 65536).split()]
     return []
 
 
-def _programs(options: dict[str, Any], tells: int, listener: socket.socket | None) -> tuple[Program, ...]:
-    command = [sys.executable, "-m", "keyvault.project.verifier", "--ready", str(tells)]
-    descriptors = [tells]
+def _programs(options: dict[str, Any], ready_writer: int, listener: socket.socket | None) -> tuple[Program, ...]:
+    command = [sys.executable, "-m", "keyvault.project.verifier", "--ready", str(ready_writer)]
+    descriptors = [ready_writer]
     if listener is None:
         command += ["--host", options["host"], "--port", str(options["port"])]
     else:
@@ -174,7 +176,7 @@ def _programs(options: dict[str, Any], tells: int, listener: socket.socket | Non
 
 
 def _environ(place: str) -> dict[str, str]:
-    """Workers add their meters up, beside those of the ordinary server and of other verifiers on the same data."""
+    """Return the workers' environment, with a metrics folder separate from other servers on the same data folder."""
     digest = hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
     folder = ensure_private_directory(settings.DATA_DIR / f"metrics-verifier-{digest}")
     for file in folder.glob("*.db"):

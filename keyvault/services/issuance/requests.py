@@ -234,7 +234,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
             key_id=key.key_id,
             credential_id=key.credential_id,
             key_kind=request.kind,
-            request_id=request.request_id,
+            issuance_request_id=request.request_id,
         )
     return key
 
@@ -281,7 +281,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
 def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
     """What the service plane tells about a request: never material."""
     described: dict[str, JsonValue] = {
-        **_about(request),
+        "issuance_request_id": request.request_id,
         "state": request.state,
         "merchant_id": request.account.merchant_id,
         "environment": request.account.environment,

@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from keyvault.domain.errors import KeyvaultError
 from keyvault.management.service import CHECKOUT, ServiceError, find_free_port, local_url
-from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_leashed, stopping_on_signals
+from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, start_child_process, stopping_on_signals
 from rotation.management.demo.own_vault import own_vault
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.stage import StoryError
@@ -57,7 +57,7 @@ def _perform() -> int:
             if settings.IS_VAULT:
                 environ |= stack.enter_context(own_vault(Path(folder)))
             command = [sys.executable, str(CHECKOUT / "manage.py"), "demo", "--inside", str(port)]
-            telling = start_leashed(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
+            telling = start_child_process(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
             try:
                 status = telling.wait()
             except StopRequestedError as stop:

@@ -62,8 +62,8 @@ class Command(WatchingCommand):
             self._approve(campaign, options)
         return self.told(campaign, options)
 
-    def words(self, answer: Mapping[str, Any]) -> str:
-        return super().words({name: answer[name] for name in _SHOWN})
+    def format_text(self, answer: Mapping[str, Any]) -> str:
+        return super().format_text({name: answer[name] for name in _SHOWN})
 
     def _approve(self, campaign: Campaign, options: Mapping[str, Any]) -> None:
         """A refused approval closes the campaign again: it was asked for together with its approval."""

@@ -42,7 +42,7 @@ class Command(JsonCommand):
         dates = list_next(now, until, options["environment"], options["merchant"])
         return {"now": now, "until": until, "dates": [date.as_json() for date in dates]}
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def format_text(self, answer: Mapping[str, Any]) -> str:
         if not answer["dates"]:
             return f"No key on a schedule is rotated until {answer['until']:%Y-%m-%d}."
         table = Table(box=box.SIMPLE_HEAD)

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.management.service import WORKER
 from keyvault.services.approvals.inbox import list_unseen
 from keyvault.services.secrets.stored_copies import find_stored

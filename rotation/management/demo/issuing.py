@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from keyvault.domain.issuance import IssuanceState
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.models import Credential, IssuanceRequest
 from keyvault.services.issuance.requests import get_request
 from rotation.management.demo import people

@@ -21,7 +21,7 @@ from keyvault.backends.vault.layout import Layout
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.management.service import ADDRESS, CHECKOUT, ServiceError, find_free_port
-from keyvault.management.supervisor import start_leashed
+from keyvault.management.supervisor import start_child_process
 
 AUDIT_LOG = "vault-audit.log"
 """In the demo's folder, so that it is searched for secrets like everything else there."""
@@ -71,7 +71,7 @@ def _start(binary: str, address: str, token: Plaintext, folder: Path) -> "subpro
     # Not among its arguments, which every user of the machine can read. Each server knows the variable of its name.
     told = {"BAO_DEV_ROOT_TOKEN_ID": token.reveal(), "VAULT_DEV_ROOT_TOKEN_ID": token.reveal()}
     with (folder / "vault.log").open("wb") as log:
-        return start_leashed(
+        return start_child_process(
             (
                 *(binary, "server", "-dev", "-dev-no-store-token"),
                 *(f"-dev-listen-address={address}", f"-config={settings}"),

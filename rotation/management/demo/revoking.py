@@ -2,7 +2,7 @@
 
 import time
 
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.management.service import SERVER
 from keyvault.services.change_feed.receipts import (
     LONGEST_WAIT_SECONDS,

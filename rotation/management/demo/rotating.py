@@ -8,7 +8,7 @@ from typing import Any
 
 from keyvault.domain.audit import account_chain
 from keyvault.domain.environments import Environment
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.management.service import SERVER, WORKER
 from keyvault.models import AuditEntry
 from keyvault.services.secrets.stored_copies import find_stored

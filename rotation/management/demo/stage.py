@@ -40,7 +40,7 @@ class Stage:
         deadline = time.monotonic() + seconds
         with self.report.waiting(f"waiting for {what} …"):
             while True:
-                self.service.tend()
+                self.service.restart_ended()
                 seen = look()
                 if seen is not None:
                     return seen

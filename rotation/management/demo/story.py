@@ -9,7 +9,7 @@ from django.db import connection
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.management.service import SERVER, WORKER, local_url, supervise, wait_until_ready
 from keyvault.management.supervisor import Supervisor
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress
@@ -54,7 +54,7 @@ def tell(report: DemoReport, port: int) -> None:
     report.chapter("A service from nothing")
     _set_up(report)
     with supervise(port) as service:
-        service.say = report.aside
+        service.report = report.aside
         stage = Stage(report, service, port)
         with report.waiting("waiting for the server to be ready …"):
             wait_until_ready(service, port)

@@ -122,7 +122,7 @@ def test_wrapped_secret_id_that_was_opened_by_somebody_else_is_told(
     """Somebody may have our login: never mistaken for an outage, never tried again silently."""
     fake._tokens.pop(wrapped.read_text())
     error = taken(client)
-    assert "opened already" in error.internal
+    assert "unwrapped already" in error.internal
     assert wrapped.read_text() not in f"{error!r} {vars(error)}"
     assert wrapped.exists()
 

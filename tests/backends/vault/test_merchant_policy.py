@@ -19,7 +19,7 @@ from keyvault.backends.vault.layout import MERCHANT_POLICY, SecretsEngine
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.plaintext import Plaintext
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 from keyvault.models import Account, Key, ProviderConnection
 from keyvault.services.keys.credentials import find_delivery_location
 from keyvault.services.secrets.provider_connections import (

@@ -61,7 +61,7 @@ def test_notice_of_an_issued_key_names_it_and_holds_no_material(scene: Scene) ->
         "key_id": key.key_id,
         "credential_id": key.credential_id,
         "key_kind": "private",
-        "request_id": key.requests.get().request_id,
+        "issuance_request_id": key.requests.get().request_id,
     }
     assert text.reveal() not in str(vars(notice))
 

@@ -28,7 +28,7 @@ START = "import keyvault.project.wsgi"
 MAKE = """
 import json, django
 django.setup()
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 call("setup")
 call("seed_demo")
 words = ["--environment", "sandbox", "--kind", "private", "--requested-by", "tam", "--approved-by", "approver"]
@@ -41,7 +41,7 @@ print(json.dumps({**keys, "token": token}))
 END = """
 import sys, json, django
 django.setup()
-from keyvault.management.nested_command import call
+from keyvault.management.json_command import call
 made = json.loads(sys.argv[1])
 call("revoke_key", made["revoked"], "--reason", "superseded", "--by", "admin")
 last = call("revoke_key", made["leaked"], "--reason", "key_compromise", "--by", "admin")["sequence"]

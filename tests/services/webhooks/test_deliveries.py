@@ -94,7 +94,7 @@ def answering(status: int, retry_after: str | None = None) -> Send:
 
 
 def failing(destination: Destination, *args: Any, **options: Any) -> Reply:
-    raise OutboundError("Nobody listens there.")
+    raise OutboundError("The connection was refused.")
 
 
 def events() -> list[str]:
@@ -204,7 +204,7 @@ def test_message_without_an_answer_is_tried_again_and_says_why(scene: Scene, clo
     tell(scene)
     deliver_due(clock, failing)
     delivery = the_delivery()
-    assert (delivery.state, delivery.last_error) == (DeliveryState.DUE, "Nobody listens there.")
+    assert (delivery.state, delivery.last_error) == (DeliveryState.DUE, "The connection was refused.")
 
 
 def test_message_is_held_back_as_long_as_the_endpoint_asks(scene: Scene, clock: Clock) -> None:
@@ -250,7 +250,7 @@ def test_message_is_given_up_after_about_75_hours_and_with_it_the_endpoint(scene
     delivery = the_delivery()
     assert (delivery.state, delivery.attempts) == (DeliveryState.GIVEN_UP, MOST_ATTEMPTS)
     endpoint.refresh_from_db()
-    assert endpoint.disabled_why == "Nobody listens there."
+    assert endpoint.disabled_why == "The connection was refused."
     assert Notice.objects.filter(kind=NoticeKind.WEBHOOK_FAILED, is_alarm=True).count() == 1
     clock.go(timedelta(days=30))
     assert deliver_due(clock, failing) == 0
@@ -342,7 +342,7 @@ def test_endpoint_that_hangs_holds_up_nobody_but_itself(here: Receiver) -> None:
     def send(destination: Destination, headers: Mapping[str, str], *args: Any, **options: Any) -> Reply:
         if destination.host == "hangs.example":
             assert over.wait(PATIENCE_SECONDS)
-            raise OutboundError("It took too long.")
+            raise OutboundError("The request timed out.")
         sent.append(headers["webhook-id"])
         if len(sent) == len(told):
             over.set()
@@ -508,7 +508,7 @@ def test_telling_is_under_way_while_an_endpoint_is_tried(scene: Scene, clock: Cl
     tell(scene)
     deliver_due(clock, failing)
     told = find_telling(KIND, SUBJECT)
-    assert (told.delivered_at, told.has_failed, told.reason) == (None, False, "Nobody listens there.")
+    assert (told.delivered_at, told.has_failed, told.reason) == (None, False, "The connection was refused.")
 
 
 def test_telling_has_failed_once_every_endpoint_was_given_up(scene: Scene, clock: Clock) -> None:
