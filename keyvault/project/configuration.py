@@ -1,6 +1,6 @@
 """Every setting of the service: its environment variable, what unset means, what it does.
 
-The one list: `settings` reads its values here, and the README's table is held equal to it by a test.
+The one list: `settings` reads its values here, and the table of docs/settings.md is held equal to it by a test.
 A value that cannot be meant stops the process at start with the variable's name and what to write instead.
 """
 
@@ -369,7 +369,7 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_table() -> str:
-    """The README's table."""
+    """The table of docs/settings.md."""
     rows = ["| variable | unset means | what it does |", "|---|---|---|"]
     for setting in SETTINGS:
         unset = f"`{setting.unset}`" if setting.unset else "-"

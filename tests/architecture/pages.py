@@ -14,7 +14,6 @@ from rotation.domain.policy import DEFAULTS, Defaults
 from rotation.domain.runbook import runbook_markdown
 from tests.environment import ROOT
 
-
 ERRORS = ROOT / "docs" / "errors.md"
 
 

@@ -102,7 +102,7 @@ def test_docs_commands_named_elsewhere_exist() -> None:
         text = page.read_text()
         named = set(re.findall(r"`(?:python )?manage\.py ([a-z_]+)", text))
         assert named <= commands, (page, named - commands)
-        for name, rest in re.findall(r"python manage\.py ([a-z_]+)((?:[^|>`&\n]|\\\n)*)", text):
+        for name, rest in re.findall(r"python manage\.py ([a-z_]+)((?:\\\n|[^|>`&\n])*)", text):
             assert name in commands, (page, name)
             assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= _options(name), (page, name, rest)
 
