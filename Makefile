@@ -48,7 +48,7 @@ faults: ready-to-test ## kill, stop, lose and double whatever runs, and count; s
 bench: ready-to-test ## measure it beside its peers, on the same core; some 20 minutes (ARGS='verify --rounds 3')
 	@exec $(BIN)/python -m tests.bench $(ARGS)
 
-errors: ready-to-run ## every error code with its cause and cure, as in ERRORS.md
+errors: ready-to-run ## every error code with its cause and cure, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors
 
 lint: ready-to-test ## ruff, import contracts, mypy (the suite runs them too)

@@ -1,6 +1,6 @@
 """Every setting of the service: its environment variable, its default, its effect.
 
-This is the only list: `settings` reads its values here, and a test compares the README's table with it. An invalid
+This is the only list: `settings` reads its values here, and a test compares docs/settings.md with it. An invalid
 value stops the process at start with the variable's name and the accepted values.
 """
 
@@ -372,7 +372,7 @@ def find_base_urls(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_table() -> str:
-    """Return the README's table of settings."""
+    """Return the table of docs/settings.md."""
     rows = ["| variable | unset means | what it does |", "|---|---|---|"]
     for setting in SETTINGS:
         unset = f"`{setting.unset}`" if setting.unset else "-"

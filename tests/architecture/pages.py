@@ -1,19 +1,25 @@
-"""The parts of the pages that are written from code: each stands between markers named for it."""
+"""Generated documentation: the errors page, and the tables between markers in other pages."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from prometheus_client import Counter, Gauge
+
+from keyvault.backends import meters
 from keyvault.domain.environments import Environment
 from keyvault.project.configuration import settings_table
+from keyvault.wire.problems import problems_page
 from rotation.domain.events import OPEN, OUTCOMES, Event, RotationState, Stays
 from rotation.domain.policy import DEFAULTS, Defaults
 from rotation.domain.runbook import runbook_markdown
 from tests.environment import ROOT
 
+ERRORS = ROOT / "docs" / "errors.md"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What stands in `page` between `<!-- name -->` and `<!-- /name -->`."""
+    """The text of `page` between `<!-- name -->` and `<!-- /name -->`."""
 
     page: Path
     name: str
@@ -27,7 +33,7 @@ class Part:
         self.page.write_text(f"{before}{self.text}{after}")
 
     def _cut(self) -> tuple[str, str, str]:
-        """An empty part may stand on no line at all."""
+        """Split the page into what precedes the part, the part, and what follows. A part may be empty."""
         opening, closing = f"<!-- {self.name} -->\n", f"<!-- /{self.name} -->"
         before, rest = self.page.read_text().split(opening)
         inside, after = rest.split(closing)
@@ -35,17 +41,34 @@ class Part:
 
 
 def parts() -> list[Part]:
-    rotation = ROOT / "rotation" / "README.md"
+    docs, rotation = ROOT / "docs", ROOT / "rotation" / "README.md"
     return [
-        Part(ROOT / "README.md", "settings", settings_table()),
+        Part(docs / "settings.md", "settings", settings_table()),
+        Part(docs / "metrics.md", "metrics", metrics_table()),
         Part(rotation, "events", events_table()),
         Part(rotation, "defaults", defaults_table()),
         Part(rotation, "runbook", runbook_markdown().rstrip("\n")),
     ]
 
 
+def errors_page() -> str:
+    return f"{problems_page()}\n"
+
+
+def metrics_table() -> str:
+    """List every metric by its exposed name. A counter's ends in `_total`."""
+    rows = []
+    for meter in vars(meters).values():
+        if isinstance(meter, Counter | Gauge):
+            (family,) = meter.describe()
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = ", ".join(f"`{label}`" for label in meter._labelnames) or "-"
+            rows.append([f"`{name}`", family.type, labels, family.documentation])
+    return _table(["metric", "type", "labels", "meaning"], rows)
+
+
 def events_table() -> str:
-    """A row for each event; states in which all of them do the same share a column."""
+    """Write a row for each event. States with the same outcomes share a column."""
     columns: dict[tuple[object, ...], list[RotationState]] = {}
     for state in OPEN:
         columns.setdefault(tuple(OUTCOMES[event][state] for event in Event), []).append(state)

@@ -1,4 +1,4 @@
-"""The pages say what is true: their tables, and the paths, commands, options and tests that they name."""
+"""Documentation agrees with the code: generated tables, links, paths, commands, options, targets and tests."""
 
 import re
 from pathlib import Path
@@ -6,70 +6,134 @@ from pathlib import Path
 import pytest
 from django.core.management import get_commands, load_command_class
 
-from keyvault.wire.problems import problems_page
-from tests.architecture.pages import parts
+from keyvault.project.configuration import SETTINGS
+from tests.architecture.pages import ERRORS, errors_page, parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-README = (ROOT / "README.md").read_text()
-ERRORS = ROOT / "ERRORS.md"
+README = ROOT / "README.md"
+COMMANDS = ROOT / "docs" / "commands.md"
 PAGES = [
-    ROOT / "README.md",
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "keyvault" / "README.md",
     ROOT / "rotation" / "README.md",
     ROOT / "deploy" / "README.md",
     ROOT / "deploy" / "webhooks.md",
 ]
+TOP_FOLDERS = "keyvault|rotation|tests|deploy|docs"
+KEYVAULT_PACKAGES = "access|admin|api|backends|domain|hotpath|management|models|project|services|wire"
 
 
 @pytest.mark.parametrize("name", [part.name for part in parts()])
-def test_docs_written_part_equals_the_code(name: str) -> None:
-    """Run `python -m tests.architecture.test_docs` to write them anew."""
+def test_docs_generated_part_equals_the_code(name: str) -> None:
+    """Run `python -m tests.architecture.test_docs` to write it."""
     (part,) = (part for part in parts() if part.name == name)
     assert part.read() == part.text
 
 
 def test_docs_errors_page_equals_the_code() -> None:
-    """Every code with its cause and cure. Run `python -m tests.architecture.test_docs` to write it anew."""
-    assert ERRORS.read_text() == f"{problems_page()}\n"
+    """Run `python -m tests.architecture.test_docs` to write it."""
+    assert ERRORS.read_text() == errors_page()
 
 
-def test_docs_links_and_paths_exist() -> None:
+def test_docs_links_lead_to_files_and_headings() -> None:
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
-    for path in re.findall(r"`((?:api|services|access|domain|wire)/[a-z_/]+\.py)", README):
-        assert (ROOT / "keyvault" / path).exists(), path
-    for path in re.findall(r"`(rotation/[a-z_/]+)\.[a-z_]+`", README):
-        assert (ROOT / f"{path}.py").exists(), path
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, heading = link.partition("#")
+            if ":" in path:
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not heading or heading in _headings(target), f"{page.name} links to {link}"
 
 
-def test_docs_commands_exist() -> None:
-    """Every one in the README's table of commands, and every option that it names there."""
+def _headings(page: Path) -> set[str]:
+    """Return the anchors of a page, as GitHub derives them from its headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_docs_paths_exist() -> None:
+    """A path in backticks starts at the root, or at a package of `keyvault`. The text of a link is not checked."""
+    for page in PAGES:
+        text = page.read_text()
+        for path in re.findall(rf"(?<!\[)`((?:{TOP_FOLDERS})/[\w./-]*)`", text):
+            assert any(place.exists() for place in (ROOT / path, page.parent / path)), f"{page.name} names {path}"
+        for path in re.findall(rf"(?<!\[)`((?:{KEYVAULT_PACKAGES})/[\w/]+\.(?:py|txt))`", text):
+            places = (ROOT / "keyvault" / path, ROOT / path, page.parent / path)
+            assert any(place.exists() for place in places), f"{page.name} names {path}"
+
+
+def test_docs_names_in_the_contributing_tables_are_in_their_files() -> None:
+    """A row that starts with one Python file names constants, classes and functions of that file."""
+    for row in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        files = re.findall(r"`([\w/]+\.py)`", row)
+        if row.startswith("| `") and len(files) == 1:
+            code = (ROOT / files[0]).read_text()
+            names = re.findall(r"`(_?[A-Z]\w+|_?[a-z]+_[a-z_]+)`", row)
+            assert [name for name in names if not re.search(rf"\b{name}\b", code)] == [], row
+
+
+def test_docs_commands_and_their_options_exist() -> None:
+    """Guarantee: the page lists every command of ours, and each one with options that it has."""
     commands = get_commands()
-    table = README.split("| `python manage.py …` | does |")[1].split("\n\n")[0]
-    for row in table.splitlines():
+    listed = set()
+    for row in re.findall(r"^\| (`.+)$", COMMANDS.read_text(), re.MULTILINE):
         name = ""
         for named in re.findall(r"`([^`]+)`", row):
-            # A further `--option` in the same row is one of the command before it.
+            if named.startswith("make "):
+                continue
+            # A further `--option` in the same row belongs to the command before it.
             name = name if named.startswith("--") else named.split()[0]
             assert name in commands, named
-            parser = load_command_class(commands[name], name).create_parser("manage.py", name)
-            options = set(re.findall(r"--[a-z-]+", named))
-            assert options <= set(parser._option_string_actions), named
+            listed.add(name)
+            assert set(re.findall(r"--[a-z-]+", named)) <= _options(name), named
+    own = {name for name, app in commands.items() if app in ("keyvault", "rotation")}
+    refused = {"changepassword", "createsuperuser", "flush", "loaddata"}
+    assert own - refused == listed
 
 
 def test_docs_commands_named_elsewhere_exist() -> None:
+    """Commands in code blocks are checked with their options, those in sentences by name."""
     commands = set(get_commands())
     for page in PAGES:
-        named = set(re.findall(r"`(?:python )?manage\.py ([a-z_]+)", page.read_text()))
+        text = page.read_text()
+        named = set(re.findall(r"`(?:python )?manage\.py ([a-z_]+)", text))
         assert named <= commands, (page, named - commands)
+        for name, rest in re.findall(r"python manage\.py ([a-z_]+)((?:\\\n|[^|>`&\n])*)", text):
+            assert name in commands, (page, name)
+            assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= _options(name), (page, name, rest)
 
 
-def test_docs_verbs_of_make_exist() -> None:
-    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def _options(name: str) -> set[str]:
+    parser = load_command_class(get_commands()[name], name).create_parser("manage.py", name)
+    return set(parser._option_string_actions)
+
+
+def test_docs_tour_sets_every_variable_before_it_is_used() -> None:
+    """Guarantee: the tour works when its blocks are pasted one after another."""
+    known: set[str] = set()
+    for block in re.findall(r"^```sh\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            used = set(re.findall(r"\$([A-Za-z_]+)", line))
+            assert used <= known, line
+            known |= set(re.findall(r"^([A-Z_]+)=", line))
+
+
+def test_docs_settings_named_in_pages_exist() -> None:
+    known = {setting.name for setting in SETTINGS}
     for page in PAGES:
-        named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
-        assert named <= verbs, (page, named - verbs)
+        named = set(re.findall(r"KEYVAULT_(?!TEST_)[A-Z_]+(?![A-Z_…])", page.read_text())) - {"KEYVAULT_"}
+        assert named <= known, (page, named - known)
+
+
+def test_docs_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^    |^|`|=\w+ )make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, (page, named - targets)
 
 
 def test_docs_tests_that_are_named_exist() -> None:
@@ -79,19 +143,19 @@ def test_docs_tests_that_are_named_exist() -> None:
 
 
 def test_docs_every_invariant_names_tests_that_prove_it() -> None:
-    """The eight of ROTATION.md, each with its own."""
+    """Each of the eight has proofs of its own."""
     page = (ROOT / "rotation" / "README.md").read_text()
     chapter = page.split("## Invariants\n")[1].split("\n## ")[0]
-    told = re.split(r"^\*\*(\d)\. ", chapter, flags=re.MULTILINE)
+    chapters = re.split(r"^\*\*(\d)\. ", chapter, flags=re.MULTILINE)
     proofs = {
         int(number): re.findall(r"^- `tests/[^`]+::", text, re.MULTILINE)
-        for number, text in zip(told[1::2], told[2::2], strict=True)
+        for number, text in zip(chapters[1::2], chapters[2::2], strict=True)
     }
     assert sorted(proofs) == list(range(1, 9))
     assert all(proofs.values())
 
 
 if __name__ == "__main__":
-    for written in parts():
-        written.write()
-    ERRORS.write_text(f"{problems_page()}\n")
+    for generated in parts():
+        generated.write()
+    ERRORS.write_text(errors_page())

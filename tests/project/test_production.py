@@ -1,4 +1,4 @@
-"""The README's production commands, in an environment that holds the runtime lock and nothing else."""
+"""The production commands of docs/operations.md, in an environment that holds the runtime lock and nothing else."""
 
 import json
 import os
@@ -30,8 +30,8 @@ LOOK_SECONDS = 0.2
 
 
 def documented_commands() -> list[list[str]]:
-    """The README's commands after the environment is made and its variables are set."""
-    text = (ROOT / "README.md").read_text()
+    """Return the page's commands, without those that make the environment and set its variables."""
+    text = (ROOT / "docs" / "operations.md").read_text()
     block = text.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     return [words for words in commands if words[0] not in ("make", ".", "export")]
@@ -73,7 +73,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of a virtual environment made from requirements.txt alone."""
     venv = tmp_path_factory.mktemp("runtime") / "venv"
     make = shutil.which("make")
-    assert make, "the README's commands need make"
+    assert make, "the documented commands need make"
     made = subprocess.run(
         [make, "ready-to-run", f"VENV={venv}"], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )

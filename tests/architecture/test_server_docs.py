@@ -1,4 +1,4 @@
-"""The pages name the command that starts the server and the bounds that it has."""
+"""Documentation states the command that starts the server, and the bounds of the server."""
 
 import re
 from pathlib import Path
@@ -11,17 +11,17 @@ from keyvault.project.asgi_wsgi_bridge import Capacity
 from keyvault.wire.problems import PROBLEM_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_docs_server_is_started_with_the_options_of_make_run() -> None:
     """Guarantee: the command for production has every bound that the embedded server has."""
-    (told,) = re.findall(r"^    granian (.+)$", README, re.MULTILINE)
-    (told_again,) = re.findall(r"`granian ([^`]+)`", (ROOT / "deploy" / "README.md").read_text())
-    assert told == told_again
+    (documented,) = re.findall(r"^    granian (.+)$", OPERATIONS, re.MULTILINE)
+    (in_deploy,) = re.findall(r"`granian ([^`]+)`", (ROOT / "deploy" / "README.md").read_text())
+    assert documented == in_deploy
     (program,) = (program for program in _programs(8000) if program.name == SERVER)
     run = " ".join(program.command)
-    *options, application = re.split(r" (?=--)| (?=keyvault\.)", told)
+    *options, application = re.split(r" (?=--)| (?=keyvault\.)", documented)
     assert application in run
     assert [option for option in options if f"{option} " not in run] == []
     assert {"--backpressure", "--http1-header-read-timeout"} <= {option.split()[0] for option in options}
