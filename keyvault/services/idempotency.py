@@ -1,8 +1,8 @@
-"""The same request again has no second effect: its answer is stored in the transaction of the effect, and replayed.
+"""Execute a request once: the reply is stored in the transaction of its effect, and replayed for a repeated request.
 
-An attempt claims its key first, in a short transaction of its own, for HOLD_SECONDS; a key whose attempt died is
-taken over after that. The fence counts the attempts: the slow one that lives on all the same finds its fence gone
-and is rolled back with everything it did. What fails is not stored, so that the caller may mend it and try again.
+An attempt first claims its key for HOLD_SECONDS, in a short transaction of its own. After that time another attempt may
+take the key over. A fencing token counts the attempts: a slow attempt that was taken over finds its token stale and is
+rolled back entirely. Failures are not stored, so the caller can correct the request and retry.
 """
 
 import json
@@ -36,8 +36,11 @@ SEALED_FOR = timedelta(minutes=15)
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What is answered. A show-once secret is not in `body`, where None stands in its field: it is `secret`,
-    and `secret_of` names the key or customer token whose first use shreds it. `secret_field`: its name."""
+    """A reply to store.
+
+    A show-once secret is in `secret`; the body has None in the field `secret_field`. `secret_of` is the id of the key
+    or customer token whose first use shreds the stored secret.
+    """
 
     status: int
     body: dict[str, JsonValue]
@@ -47,12 +50,12 @@ class StoredResponse:
 
 
 Effect = Callable[[], StoredResponse]
-"""What is done once, inside the transaction that also stores its answer."""
+"""The work done once, inside the transaction that also stores its reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdempotentResult:
-    """`is_secret_available` is False for the replay of a secret that was shredded: the body says so too."""
+    """The reply. `is_secret_available` is False for a replay whose secret was shredded; the body states it too."""
 
     answer: StoredResponse
     is_replay: bool
@@ -69,11 +72,13 @@ def run_once(
     now: datetime,
     prepare: Callable[[], Effect],
 ) -> IdempotentResult:
-    """The effect's answer, or that of the request before with this key of this holder at this endpoint.
+    """Run the effect and return its reply, or replay the reply of the earlier request with this key.
 
-    `environment` is whose peppers seal a secret in the answer; None for an endpoint whose answers hold none.
-    `prepare` validates the body; it, and the effect, may raise what they like, and nothing is stored then.
-    Raises IdempotencyError while the first attempt is at work, or when it had another body.
+    A key is scoped to its holder and endpoint. `environment` selects the peppers that seal a secret in the reply; None
+    for an endpoint whose replies have none. `prepare` validates the body and returns the effect. Both may raise
+    anything, and nothing is stored then.
+
+    Raises IdempotencyError while the first attempt is running, or if it had another body.
     """
     place = _Place(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
     found = _find(place)
@@ -82,21 +87,19 @@ def run_once(
     effect = prepare()
     claimed = _claim(place, found, now)
     if claimed is None:
-        # Somebody was faster, a moment ago: either at work or, already, done.
+        # Another attempt claimed it just now: it is either running or done.
         return _answered(place, _find(place), now) or _refuse_for_now()
     try:
         return IdempotentResult(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
     except BaseException:
-        with suppress(
-            DatabaseError, InterfaceError
-        ):  # What went wrong is told; a claim that stays for it ends by itself.
+        with suppress(DatabaseError, InterfaceError):  # the original error is raised; a claim left behind expires
             claimed.delete()
         raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Whose request, where, under which key; and with which body."""
+    """Identity of a request: holder, endpoint and key, with the digest of its body."""
 
     holder: str
     endpoint: str
@@ -106,7 +109,7 @@ class _Place:
 
     @property
     def context(self) -> bytes:
-        """What a secret is sealed for, so that it opens in its own row only."""
+        """The sealing context, so that a secret only opens in its own row."""
         return f"{self.holder}|{self.endpoint}|{self.key_digest.hex()}".encode()
 
     @property
@@ -123,7 +126,7 @@ def _find(place: _Place) -> IdempotentRequest | None:
 
 
 def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
-    """What is known already. None: nothing, or nothing that counts any more. Raises IdempotencyError."""
+    """Return the stored result. None: there is none, or it has expired. Raises IdempotencyError."""
     if found is None or found.expires_at <= now:
         return None
     if bytes(found.body_digest) != place.body_digest:
@@ -138,7 +141,7 @@ def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> 
 
 
 def _refuse_for_now() -> NoReturn:
-    """An attempt takes milliseconds; how long a dead one is held is no reason to make everybody wait as long."""
+    """Raise a retryable error. An attempt takes milliseconds, so the delay is shorter than a dead one's hold."""
     raise IdempotencyError(
         ErrorCode.IDEMPOTENCY_IN_PROGRESS,
         "The first request with this Idempotency-Key is still at work.",
@@ -147,7 +150,7 @@ def _refuse_for_now() -> NoReturn:
 
 
 def _claim(place: _Place, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
-    """The row of this attempt while it is at work and nobody took it over; None when somebody else was faster."""
+    """Claim the key. Return this attempt's row while it is valid; None if another attempt came first."""
     fresh: dict[str, Any] = {
         "body_digest": place.body_digest,
         "held_until": now + timedelta(seconds=HOLD_SECONDS),
@@ -170,7 +173,7 @@ def _claim(place: _Place, found: IdempotentRequest | None, now: datetime) -> Que
 
 
 def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, now: datetime) -> StoredResponse:
-    """The effect and its stored answer: both or neither."""
+    """Run the effect and store its reply atomically."""
     with transaction.atomic(durable=True):
         answer = effect()
         stored: dict[str, Any] = {
@@ -187,7 +190,7 @@ def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, no
 
 
 def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
-    """The stored answer, with its secret while that is still sealed."""
+    """Return the stored reply, with its secret while that is still sealed."""
     stored = json.loads(found.body)
     body, field = stored["body"], stored["secret_field"]
     if not field:
@@ -204,10 +207,10 @@ def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime)
 
 
 def shred_used(owners: Iterable[str]) -> None:
-    """The secrets of these keys and customer tokens, which were used and so have arrived.
+    """Shred the sealed secrets of these keys and customer tokens. Their use shows that they arrived.
 
-    Thousands are in use at once, and few secrets are sealed: those are looked at first, by their index, and without
-    what Django takes to make a query, since this is asked each second beside the verdicts.
+    Thousands of owners are in use, and few secrets are sealed. The sealed ones are read first, by their index and in
+    plain SQL, because this runs every second beside the verdicts.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL")
@@ -218,17 +221,17 @@ def shred_used(owners: Iterable[str]) -> None:
 
 
 def shred_due(now: datetime) -> None:
-    """The secrets that were sealed long enough."""
+    """Shred the secrets whose retention is over."""
     _shred(IdempotentRequest.objects.filter(sealed_until__lte=now))
 
 
 def _shred(rows: QuerySet[IdempotentRequest]) -> None:
-    """In the order of the rows, so that no two shredders wait for each other in a ring."""
+    """Shred in row order, so that concurrent calls do not deadlock."""
     sealed = rows.filter(sealed__isnull=False).order_by("pk").select_for_update()
     with transaction.atomic():
         IdempotentRequest.objects.filter(pk__in=sealed.values("pk")).update(sealed=None)
 
 
 def forget_expired(now: datetime) -> None:
-    """The answers that were kept long enough."""
+    """Delete the replies whose retention is over."""
     IdempotentRequest.objects.filter(expires_at__lte=now).delete()

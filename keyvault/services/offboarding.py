@@ -1,9 +1,10 @@
-"""A merchant leaves: everything that is good for anything of its is ended, and what is left is counted.
+"""Offboard a merchant: end everything that grants access, and count what is left.
 
-The merchant's status goes first, so that every request of its is refused from that commit on and nothing new is
-given to it; then its things one by one, each in a transaction of its own. Killed anywhere and run again, it goes on
-where it was. It needs neither the secret backend nor the broker: copies are destroyed, staged keys burned and open
-rotations closed by the workers, whenever they can.
+The merchant's status changes first. From that commit on its requests are denied and it can be given nothing new. Its
+assets then end one by one, each in its own transaction. The run may be killed at any point and run again.
+
+It needs neither the secret backend nor the broker. Workers destroy copies, discard staged keys and close open rotations
+later.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,17 +46,17 @@ from keyvault.services.secrets.provider_connections import list_connections, rem
 from keyvault.services.webhooks.endpoints import host_of
 
 _BATCH = 200
-"""Rows read at once, and customer tokens ended in one transaction."""
+"""Rows read in one query, and customer tokens revoked in one transaction."""
 
 _ROUNDS = 5
-"""Times that a thing is tried which somebody else writes meanwhile."""
+"""Maximum rounds over rows that another writer changes concurrently."""
 
 _WHY = "the merchant was offboarded"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAssets:
-    """How much an account has that is good for something."""
+    """Counts of an account's assets that still grant access."""
 
     keys: int = 0
     customer_tokens: int = 0
@@ -67,7 +68,7 @@ class StoredAssets:
         return any(getattr(self, field.name) for field in fields(self))
 
     def words(self) -> str:
-        """`2 keys, 1 webhook endpoint`, or `nothing`."""
+        """Format the counts as "2 keys, 1 webhook endpoint", or "nothing"."""
         counts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
         told = [f"{count} {name[:-1] if count == 1 else name}" for name, count in counts.items() if count]
         return ", ".join(told) or "nothing"
@@ -75,7 +76,7 @@ class StoredAssets:
 
 @dataclass(frozen=True, slots=True)
 class MerchantAssets:
-    """What a merchant has that is good for something; `service_tokens`: those that are for it alone."""
+    """Counts of a merchant's assets that still grant access. `service_tokens`: tokens for this merchant only."""
 
     accounts: Mapping[Environment, StoredAssets]
     service_tokens: int = 0
@@ -99,7 +100,7 @@ class MerchantAssets:
 
 @dataclass(frozen=True, slots=True)
 class Offboarding:
-    """What this run ended, and what it left (nothing, unless somebody else was at work on it meanwhile)."""
+    """What this run ended, and what it left because of concurrent writers."""
 
     merchant_id: str
     ended: MerchantAssets
@@ -107,10 +108,10 @@ class Offboarding:
 
 
 def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding:
-    """Ends every key, customer token, request, webhook endpoint and service token of the merchant, for ever.
+    """End every key, customer token, request, webhook endpoint and service token of the merchant, permanently.
 
-    The grant is for the platform. Repeatable, and the way to go on when it was interrupted. The merchant stays, with
-    its history, and never becomes active again.
+    The grant is for the platform. Repeatable, also after an interruption. The merchant row stays with its history and
+    never becomes active again.
     """
     told = clean_text(why, 300)
     _shut(grant, merchant, told)
@@ -133,7 +134,7 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
 
 
 def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
-    """What offboarding it would end, or has left."""
+    """Count what offboarding would end, or has left."""
     return MerchantAssets(
         {
             Environment(account.environment): StoredAssets(
@@ -153,7 +154,7 @@ def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
 
 
 def list_to_forget(environment: Environment) -> list[Credential]:
-    """Of merchants that have left: whose keys are all dead, their copies destroyed, and the path still remembered."""
+    """Return credentials of offboarded merchants whose copies are destroyed but whose path still exists."""
     left = Credential.objects.select_related("account__merchant").filter(
         account__environment=environment, account__merchant__status=MerchantStatus.OFFBOARDED, forgotten_at__isnull=True
     )
@@ -161,14 +162,16 @@ def list_to_forget(environment: Environment) -> list[Credential]:
 
 
 def may_be_forgotten(credential: Credential) -> bool:
-    """The same of one, remembered or not: what came late is forgotten again."""
+    """Whether one credential's path may be forgotten. A late write may require it again."""
     has_left = credential.account.merchant.status == MerchantStatus.OFFBOARDED
     return has_left and not _unfinished(credential.pk).exists()
 
 
 def forget_path(grant: Grant, credential: Credential) -> bool:
-    """Erases that the backend ever held anything for the credential. False, and nothing done: something is there
-    still, which is not ours or which nobody knows; the reconciler tells of it. Killed between: done again.
+    """Erase the backend's metadata of the credential's path, and record it.
+
+    False, without any change, if something is still stored there. The reconciler reports it. Safe to kill and run
+    again.
     """
     place = MOUNT[credential.environment], credential.backend_path
     if any(version.state is not VersionState.DESTROYED for version in secret_backend().versions(*place)):
@@ -183,12 +186,12 @@ def forget_path(grant: Grant, credential: Credential) -> bool:
 
 
 def path_subject(credential: Credential) -> str:
-    """What the lease on forgetting it is called."""
+    """Return the subject of the lease on forgetting the path."""
     return f"forget:{credential.credential_id}"
 
 
 def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
-    """Keys of it that live, or may have a copy."""
+    """Select keys of the credential that live or may have a copy."""
     gone = Q(state__in=DEAD_STATES, material__in=[Material.NONE, Material.DESTROYED])
     rows: QuerySet[Key] = Key.objects.filter(~gone, credential_id=credential_id)
     return rows
@@ -203,7 +206,10 @@ def _accounts(merchant: Merchant) -> Iterable[Account]:
 
 
 def _keys(account: Account) -> QuerySet[Key]:
-    """A staged one is in nobody's hands, cannot become good any more, and goes with its request or rotation."""
+    """Select active and suspended keys.
+
+    A staged one was never handed out, cannot become active, and ends with its request or rotation.
+    """
     living = Key.objects.filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED])
     return living.select_related("credential__account__merchant").filter(credential__account=account)
 
@@ -230,9 +236,9 @@ def _service_tokens(merchant: Merchant, now: datetime) -> QuerySet[ServiceToken]
 
 
 def _shut(grant: Grant, merchant: Merchant, why: str) -> None:
-    """From this commit on every request of the merchant is refused, and it is given nothing."""
+    """Mark the merchant as offboarded. From this commit on its requests are denied and it can be given nothing."""
     with transaction.atomic():
-        # Whoever gives an account something holds its row: they are done before, or find that the merchant has left.
+        # A writer that gives an account something locks its row: it finishes first, or sees the new status.
         list(Account.objects.select_for_update(no_key=True).filter(merchant=merchant).order_by("pk"))
         merchant.refresh_from_db(from_queryset=Merchant.objects.select_for_update(no_key=True))
         if merchant.status == MerchantStatus.OFFBOARDED:
@@ -254,7 +260,7 @@ def _end_account(grant: Grant, account: Account) -> StoredAssets:
 
 
 def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
-    """Until none is left; how many this run ended. What somebody else writes meanwhile is read again, some rounds."""
+    """End rows until none is left. Return how many. Rows with concurrent writers are retried for some rounds."""
     ended = fruitless = 0
     while fruitless < _ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
         before = ended
@@ -269,7 +275,7 @@ def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
 
 
 def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
-    """There may be many, each for minutes: one entry tells of a whole batch. Each has its own change row."""
+    """Revoke in batches with one audit entry each, because there may be many. Each has its own change row."""
     ended = 0
     while True:
         with transaction.atomic():
@@ -286,7 +292,7 @@ def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
 
 
 def _disable(grant: Grant, endpoint: WebhookEndpoint) -> None:
-    """For what comes from now on: what was announced is still sent, so that the merchant reads that all has ended."""
+    """Disable the endpoint for new notices. Earlier ones are still sent, so that the merchant learns what ended."""
     account = endpoint.account
     with recorded(
         grant, P.MERCHANTS_OFFBOARD, "webhook_endpoint.disabled", account=account, host=host_of(endpoint), why=_WHY

@@ -1,4 +1,4 @@
-"""What becomes of an issued key: collected once by whoever asked for it, or burned when they do not come in time."""
+"""Collect an issued key once, or discard it after the deadline."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from keyvault.services.secrets.stored_copies import read_string, require_served
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A key for the service that asked: its string, or the string sealed to the recipient; one of the two."""
+    """A key for the service that requested it: either its string, or the string sealed to the recipient."""
 
     key: Key
     text: Plaintext | None
@@ -33,16 +33,17 @@ class Handover:
 
 
 def is_asked_by(request: IssuanceRequest, principal: Principal) -> bool:
-    """By this very token, or one that it was rotated into or from."""
+    """Whether the principal is the requesting token, or a token of the same rotation lineage."""
     token = request.requested_via
     return isinstance(principal, Service) and token is not None and token.lineage == principal.lineage
 
 
 def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
-    """What `record_collection` then hands over; outside any transaction, since the secret backend is asked.
+    """Read what `record_collection` hands over. Call it outside a transaction, because it reads the secret backend.
 
-    Raises NotFoundError to everybody but the service that asked, and where this process is not for the environment;
-    StateConflictError when there is nothing to collect, or nothing that may be sent unsealed; BackendUnavailableError.
+    Raises NotFoundError for any principal but the requesting service, and if this process does not serve the
+    environment. Raises StateConflictError if there is nothing to collect, or nothing that may be sent unsealed. Raises
+    BackendUnavailableError.
     """
     if not is_asked_by(request, grant.principal):
         raise NotFoundError(internal=f"{grant.principal.actor} did not ask for {request.request_id}")
@@ -62,7 +63,7 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
 
 
 def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
-    """The key that waits to be collected. Raises StateConflictError when none does, or none does any more."""
+    """Return the key that is ready for collection. Raises StateConflictError if there is none, or none any more."""
     if request.state == IssuanceState.COLLECTED:
         raise StateConflictError("The key was collected already.")
     if request.state == IssuanceState.BURNED or is_uncollected(request, now):
@@ -74,9 +75,10 @@ def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
 
 @contextmanager
 def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
-    """The one collection of a request, with what belongs to it. Raises StateConflictError when somebody was faster.
+    """Record the only collection of a request together with the caller's effects.
 
-    The backend's copy of a private key that was handed over is destroyed afterwards.
+    A private key that was handed over is then due for destruction in the secret backend. Raises StateConflictError if
+    another collection came first.
     """
     key = request.key
     if key is None:
@@ -96,10 +98,11 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
 
 
 def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
-    """Ends a key that was to be collected and was not in time: whoever uses it was not given it.
+    """Discard a key that was not collected before its deadline.
 
-    The merchant was told that it was issued, so it is told of its end too.
-    Raises StateConflictError when its time has not come, somebody collected it meanwhile, or it is in use.
+    Nobody has been given that key. The merchant was notified of its issue and is therefore notified of its revocation.
+
+    Raises StateConflictError if the deadline has not passed, the key was collected meanwhile, or it is in use.
     """
     key = request.key
     if key is None or not is_uncollected(request, grant.at):
@@ -130,9 +133,9 @@ def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
 
 
 def is_uncollected(request: IssuanceRequest, now: datetime) -> bool:
-    """Whether it was to be collected and its time is over: the clock decides, not the sweep.
+    """Whether the key had to be collected and its deadline has passed, whether or not the sweep has run.
 
-    A public key never is: it may be shown again, so that whoever uses it need not have collected it.
+    A public key never counts as uncollected: it can be shown again, so its users need not have collected it.
     """
     return (
         request.state == IssuanceState.ISSUED

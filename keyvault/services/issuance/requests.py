@@ -1,4 +1,4 @@
-"""Asking for a credential, deciding about it under four eyes, issuing it, collecting it once."""
+"""Request a credential, decide on it under four eyes, issue it, and collect it once."""
 
 import secrets
 from collections.abc import Iterator
@@ -51,11 +51,11 @@ from keyvault.services.secrets.stored_copies import (
 from keyvault.services.work.leases import Lease, hold
 
 _AT_ONCE = 100
-"""Length of every list of work."""
+"""Maximum rows that one listing returns."""
 
 
 def approvals_needed(environment: Environment) -> int:
-    """The host's policy, never below the environment's own."""
+    """Return the approvals that the settings require, but at least the environment's own minimum."""
     chosen: int = settings.APPROVALS_NEEDED[environment]
     return max(APPROVALS_NEEDED[environment], chosen)
 
@@ -70,10 +70,13 @@ def request_issuance(
     expires_in_days: int | None = None,
     recipient_public_key: str = "",
 ) -> IssuanceRequest:
-    """Asks for a new credential. Approved at once where the environment's policy wants no second person.
+    """Request a new credential.
 
-    For a service the person answers who made its token. Raises RequestInvalidError, listing what does not fit;
-    StateConflictError when the merchant has left; NotFoundError where this process is not for the environment.
+    The request is approved immediately if the environment's policy requires no second person. A service acts for the
+    person who created its token.
+
+    Raises RequestInvalidError with every fault, StateConflictError if the merchant was offboarded, and NotFoundError if
+    this process does not serve the environment.
     """
     principal = grant.principal
     if not isinstance(principal, Operator | Service):
@@ -119,10 +122,10 @@ def request_issuance(
 
 
 def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -> IssuanceRequest:
-    """One person's yes to exactly what they were shown; with enough of them the worker issues.
+    """Record one person's approval of the plan that they were shown. The worker issues once there are enough.
 
-    Raises StateConflictError when the request is no longer pending, has expired, is not what `plan_digest`
-    says, or this person has approved it already (the database says so too).
+    Raises StateConflictError if the request is not pending, has expired or does not match `plan_digest`, or if this
+    person has already approved it. A database constraint enforces the last rule too.
     """
     _require_pending(request, grant.at)
     if request.plan_digest != request.plan().digest():
@@ -168,7 +171,7 @@ def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> Issuanc
 
 
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
-    """By whoever asked, as long as nothing was issued."""
+    """Withdraw a request before anything is issued. Only the person who requested it may do this."""
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
         raise StateConflictError("Only whoever asked for it can withdraw it; you may reject it.")
@@ -176,7 +179,7 @@ def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest
 
 
 def end_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    """Of a merchant that leaves: withdrawn, whoever asked for it."""
+    """Withdraw any request of a merchant that is being offboarded."""
     return _close(
         grant, P.MERCHANTS_OFFBOARD, request, IssuanceState.WITHDRAWN, "issuance.withdrawn", why=clean_text(why, 300)
     )
@@ -189,19 +192,20 @@ def expire_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
 
 
 def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key:
-    """The worker's part: generate, hash, store, activate. May be killed anywhere and run again.
+    """Generate, hash, store and activate the key of an approved request. The worker calls this.
 
-    A digest is stored first, then the string goes to the secret backend, then one transaction makes the key
-    good and the request issued. A run that finds the backend holding the staged key's string adopts it;
-    one that does not burns the staged key, which nobody ever held, and makes another.
+    The function may be killed at any point and run again. The digest is stored first, then the string goes to the
+    secret backend, then one transaction activates the key and marks the request as issued. A run that finds the staged
+    key's string in the backend adopts that key. Otherwise it discards the staged key, which was never handed out, and
+    stages another.
 
-    Raises StateConflictError when the request is not approved, BackendUnavailableError.
+    Raises StateConflictError if the request is not approved, and BackendUnavailableError.
     """
     if request.state != IssuanceState.APPROVED:
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
         raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
-    freshen_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
+    freshen_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:
@@ -240,7 +244,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
 
 
 def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
-    """Ends what a worker had begun when the request was withdrawn: the staged key, and its string if it was stored."""
+    """Discard the staged key of a withdrawn request, and its string if that was stored."""
     if request.state != IssuanceState.WITHDRAWN or request.credential is None:
         return
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
@@ -254,10 +258,11 @@ def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> Non
 
 
 def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
-    """The issued string, to the person who asked for it and once. Raises StateConflictError on a second try,
-    NotFoundError where this process is not for the environment.
+    """Return the issued string, once, to the person who requested it.
 
-    In production a string shown to a person is break-glass: it is noted, and stays in sight until reviewed.
+    In production this is break-glass: it is recorded and stays listed until it is reviewed.
+
+    Raises StateConflictError on a second attempt, and NotFoundError if this process does not serve the environment.
     """
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
@@ -279,7 +284,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
 
 
 def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
-    """What the service plane tells about a request: never material."""
+    """Describe a request for the service plane, without secret material."""
     described: dict[str, JsonValue] = {
         **_about(request),
         "state": request.state,
@@ -308,15 +313,16 @@ def list_overdue(now: datetime) -> list[IssuanceRequest]:
 
 
 def list_uncollected(now: datetime) -> list[IssuanceRequest]:
-    """Whose keys are to be burned, see `is_uncollected`: those that nobody uses, and those that are dead anyway."""
+    """Return requests whose keys are to be discarded (`is_uncollected`): unused keys and dead ones."""
     unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
     return list(_uncollected(now).filter(unused).order_by("issued_at")[:_AT_ONCE])
 
 
 def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
-    """Whose keys would be burned, but are in use: somebody has them, rightly or not.
+    """Return requests whose uncollected keys are in use, with or without authorization.
 
-    At most _AT_ONCE, the earliest issued first. `after`: `issued_at` and id of the last one that is not wanted again.
+    The list is in order of issue and has at most _LIST_LIMIT rows. `after`: exclusive start, as the `issued_at` and id
+    of the last row already seen.
     """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
     if after is not None:
@@ -327,7 +333,7 @@ def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = No
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
-    """Withdrawn requests for which a key stands staged."""
+    """Return withdrawn requests that still have a staged key."""
     withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
     return list(withdrawn.distinct()[:_AT_ONCE])
 
@@ -343,12 +349,12 @@ def _requests() -> QuerySet[IssuanceRequest]:
 
 
 def _served() -> QuerySet[IssuanceRequest]:
-    """Those of the environments that this process is for: it has the peppers of no other."""
+    """Select requests in the environments that this process serves. It has no other environment's peppers."""
     return _requests().filter(account__environment__in=settings.ENVIRONMENTS)
 
 
 def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
-    """`is_uncollected`, in rows."""
+    """Express `is_uncollected` as a query."""
     issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=HANDED_OVER)
     return issued.filter(issued_at__lte=now - COLLECT_WITHIN)
 
@@ -372,7 +378,7 @@ def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, P
 
 
 def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key | None:
-    """The key of an earlier run if its string reached the backend; every other staged key is burned."""
+    """Return an earlier run's key if its string reached the backend. Discard every other staged key."""
     if request.credential is None:
         return None
     stored = find_stored(request.credential)
@@ -421,7 +427,10 @@ def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
 
 
 def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> Iterator[Fault]:
-    """What is sealed is sealed to somebody. A production key is shown to nobody, but to a person under break-glass."""
+    """Yield the faults of a delivery.
+
+    Sealed delivery needs a recipient. Only an operator under break-glass may be shown a production key.
+    """
     is_sealed = plan.delivery is Delivery.SEALED
     if isinstance(principal, Operator) and is_sealed:
         yield Fault("/delivery", "sealed is for services that ask over REST, and collect there")

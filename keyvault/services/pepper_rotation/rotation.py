@@ -1,10 +1,10 @@
-"""New pepper versions, and the end of old ones. On the host only: the service itself may read peppers, and no more.
+"""Create new pepper versions and retire old ones. Runs on the host only: the service itself can only read peppers.
 
 rotate_pepper        a new version proves from now on, and makes the digests once every process has it, see
-                     `services.pepper_propagation`
-(re-hash)            each key moves to it when it is next used, see `services.rehashing`
-retire_pepper        refused while anything living leans on the old one
-destroy_pepper       its material, by hand, once no backup can bring back a database that needs it
+                     `services.pepper_rotation.propagation`
+(re-hash)            each key moves to it when it is next used, see `services.keys.rehashing`
+retire_pepper        refused while anything living depends on the old one
+destroy_pepper       erases its material, manually, once no backup can bring back a database that needs it
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.webhooks.endpoints import sealed_versions
 
 KEPT_AFTER_RETIREMENT: Final = timedelta(days=30)
-"""So long a retired version's material stays: a database restored from before the retirement needs it again."""
+"""Retention of a retired version's material. A database restored from before the retirement needs it again."""
 
 MOST_APART: Final = 90
-"""Versions from the oldest in use to the newest: beyond 100 a Vault's mount would erase the oldest (`max_versions`)."""
+"""Maximum span from the oldest version in use to the newest. Vault erases the oldest beyond 100 (`max_versions`)."""
 
 
 # --- a new one ------------------------------------------------------------------------------------------------
 
 
 def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
-    """The new version's row. May be killed anywhere and run again: a version without a row is adopted.
+    """Create a new version and return its row. Safe to kill and run again: a version without a row is adopted.
 
-    Raises StateConflictError while the one before is still on its way to every process, or when too many are in use;
-    BackendUnavailableError; and IntegrityError when the set's newest version is not ours.
+    Raises StateConflictError while the previous version is still propagating, or when too many versions are in use.
+    Raises BackendUnavailableError, and IntegrityError if the set's newest version belongs to another installation.
     """
     _require_served(pepper_set)
     rows = list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
@@ -62,7 +62,7 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
     row = PepperVersion(pepper_set=pepper_set, number=number, check_value=check_value, created_at=datetime.now(UTC))
     try:
         with recorded(grant, Permission.PEPPERS_WRITE, "pepper.rotated", pepper_set=pepper_set, number=number):
-            # Under the lock of the one before, so that of two at once the second finds the first one's row.
+            # Lock the previous version, so that the second of two concurrent runs sees the first one's row.
             PepperVersion.objects.select_for_update(no_key=True).get(pk=newest.pk)
             if PepperVersion.objects.filter(pepper_set=pepper_set, number__gt=newest.number).exists():
                 raise StateConflictError("Somebody else has made a new version at the same moment.")
@@ -82,7 +82,10 @@ def _waits_for(row: PepperVersion) -> str:
 
 
 def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
-    """A version of ours that an earlier run left without a row. Raises IntegrityError on one that is not ours."""
+    """Return the version that an earlier run left without a row.
+
+    Raises IntegrityError if it is not this installation's.
+    """
     beyond = [
         stored.version
         for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)
@@ -101,7 +104,7 @@ def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
 
 
 def _make(pepper_set: PepperSet, newest: int) -> int:
-    """A version after all that there ever were, destroyed ones included."""
+    """Store a version numbered after all existing ones, including destroyed ones."""
     known = [stored.version for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)]
     number = max([newest, *known]) + 1
     try:
@@ -116,7 +119,7 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PepperUsage:
-    """What can still prove something by a version, or is sealed under it; each set of rows to be listed."""
+    """What still depends on a version, for proof or sealing. Each set of rows can be listed."""
 
     keys: QuerySet[Key]
     service_tokens: QuerySet[ServiceToken]
@@ -125,7 +128,7 @@ class PepperUsage:
     sealed_answers: int
 
     def words(self) -> str:
-        """What leans on it, counted; empty when nothing does."""
+        """Format the counts, such as "2 keys, 1 service tokens"; empty if nothing depends on it."""
         counts = {
             "keys": self.keys.count(),
             "service tokens": self.service_tokens.count(),
@@ -137,7 +140,7 @@ class PepperUsage:
 
 
 class PepperInUseError(StateConflictError):
-    """Something that lives leans on it."""
+    """Something living still depends on the version."""
 
 
 def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
@@ -156,10 +159,10 @@ def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsa
 
 
 def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Nothing is proved by that version any more: its dead keys are `credential_invalid` from then on.
+    """Retire a version: it proves nothing any more, and its dead keys become `credential_invalid`.
 
-    Repeatable. Raises PepperInUseError, saying what to do, while anything that lives leans on it; StateConflictError
-    on the newest, and while a newer one does not make the digests for long enough; NotFoundError.
+    Repeatable. Raises PepperInUseError, with what to do, while anything living depends on it. Raises StateConflictError
+    for the newest version, and until a newer one has made the digests for long enough. Raises NotFoundError.
     """
     _require_served(pepper_set)
     row = _find_version(pepper_set, number)
@@ -177,16 +180,18 @@ def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVer
 
 
 def destroyable_from(row: PepperVersion) -> datetime | None:
-    """From when on its material may be destroyed; None where it is not retired."""
+    """Return when the version's material may be destroyed; None unless it is retired."""
     return None if row.retired_at is None else row.retired_at + KEPT_AFTER_RETIREMENT
 
 
 def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Erases a retired version in the backend, for ever: no backup of the database from before its retirement works
-    any more. Repeatable, also where a restored Vault has brought it back.
+    """Erase a retired version in the secret backend, permanently.
 
-    Raises StateConflictError, saying from when it may be, before 30 days are over; NotFoundError; IntegrityError where
-    another installation wrote it; and BackendUnavailableError: run it again.
+    Database backups from before its retirement become unusable. Repeatable, also after a restored Vault brought the
+    version back.
+
+    Raises StateConflictError, with the earliest time, within 30 days of retirement. Raises NotFoundError,
+    IntegrityError if another installation wrote the version, and BackendUnavailableError: run it again.
     """
     _require_served(pepper_set)
     row = _find_version(pepper_set, number)
@@ -209,7 +214,10 @@ def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVe
 
 
 def _require_succeeded(row: PepperVersion, now: datetime) -> None:
-    """A process may hash with the old one until it has heard of the new, and then finish what it has begun."""
+    """Raise StateConflictError unless a newer version makes the digests everywhere.
+
+    A process may hash with the old version until it learns of the new one, and then finishes what it began.
+    """
     newer = list(
         PepperVersion.objects.filter(
             pepper_set=row.pepper_set, number__gt=row.number, retired_at__isnull=True
@@ -240,10 +248,10 @@ def _require_unused(row: PepperVersion, now: datetime) -> None:
 
 
 def _hold_off_writers() -> None:
-    """Inside the transaction: who counts sees every digest that was written, and nobody writes one meanwhile.
+    """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
-    It waits for less than it takes PostgreSQL to look for a deadlock: it is this one that gives way. (SQLite has one
-    writer at a time.)
+    The timeout is shorter than PostgreSQL's deadlock check, so this transaction gives way. SQLite has one writer at a
+    time.
     """
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
@@ -259,7 +267,10 @@ _LOCK = (
 
 
 def _count_sealed_answers(environment: Environment | None, number: int, now: datetime) -> int:
-    """Answers name no environment: another one's of the same number count too, for the quarter of an hour they live."""
+    """Count sealed replies under this version number.
+
+    A reply does not record its environment, so another environment's replies count too. They live for 15 minutes.
+    """
     if environment is None:
         return 0
     rows = IdempotentRequest.objects.filter(sealed__isnull=False, sealed_until__gt=now)

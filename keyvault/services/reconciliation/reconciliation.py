@@ -1,12 +1,12 @@
-"""The nightly look at everything that the secret backend holds, beside the rows that say what it should.
+"""Compare everything in the secret backend with the database every night.
 
-What is ours and dead is destroyed: a worker that was stopped in the middle of a write may finish it long after its
-key was given up. What belongs to a living key and is not as its row says is put right, or told of where that cannot
-be. What nobody can attribute is told of and never touched.
+A copy of a dead key is destroyed: a stopped worker may complete its write long after the key was discarded. A copy of a
+living key that differs from its row is corrected, or reported if that is impossible. A copy that cannot be attributed
+is reported and never touched.
 
-It takes nothing from an issuance or a rotation in progress. A key's row is written before its string; so of each
-version the string's labels are read first and the row after. And a key that is dead stays dead, which triggers see to,
-so that its copy is of no use to anybody. Killed anywhere and run again, it does the rest.
+Issuances and rotations in progress are unaffected. A key's row is written before its string, so the reconciler reads a
+version's labels first and the row afterwards. Triggers ensure that a dead key stays dead, so its copy is useless. The
+run may be killed at any point and run again.
 """
 
 import logging
@@ -47,13 +47,13 @@ _log = logging.getLogger(__name__)
 NIGHT = time(2, tzinfo=UTC)
 
 _FAILURES = 3
-"""Paths in a row that the backend does not answer for: then it is away, and the rest waits for another time."""
+"""Consecutive paths without a reply after which the backend counts as away and the run ends."""
 
 _BATCH = 200
 
 
 def reconcile_due() -> None:
-    """The environments whose night has come. One that could not be finished is taken up again soon."""
+    """Reconcile the environments that are due. An unfinished run is retried soon."""
     for environment in map(Environment, settings.ENVIRONMENTS):
         now = datetime.now(UTC)
         lease = leases.claim(f"reconcile:{environment}", now)
@@ -87,10 +87,10 @@ def reconcile(
     principal: System = WORKER,
     keep: Callable[[], None] = lambda: None,
 ) -> ReconciliationReport:
-    """All of one environment. `keep` is called again and again, and may raise to end it.
+    """Reconcile one environment. `keep` is called repeatedly, and may raise to end the run.
 
-    A path's fault is counted and the next one looked at; a backend that is away or refuses us ends it, and the report
-    says that it is not complete.
+    Errors are isolated per path and counted. A backend that is away or denies access ends the run, and the report is
+    then not complete.
     """
     run = _Run(environment, is_dry_run, principal, keep)
     try:
@@ -111,7 +111,7 @@ def reconcile(
 
 
 class _Run(ReconciliationNotice):
-    """One look at one environment."""
+    """One run over one environment."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System, keep: Callable[[], None]) -> None:
         super().__init__(environment, is_dry_run, principal)
@@ -139,14 +139,14 @@ class _Run(ReconciliationNotice):
             self.report_unattributed(path, None, "no credential or connection of ours has this path")
 
     def _versions(self, path: str) -> Iterator[StoredVersion]:
-        """Those that are not destroyed."""
+        """Yield the versions that are not destroyed."""
         for version in secret_backend().versions(self.mount, path):
             self.report.versions += 1
             if version.state is not VersionState.DESTROYED:
                 yield version
 
     def _labels(self, path: str, number: int) -> Mapping[str, str] | None:
-        """None: it ended this moment. What cannot be understood has none, and so is nobody's."""
+        """Return a version's labels. None: it was just deleted. Unreadable data has no labels and is unattributed."""
         try:
             return secret_backend().read(self.mount, path, number).labels
         except BackendMissingError:
@@ -168,12 +168,12 @@ class _Run(ReconciliationNotice):
             self.report_unattributed(path, number, key)
             return
         for other in credential.keys.filter(backend_version=number, material=Material.HELD).exclude(pk=key.pk):
-            self.report_missing(other)  # The number was used again: the storage was set back.
+            self.report_missing(other)  # the version number was reused: the storage was set back
         if key.state in DEAD_STATES:
             self._destroy_orphan(key, number)
 
     def _attribute(self, credential: Credential, labels: Mapping[str, str]) -> Key | str:
-        """The key whose string it is, or why nobody can tell."""
+        """Return the key that the string belongs to, or why it cannot be attributed."""
         if labels.get("credential_id") != credential.credential_id:
             return "it was not written for this credential"
         if labels.get("environment") != self.environment:
@@ -184,13 +184,13 @@ class _Run(ReconciliationNotice):
         return key
 
     def _destroy_orphan(self, key: Key, number: int) -> None:
-        """Its row says first that it is due, as of every copy that is destroyed."""
+        """Destroy a dead key's copy. The row records that it is due first, as for every destroyed copy."""
 
         def destroy(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.state not in DEAD_STATES:
                 raise StateConflictError("The key is not dead.", internal=f"{fresh!r} was dead a moment ago")
             if fresh.backend_version != number or fresh.material != Material.DESTROY_DUE:
-                destroy_string(grant, fresh)  # another version that it still owes
+                destroy_string(grant, fresh)  # another version that is still due
                 self._mark(grant, fresh, lease, "key.orphan_found", Material.DESTROY_DUE, number)
             destroy_string(grant, fresh)
 
@@ -199,7 +199,7 @@ class _Run(ReconciliationNotice):
             self.report.tell("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
 
     def _look_at_connection(self, connection: ProviderConnection) -> None:
-        """All of it is ours, or a person looks at it first."""
+        """Settle or forget a connection's path, but only if every version is this connection's. Otherwise report it."""
         path, own = connection.backend_path, provider_connections.connection_id(connection)
         found = list(self._versions(path))
         strange = [each.version for each in found if not self._is_of(own, path, each)]
@@ -212,13 +212,13 @@ class _Run(ReconciliationNotice):
             if max((each.version for each in found), default=0) >= (connection.backend_version or 0):
                 provider_connections.settle_connection(grant, connection)
         else:
-            # Again, if it was forgotten once: a write may have come late.
+            # Repeated even if it was forgotten before: a write may have arrived late.
             provider_connections.forget_connection(grant, connection)
             self.report.forgotten += 1
             self.report.tell("forgotten", path, None)
 
     def _is_of(self, connection_id: str, path: str, version: StoredVersion) -> bool:
-        """What is deleted cannot be read, and we delete nothing of a connection's."""
+        """Whether a version was written for the connection. The service never soft-deletes one."""
         if version.state is not VersionState.LIVE:
             return False
         labels = self._labels(path, version.version)
@@ -232,7 +232,7 @@ class _Run(ReconciliationNotice):
     # --- from the rows to the backend -----------------------------------------------------------------------
 
     def look_at_rows(self) -> None:
-        """Keys whose copy should be there, in the order of their ids."""
+        """Check that the copies of living keys exist, in order of key id."""
         last = ""
         rows = Key.objects.select_related("credential__account__merchant").filter(
             material__in=[Material.HELD, Material.DELETED], credential__account__environment=self.environment
@@ -247,7 +247,7 @@ class _Run(ReconciliationNotice):
         self._look_at_connections()
 
     def _look_at_connections(self) -> None:
-        """Those whose credentials should be there."""
+        """Check that the credentials of provider connections exist."""
         rows = ProviderConnection.objects.select_related("account__merchant").filter(
             account__environment=self.environment, removed_at=None, settle_due_at=None, backend_version__isnull=False
         )
@@ -266,7 +266,7 @@ class _Run(ReconciliationNotice):
             return
         fresh = get_key(key.key_id)
         if fresh is None or fresh.version != key.version:
-            self.report.left += 1  # Somebody is at it this moment.
+            self.report.left += 1  # another worker changed it meanwhile
         elif state is VersionState.DELETED:
             self._put_right(key, Material.RESTORE_DUE)
         elif state is VersionState.LIVE:
@@ -279,7 +279,7 @@ class _Run(ReconciliationNotice):
         return next((each.state for each in found if each.version == number), None)
 
     def _put_right(self, key: Key, material: Material) -> None:
-        """A call that was overtaken by another one came late."""
+        """Correct a copy's visibility. A call that a newer one overtook arrived late."""
 
         def settle(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.version != key.version:
@@ -301,7 +301,7 @@ class _Run(ReconciliationNotice):
     # --- doing ----------------------------------------------------------------------------------------------
 
     def _with_copy(self, key: Key, act: Callable[[Grant, Key, Lease], None]) -> bool:
-        """Under the lease on the key's copy, on its row as it is now. False: another worker has it."""
+        """Run `act` under the copy's lease, on the key's current row. False: another worker has it."""
         if self.report.is_dry_run:
             return True
         lease = leases.claim(copy_subject(key), datetime.now(UTC), now_or_never=True)
@@ -316,7 +316,7 @@ class _Run(ReconciliationNotice):
         return True
 
     def _mark(self, grant: Grant, key: Key, lease: Lease, event: str, material: Material, number: int | None) -> None:
-        """What is due stands in the row first."""
+        """Record in the row what is due before the backend is called."""
         account = key.credential.account
         with recorded(
             grant,
@@ -332,13 +332,13 @@ class _Run(ReconciliationNotice):
 
     @contextmanager
     def _one_by_one(self, path: str) -> Iterator[None]:
-        """One path's fault is not the next one's."""
+        """Isolate errors per path: count them, and end the run after _FAILURES unanswered ones."""
         try:
             yield
         except BackendDeniedError:
             raise
         except StateConflictError:
-            self.report.left += 1  # Somebody was faster; the next night finds what is true then.
+            self.report.left += 1  # another worker came first; the next run checks it again
         except KeyvaultError as error:
             self.report.failed += 1
             self._unanswered += isinstance(error, DependencyUnavailableError)

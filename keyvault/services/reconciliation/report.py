@@ -1,4 +1,4 @@
-"""What a look at the secret backend found: counted, listed, logged, and told to whom it concerns."""
+"""Count, list, log and announce what a reconciliation found."""
 
 import logging
 from dataclasses import asdict, dataclass, field
@@ -22,15 +22,15 @@ from keyvault.services.secrets.stored_copies import announce_missing, report_ref
 _log = logging.getLogger(__name__)
 
 MOST_TOLD = 1000
-"""Findings that an answer lists one by one; all are counted, and logged."""
+"""Maximum findings listed in a report. All are counted and logged."""
 
 
 @dataclass(slots=True)
 class ReconciliationReport:
-    """What one environment's backend holds, and what was done about it (in a dry run: would be).
+    """What one environment's backend holds, and what was done about it (in a dry run: would be done).
 
-    `destroyed`: orphans of ours. `put_right`: copies that were hidden and should not be, or the other way round.
-    `missing`: copies that are gone. `strangers`: what nobody can attribute. `left`: somebody was at work on it.
+    `destroyed`: copies of dead keys. `put_right`: copies whose visibility was wrong. `missing`: copies that are gone.
+    `strangers`: unattributed copies. `left`: skipped because another worker was changing them.
     """
 
     environment: str
@@ -54,7 +54,7 @@ class ReconciliationReport:
         return {name: value for name, value in self.as_json().items() if name != "findings"}
 
     def tell(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
-        """One finding, into the list and the log. A stranger's path is anything: whatever is secret in it is masked."""
+        """Add a finding to the list and the log. Secrets in an unattributed path are redacted."""
         finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
         _log.log(
             logging.WARNING if what in {"stranger", "missing", "failed"} else logging.INFO,
@@ -66,14 +66,17 @@ class ReconciliationReport:
 
 
 class ReconciliationNotice:
-    """What one look at one environment says, to whom and how often."""
+    """Report the findings of one run over one environment, each to its account and once."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System) -> None:
         self.environment, self.principal = environment, principal
         self.report = ReconciliationReport(environment.value, is_dry_run)
 
     def report_unattributed(self, path: str, number: int | None, why: str) -> None:
-        """In the answer and the log each time; in the console once, where an account can be named."""
+        """Report a copy that cannot be attributed.
+
+        The reply and the log list it each time. The console shows it once, if an account is known.
+        """
         self.report.strangers += 1
         self.report.tell("stranger", path, number, why=why)
         account = self._find_account(path)
@@ -81,7 +84,7 @@ class ReconciliationNotice:
             self._announce(account, clean_text(path.rpartition("/")[2], 64) or "?", path, number, why)
 
     def _announce(self, account: Account, subject: str, path: str, number: int | None, why: str) -> None:
-        """Once."""
+        """Announce a finding unless the same one was announced before."""
         payload: dict[str, JsonValue] = {"path": clean_text(path, 200), "backend_version": number, "why": why}
         told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
         if self.report.is_dry_run or any(row.payload == payload for row in told):

@@ -1,10 +1,11 @@
-"""Appending to this host's journal what it lacks: what other hosts revoked, and what once could not be written.
+"""Append to this host's revocation journal what it lacks: other hosts' revocations and failed writes.
 
-Found in the change feed: rows behind the newest one that was looked at, up to where none can still appear below. That
-is as far as any verifier has confirmed; on SQLite, which has one writer, the newest row.
+The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
+still appear. On PostgreSQL that is the newest sequence that any verifier has confirmed. On SQLite, which has one
+writer, it is the newest row.
 
-And settling what nobody marked, of a commit that failed or a process that was killed: left as it is, it would count as
-a revocation after the machine went down.
+The backfill also settles lines without an outcome, left by a failed commit or a killed process. An unsettled line would
+count as a revocation after a machine restart.
 """
 
 import logging
@@ -42,17 +43,18 @@ _log = logging.getLogger(__name__)
 
 _AT_ONCE = 1000
 _NOTED_EVERY = 10_000
-"""Changes looked at between two notes of how far: so many are looked at again after a restart, at most."""
+"""Changes checked between two progress lines, and the maximum that a restart checks again."""
 
 _SETTLED_AFTER = timedelta(seconds=60)
-"""Nobody waits that long for a commit. One that comes later still is marked by its own process, and that counts."""
+"""Age after which an unsettled line is settled. A later commit is still marked by its own process, and that counts."""
 
 
 @dataclass(slots=True)
 class LogBackfill:
-    """What a process knows of the journal: read once, from the last note of how far, and then only what is new in it.
+    """This process's progress through the journal and the change feed.
 
-    `_known`: the ends that it has of changes that were not looked at yet.
+    The journal is read once from its last progress line; later only new lines are read. `_known`: journaled ends of
+    changes that were not checked yet.
     """
 
     looked: int = 0
@@ -64,7 +66,7 @@ class LogBackfill:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def heal(self, now: datetime) -> int:
-        """How many ends it appended, of so many changes at a time. A journal that cannot be written is an alarm."""
+        """Run one bounded round. Return how many lines it appended. Raise an alarm if the journal is not writable."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
@@ -82,7 +84,7 @@ class LogBackfill:
         self._settle(now)
         last = _last_settled()
         if last < self.looked:
-            # Or no verifier follows it any more, so that nothing is known to be settled.
+            # Either the database went back, or no verifier follows it and nothing is known to be settled.
             self._notice_return(read_counter())
         if last <= self.looked:
             return 0
@@ -97,10 +99,14 @@ class LogBackfill:
         return len(missing)
 
     def _settle(self, now: datetime) -> None:
-        """Not what a database that went back has not drawn yet: what lives there may have ended all the same."""
+        """Settle lines whose outcome is overdue.
+
+        Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
+        revoked.
+        """
         waiting = self._standing.list_waiting(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
-        if due and connection.vendor == "postgresql":  # SQLite draws the sequence of a failed transaction again
+        if due and connection.vendor == "postgresql":  # SQLite reuses the sequence of a failed transaction
             counter = read_counter()
             due = [unit for unit in due if unit[0].sequence <= counter]
         if due:
@@ -108,13 +114,13 @@ class LogBackfill:
             self._catch_up()
 
     def _notice_return(self, counter: int) -> None:
-        """Of a database that is behind what was looked at: a start would be refused, and this process runs already."""
+        """Detect a database that went back. Startup refuses one, but this process is already running."""
         if counter < self.looked:
             _log.error("the database went back; stop everything, and run: manage.py replay_revocations")
             self.looked = counter
 
     def _open(self) -> None:
-        """Begins again with another file: one that was put back, or made anew. Raises OSError where there is none."""
+        """Start over if the journal file was restored or replaced. Raises OSError if there is none."""
         status = os.stat(settings.JOURNAL)
         file, size = (status.st_dev, status.st_ino), status.st_size
         if size == 0:
@@ -126,7 +132,7 @@ class LogBackfill:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Reads what every process of the host has appended meanwhile."""
+        """Read what any process of this host has appended since."""
         for offset, line in read_journal(self._offset):
             self._offset = offset
             for stands in () if line is None else self._standing.add(line):
@@ -149,7 +155,7 @@ class LogBackfill:
         return missing
 
     def _has(self, row: RecordedModel) -> bool:
-        """Also as what it ended: a key that was revoked may be reported as compromised later on."""
+        """Whether the journal has the row's end. A revoked key may be reported as compromised later."""
         subject = row.alters()
         line = None if subject is None else self._known.get(subject)
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
@@ -159,12 +165,12 @@ _healer = LogBackfill()
 
 
 def backfill_log(now: datetime) -> int:
-    """One round of this process's healer."""
+    """Run one round of this process's backfill. Return how many lines it appended."""
     return _healer.heal(now)
 
 
 def _last_settled() -> int:
-    """The newest change below which none can still appear; 0: none is known to be."""
+    """Return the newest change below which none can still appear; 0 if none is known."""
     settled = Change.objects.all()
     if connection.vendor == "postgresql":
         confirmed = Verifier.objects.aggregate(newest=Max("confirmed_sequence"))["newest"]

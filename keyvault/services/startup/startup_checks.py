@@ -1,4 +1,4 @@
-"""What a process makes sure of before it serves: rather not start than run wrong."""
+"""Check what a process needs before it serves. A process that could give wrong verdicts does not start."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
-    """As `require_ready`, for the beginning of a process: it ends with one line that says why."""
+    """Run `require_ready` at process start. Exit with one line that gives the reason."""
     try:
         require_ready(needs_peppers=needs_peppers)
     except ImproperlyConfigured as error:
@@ -34,14 +34,13 @@ def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
 
 
 def require_ready(*, needs_peppers: bool = True) -> None:
-    """Opens the secret backend, loads and checks every pepper of what it serves, and looks for the database's rules.
+    """Check the schema, load every served pepper, and check the triggers and the revocation journal.
 
-    A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
-    answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody, nor does one without its journal, nor one with the schema of another release. A process that judges nothing
-    needs no peppers.
+    A set that the backend cannot supply now is loaded later (/readyz triggers it). Requests that need it get a 503
+    until then, and the other environment is unaffected. The process refuses a database that is behind its revocation
+    journal, has lost the journal, or has another release's schema. A process that judges no keys needs no peppers.
 
-    Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
+    Raises ImproperlyConfigured with what is wrong, with which pepper, and what to do.
     """
     with _database_in_words():
         require_schema()
@@ -65,13 +64,15 @@ def _database_in_words() -> Iterator[None]:
 
 
 def require_schema() -> None:
-    """Raises ImproperlyConfigured unless the database's migrations are those of this release. One query of Django's
-    own table of migrations, after one that looks for the table."""
+    """Raise ImproperlyConfigured unless the database's migrations are those of this release.
+
+    One query checks that Django's migration table exists, and one reads it.
+    """
     loader = MigrationLoader(connection)
     applied = set(loader.applied_migrations)
     if not applied:
         raise ImproperlyConfigured("the database is not set up; run: manage.py setup")
-    # With the squashed ones resolved, as `migrate` would apply them.
+    # The loader resolves squashed migrations as `migrate` does.
     missing = sorted(set(loader.graph.nodes) - applied)
     if missing:
         many = "1 migration" if len(missing) == 1 else f"{len(missing)} migrations"
@@ -79,7 +80,7 @@ def require_schema() -> None:
             f"the database is behind this release: it lacks {many}, such as {'.'.join(missing[0])}; "
             "run: manage.py setup"
         )
-    # Whatever was squashed long ago is unknown too, but older than the newest one.
+    # Migrations squashed long ago are unknown too, but older than the newest one.
     newest: dict[str, str] = {}
     for app, name in loader.graph.nodes:
         newest[app] = max(name, newest.get(app, ""))
@@ -103,7 +104,7 @@ def _load_peppers() -> None:
 
 
 def require_rules() -> None:
-    """Raises ImproperlyConfigured unless every trigger of ours is in force."""
+    """Raise ImproperlyConfigured unless every trigger is installed and enabled."""
     missing = missing_triggers(connection)
     if missing:
         raise ImproperlyConfigured(
@@ -112,9 +113,10 @@ def require_rules() -> None:
 
 
 def require_current() -> None:
-    """Refuses a database that a backup has put back, or that a replica was behind with: keys revoked since would be
-    good again. Makes the journal of an installation that has issued nothing; refuses to start without one that is
-    lost. Raises ImproperlyConfigured.
+    """Refuse a database restored from a backup, or failed over to a lagging replica: revoked keys would be valid again.
+
+    Creates the journal of an installation that has issued nothing. Raises ImproperlyConfigured, also if the journal is
+    lost.
     """
     path = settings.JOURNAL
     try:
@@ -139,7 +141,7 @@ def require_current() -> None:
 
 
 def _require_own(installations: set[str]) -> None:
-    """Raises ImproperlyConfigured where the journal is lost, or another installation's."""
+    """Raise ImproperlyConfigured if the journal is lost or belongs to another installation."""
     if not _append(open_journal):
         raise ImproperlyConfigured(words_of_loss())
     ours = installation_id()
@@ -151,7 +153,7 @@ def _require_own(installations: set[str]) -> None:
 
 
 def _append(write: Callable[[datetime], T]) -> T:
-    """Calls it with the time. Raises ImproperlyConfigured."""
+    """Call `write` with the current time. Raises ImproperlyConfigured."""
     try:
         return write(datetime.now(UTC))
     except OSError as error:
@@ -163,7 +165,7 @@ def _append(write: Callable[[datetime], T]) -> T:
 
 
 def words_of_loss() -> str:
-    """Why nothing starts without the journal, and what to do."""
+    """Explain why nothing starts without the journal, and what to do."""
     return (
         f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
         "those revoked since a backup was made could be good again. Put the journal back from its own backup, or on a "
@@ -173,7 +175,7 @@ def words_of_loss() -> str:
 
 
 def words_of_damage(lines: Sequence[int]) -> str:
-    """What is wrong, and what somebody has to do about it by hand."""
+    """Explain which lines are damaged, and the manual repair."""
     told = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
         f"line {told} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "

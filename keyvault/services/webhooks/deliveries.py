@@ -1,8 +1,10 @@
-"""Notices on their way to the merchants' endpoints: sent outside any transaction, at least once, the same each time.
+"""Deliver notices to the merchants' webhook endpoints, at least once and with identical content on each attempt.
 
-One worker at a time runs a round: several endpoints at once, one message at a time for each, so that one that hangs
-holds up nobody but itself. An attempt is counted before it is made, and its outcome noted under that count: a worker
-that dies in between leaves a message that is due again a little later, and one that comes back late notes nothing.
+Messages are sent outside any transaction. One worker at a time runs a round. It sends to several endpoints
+concurrently, one message at a time for each, so that a slow endpoint delays only itself.
+
+An attempt is counted before it is made, and its outcome is stored under that count. If a worker dies in between, the
+message is due again after HOLD. A worker that returns late stores nothing.
 """
 
 import logging
@@ -36,9 +38,9 @@ from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_an
 
 AT_ONCE = 16
 BEGIN_SECONDS = 4.0
-"""So long a round begins attempts: with the longest one after that, it still ends within its lease."""
+"""Time in which a round starts attempts, in seconds. The longest attempt after that still ends within the lease."""
 HOLD = timedelta(seconds=30)
-"""So long an attempt that was begun keeps others away: longer than it can take."""
+"""Exclusive time of a started attempt. Longer than an attempt can take."""
 KEEP = timedelta(days=30)
 
 _LEASE = "webhooks"
@@ -49,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Send(Protocol):
-    """`backends.outbound.post`, or what stands for it."""
+    """The signature of `backends.outbound.post`, or of its substitute in tests."""
 
     def __call__(
         self,
@@ -66,7 +68,10 @@ class Send(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryReport:
-    """Whether a merchant was told. `has_failed`: nothing is on its way any more, and nothing arrived; `reason` why."""
+    """Whether a notice reached the merchant.
+
+    `has_failed`: nothing was delivered and nothing is pending; `reason` why.
+    """
 
     delivered_at: datetime | None
     has_failed: bool
@@ -74,9 +79,9 @@ class DeliveryReport:
 
 
 def find_telling(kind: NoticeKind, subject: str) -> DeliveryReport:
-    """How the notices of this kind about this subject fared: one endpoint that took one of them is enough.
+    """Report the delivery of a subject's notices of one kind. One delivery to one endpoint is enough.
 
-    Known as long as deliveries are kept, which is KEEP after the notice.
+    The report is available for as long as deliveries are kept, which is KEEP after the notice.
     """
     notices = Notice.objects.filter(kind=kind, subject=subject)
     deliveries = WebhookDelivery.objects.filter(notice__in=notices)
@@ -92,7 +97,7 @@ def find_telling(kind: NoticeKind, subject: str) -> DeliveryReport:
 
 
 def forget_old_deliveries(now: datetime) -> None:
-    """What was delivered or given up long ago. The notices themselves stay."""
+    """Delete old deliveries that were delivered or given up. The notices stay."""
     WebhookDelivery.objects.filter(notice__created_at__lt=now - KEEP).exclude(state=DeliveryState.DUE).delete()
 
 
@@ -100,7 +105,7 @@ def forget_old_deliveries(now: datetime) -> None:
 
 
 def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> int:
-    """Makes the attempts that are due, for a few seconds; how many. None while another worker is at it."""
+    """Make the attempts that are due, for a few seconds. Return how many; 0 while another worker runs."""
     lease = leases.claim(_LEASE, clock())
     if lease is None:
         return 0
@@ -112,7 +117,7 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
 
 
 def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send) -> int:
-    """The database is this thread's alone; the pool's threads only send."""
+    """Run a round. Only this thread uses the database; the pool's threads only send."""
     begun, last_beginning = 0, time.monotonic() + BEGIN_SECONDS
     under_way: dict[Future[Reply], WebhookDelivery] = {}
     while True:
@@ -129,9 +134,9 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
 
 
 def _next_due(now: datetime, busy: Sequence[int], room: int) -> list[WebhookDelivery]:
-    """One of each endpoint: first attempts before later ones, then what waits longest.
+    """Return one delivery for each endpoint: first attempts before retries, then the longest waiting.
 
-    The endpoints of a merchant that has left still take what was announced before: that everything has ended.
+    Endpoints of an offboarded merchant still receive earlier notices, including the one that its access ended.
     """
     takes = Q(endpoint__disabled_at__isnull=True) | Q(endpoint__account__merchant__status=MerchantStatus.OFFBOARDED)
     due = WebhookDelivery.objects.filter(
@@ -147,7 +152,7 @@ def _next_due(now: datetime, busy: Sequence[int], room: int) -> list[WebhookDeli
 
 
 def _begin(delivery: WebhookDelivery, now: datetime) -> bool:
-    """Counts the attempt, and keeps others off while it lasts. False: somebody else has it, or it is off."""
+    """Count the attempt and hold the delivery. False: another worker has it, or the endpoint is disabled."""
     if _mine(delivery).update(attempts=delivery.attempts + 1, due_at=now + HOLD) != 1:
         return False
     delivery.attempts += 1
@@ -155,7 +160,7 @@ def _begin(delivery: WebhookDelivery, now: datetime) -> bool:
 
 
 def _prepared(delivery: WebhookDelivery, now: datetime, send: Send) -> Callable[[], Reply]:
-    """The attempt itself, for a thread without a database; or the reason why there can be none."""
+    """Return a callable that makes the attempt without a database, or one that raises why it cannot be made."""
     endpoint = delivery.endpoint
     try:
         destination = parse_url(endpoint.url, settings.WEBHOOK_NETWORKS)
@@ -177,7 +182,7 @@ def _raising(error: Exception) -> Callable[[], Reply]:
 
 
 def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> None:
-    """One message's trouble is not the next one's: whatever goes wrong here, it is due again after HOLD."""
+    """Store the outcome of an attempt. Errors are isolated per message; a failed one is due again after HOLD."""
     error = attempt.exception()
     if error is None:
         reply = attempt.result()
@@ -202,7 +207,7 @@ def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datet
     if judgement.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
         return
-    # A test says at once how it went.
+    # A test reports its first outcome and is never retried.
     is_test = delivery.notice.kind == NoticeKind.WEBHOOK_TEST
     pause = None if is_test else next_attempt(delivery.attempts, random.random)
     if is_test:
@@ -214,7 +219,7 @@ def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datet
 
 
 def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> None:
-    """The end of one message; of its endpoint too when nothing arrives there any more. Operators are alarmed."""
+    """Give up one message, and disable its endpoint if nothing arrives there any more. Raise an alarm for operators."""
     endpoint: WebhookEndpoint = WebhookEndpoint.objects.select_related("account").get(pk=delivery.endpoint_id)
     why, host, message, grant = delivery.last_error, host_of(endpoint), delivery.notice_id, _grant(delivery, now)
     event = "webhook_endpoint.disabled" if is_disabled else "webhook_endpoint.message_given_up"
@@ -239,14 +244,14 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
 
 
 def _has_delivered_since(delivery: WebhookDelivery) -> bool:
-    """Whether the endpoint took others since: then it is this message, not the endpoint, that is in trouble."""
+    """Whether the endpoint accepted other messages since: then only this message fails, not the endpoint."""
     return WebhookDelivery.objects.filter(
         endpoint=delivery.endpoint_id, delivered_at__gt=delivery.notice.created_at
     ).exists()
 
 
 def _mine(delivery: WebhookDelivery) -> QuerySet[WebhookDelivery]:
-    """The row, as long as this attempt is the last that was begun, and nobody gave it up."""
+    """Select the row while this attempt is the latest and the delivery is still due."""
     return WebhookDelivery.objects.filter(pk=delivery.pk, state=DeliveryState.DUE, attempts=delivery.attempts)
 
 

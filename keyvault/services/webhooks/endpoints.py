@@ -1,7 +1,7 @@
-"""Where the merchants' accounts are told of what happens: endpoints, and the secrets that sign for them.
+"""Manage the webhook endpoints of merchants' accounts, and the secrets that sign their messages.
 
-A secret is shown once and kept sealed under the environment's peppers, so that the database alone signs nothing, and
-no process that does not serve the environment does.
+A secret is shown once and stored sealed under the environment's peppers. The database alone can therefore sign nothing,
+and neither can a process that does not serve the environment.
 """
 
 import secrets
@@ -32,19 +32,19 @@ from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import mint_secret
 
 MOST_ENDPOINTS = 5
-"""Of an account, enabled at the same time."""
+"""Maximum enabled endpoints of one account."""
 DEFAULT_OVERLAP_HOURS, LONGEST_OVERLAP_HOURS = 24, 168
 CATCH_UP = timedelta(days=7)
-"""What was given up in so long is sent after all, once the endpoint is enabled again."""
+"""Age up to which given-up messages are sent again when the endpoint is enabled."""
 
 _P = Permission.WEBHOOKS_WRITE
 
 
 def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpoint, Plaintext]:
-    """An endpoint, and its secret, which is not shown again.
+    """Add an endpoint. Return it and its secret, which is not shown again.
 
-    Raises RequestInvalidError on a URL that we would not send to, StateConflictError on one that the account has
-    already, or has too many beside.
+    Raises RequestInvalidError for a URL that is not a permitted destination. Raises StateConflictError if the account
+    already has the URL or has too many endpoints.
     """
     destination = _read_url(url)
     freshen_peppers(PEPPER_SET[Environment(account.environment)])
@@ -69,10 +69,11 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
 
 
 def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = DEFAULT_OVERLAP_HOURS) -> Plaintext:
-    """The new secret, not shown again. The one before signs beside it for the overlap.
+    """Rotate the signing secret and return the new one, which is not shown again. Both sign during the overlap.
 
-    Raises StateConflictError while one runs: a third secret would silence the one that the merchant still has. After a
-    leak the overlap is 0, and that is taken at any time.
+    An overlap of 0, for use after a leak, is accepted at any time. Raises StateConflictError while an overlap runs: a
+    third secret would invalidate the one that the merchant still uses. Raises RequestInvalidError for an overlap out of
+    range.
     """
     if overlap_hours and endpoint.previous_until is not None and grant.at < endpoint.previous_until:
         end = f"{endpoint.previous_until:%Y-%m-%d %H:%M} UTC"
@@ -95,7 +96,7 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
 
 
 def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
-    """Nothing is sent there any more; what was on its way is given up, until it is enabled again."""
+    """Disable an endpoint. Its pending messages are given up until it is enabled again."""
     if endpoint.disabled_at is not None:
         raise StateConflictError("The endpoint is disabled already.")
     with recorded(grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_about(endpoint)):
@@ -103,7 +104,7 @@ def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
 
 
 def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
-    """Inside the `recorded` block of whoever disables it."""
+    """Write the disabled state. Call it inside the caller's `recorded` block."""
     endpoint.compare_and_swap(disabled_at=now, disabled_why=why[:300])
     WebhookDelivery.objects.filter(endpoint=endpoint, state=DeliveryState.DUE).update(
         state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled"
@@ -111,7 +112,7 @@ def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
 
 
 def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
-    """Messages go there again, those first that were given up lately; how many those are."""
+    """Enable an endpoint. Return how many recently given-up messages are due again."""
     if endpoint.disabled_at is None:
         raise StateConflictError("The endpoint is enabled already.")
     with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_about(endpoint)):
@@ -124,7 +125,7 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
 
 
 def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
-    """A message that means nothing, on the way that all messages go. Raises StateConflictError where none goes."""
+    """Send a test message by the normal route. Raises StateConflictError if the endpoint is disabled."""
     if endpoint.disabled_at is not None:
         raise StateConflictError("The endpoint is disabled: nothing is sent there.")
     with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_about(endpoint)):
@@ -132,7 +133,7 @@ def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
 
 
 def list_to_reseal() -> list[WebhookEndpoint]:
-    """Those whose secrets are sealed under an older pepper than new ones are; of the environments served here."""
+    """Return endpoints of the served environments with secrets sealed under an older pepper than the current."""
     found = []
     for environment in map(Environment, settings.ENVIRONMENTS):
         peppers = load_peppers(PEPPER_SET[environment])
@@ -143,7 +144,7 @@ def list_to_reseal() -> list[WebhookEndpoint]:
 
 
 def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
-    """The same secrets, sealed under the newest pepper, so that the older one can be retired."""
+    """Seal the same secrets under the newest pepper, so that the older one can be retired."""
     peppers, context = _peppers(endpoint.account), _context(endpoint.account, endpoint.url)
     sealed = {
         name: seal(peppers, unseal(peppers, bytes(old), context), context, secrets.token_bytes)
@@ -156,7 +157,7 @@ def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
 
 
 def sealed_versions(endpoint: WebhookEndpoint) -> set[int]:
-    """The pepper versions that it takes to open its secrets."""
+    """Return the pepper versions that unseal the endpoint's secrets."""
     return {sealed_with(bytes(sealed)) for sealed in (endpoint.secret, endpoint.previous_secret) if sealed}
 
 
@@ -165,7 +166,7 @@ def list_endpoints(account: Account) -> Iterable[WebhookEndpoint]:
 
 
 def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
-    """What is known of it; never its secret."""
+    """Describe an endpoint, without its secret."""
     counts = Counter(WebhookDelivery.objects.filter(endpoint=endpoint).values_list("state", flat=True))
     return {
         "endpoint": endpoint.pk,
@@ -178,7 +179,7 @@ def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 
 def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]:
-    """What a message is signed with, the newest first. Raises NotFoundError where another process is to send it."""
+    """Return the secrets that sign a message, newest first. Raises NotFoundError if another process must send it."""
     freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     sealed = [endpoint.secret]
     if endpoint.previous_secret is not None and endpoint.previous_until is not None and endpoint.previous_until > now:
@@ -188,7 +189,7 @@ def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]
 
 
 def host_of(endpoint: WebhookEndpoint) -> str:
-    """What may be told of a URL everywhere: merchants put secrets of theirs into the rest of it."""
+    """Return the only part of a URL that may be shown. Merchants put secrets into the rest."""
     return endpoint.url.split("/", 3)[2]
 
 
@@ -207,7 +208,7 @@ def _read_url(url: str) -> Destination:
 
 
 def _require_room(account: Account) -> None:
-    """Under the account's lock, so that two at once are counted one after the other."""
+    """Raise StateConflictError at the maximum. Locks the account, so that concurrent additions are counted in turn."""
     Account.objects.select_for_update().get(pk=account.pk)
     if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MOST_ENDPOINTS:
         raise StateConflictError(f"An account has at most {MOST_ENDPOINTS} enabled endpoints: disable one first.")
@@ -222,5 +223,5 @@ def _peppers(account: Account) -> Peppers:
 
 
 def _context(account: Account, url: str) -> bytes:
-    """The endpoint, by what never changes of it: its secret opens in its own row only."""
+    """Return the sealing context: immutable facts of the endpoint, so that a secret only opens in its own row."""
     return f"webhook_endpoint|{account}|{url}".encode()
