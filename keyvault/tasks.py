@@ -32,12 +32,12 @@ def sign_checkpoints() -> None:
 def run_upkeep() -> None:
     """What ends keys comes first; no step's fault keeps another from its turn. Raises the first fault at the end."""
     faults = []
-    ends = (maintenance.expire_due, maintenance.burn_due, maintenance.mend_journal)
+    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_journal)
     copies = (
         maintenance.destroy_due,
         maintenance.settle_due,
         maintenance.settle_connections_due,
-        maintenance.leave_due,
+        maintenance.forget_paths_due,
     )
     for step in (*ends, *copies, maintenance.renew_peppers, maintenance.forget_due):
         try:

@@ -27,7 +27,7 @@ from keyvault.domain.sealing import seal, unseal
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services.peppers.ring import load_peppers
 
-_AT_ONCE = 500
+_SHRED_BATCH = 500
 
 HOLD_SECONDS = 15
 KEEP = timedelta(hours=24)
@@ -80,17 +80,17 @@ def run_once(
 
     Raises IdempotencyError while the first attempt is running, or if it had another body.
     """
-    place = _Place(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
-    found = _find(place)
-    if (outcome := _answered(place, found, now)) is not None:
+    scope = _RequestScope(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
+    found = _find(scope)
+    if (outcome := _find_result(scope, found, now)) is not None:
         return outcome
     effect = prepare()
-    claimed = _claim(place, found, now)
+    claimed = _claim(scope, found, now)
     if claimed is None:
         # Another attempt claimed it just now: it is either running or done.
-        return _answered(place, _find(place), now) or _refuse_for_now()
+        return _find_result(scope, _find(scope), now) or _refuse_for_now()
     try:
-        return IdempotentResult(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
+        return IdempotentResult(_execute(claimed, scope, effect, now), is_replay=False, is_secret_available=True)
     except BaseException:
         with suppress(DatabaseError, InterfaceError):  # the original error is raised; a claim left behind expires
             claimed.delete()
@@ -98,7 +98,7 @@ def run_once(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RequestScope:
     """Identity of a request: holder, endpoint and key, with the digest of its body."""
 
     holder: str
@@ -119,22 +119,22 @@ class _Place:
         return load_peppers(PEPPER_SET[self.environment])
 
 
-def _find(place: _Place) -> IdempotentRequest | None:
+def _find(scope: _RequestScope) -> IdempotentRequest | None:
     return IdempotentRequest.objects.filter(
-        holder=place.holder, endpoint=place.endpoint, key_digest=place.key_digest
+        holder=scope.holder, endpoint=scope.endpoint, key_digest=scope.key_digest
     ).first()
 
 
-def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
+def _find_result(scope: _RequestScope, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
     """Return the stored result. None: there is none, or it has expired. Raises IdempotencyError."""
     if found is None or found.expires_at <= now:
         return None
-    if bytes(found.body_digest) != place.body_digest:
+    if bytes(found.body_digest) != scope.body_digest:
         raise IdempotencyError(
             ErrorCode.IDEMPOTENCY_BODY_MISMATCH, "This Idempotency-Key was used with another body before."
         )
     if found.status is not None:
-        return _replay(place, found, found.status, now)
+        return _replay(scope, found, found.status, now)
     if found.held_until > now:
         _refuse_for_now()
     return None
@@ -149,30 +149,32 @@ def _refuse_for_now() -> NoReturn:
     )
 
 
-def _claim(place: _Place, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
+def _claim(scope: _RequestScope, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
     """Claim the key. Return this attempt's row while it is valid; None if another attempt came first."""
     fresh: dict[str, Any] = {
-        "body_digest": place.body_digest,
+        "body_digest": scope.body_digest,
         "held_until": now + timedelta(seconds=HOLD_SECONDS),
         "created_at": now,
         "expires_at": now + KEEP,
     }
     rows = IdempotentRequest.objects.all()
-    at_work = rows.filter(status__isnull=True)
+    running = rows.filter(status__isnull=True)
     if found is not None:
         emptied = {"status": None, "body": "", "sealed": None, "sealed_until": None, "secret_of": ""}
         as_found = rows.filter(pk=found.pk, fence=found.fence, status=found.status)
         taken = as_found.update(**fresh, **emptied, fence=found.fence + 1)
-        return at_work.filter(pk=found.pk, fence=found.fence + 1) if taken else None
+        return running.filter(pk=found.pk, fence=found.fence + 1) if taken else None
     try:
         with transaction.atomic():
-            made = rows.create(holder=place.holder, endpoint=place.endpoint, key_digest=place.key_digest, **fresh)
+            made = rows.create(holder=scope.holder, endpoint=scope.endpoint, key_digest=scope.key_digest, **fresh)
     except DatabaseIntegrityError:
         return None
-    return at_work.filter(pk=made.pk, fence=made.fence)
+    return running.filter(pk=made.pk, fence=made.fence)
 
 
-def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, now: datetime) -> StoredResponse:
+def _execute(
+    claimed: QuerySet[IdempotentRequest], scope: _RequestScope, effect: Effect, now: datetime
+) -> StoredResponse:
     """Run the effect and store its reply atomically."""
     with transaction.atomic(durable=True):
         answer = effect()
@@ -182,14 +184,14 @@ def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, no
             "secret_of": answer.secret_of,
         }
         if answer.secret is not None:
-            sealed = seal(place.peppers, answer.secret, place.context, secrets.token_bytes)
+            sealed = seal(scope.peppers, answer.secret, scope.context, secrets.token_bytes)
             stored |= {"sealed": sealed, "sealed_until": now + SEALED_FOR}
         if claimed.update(**stored) != 1:
             _refuse_for_now()
     return answer
 
 
-def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
+def _replay(scope: _RequestScope, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
     """Return the stored reply, with its secret while that is still sealed."""
     stored = json.loads(found.body)
     body, field = stored["body"], stored["secret_field"]
@@ -198,7 +200,7 @@ def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime)
     if found.sealed is None or found.sealed_until is None or found.sealed_until <= now:
         body["secret_available"] = False
         return IdempotentResult(StoredResponse(status, body, field), is_replay=True, is_secret_available=False)
-    secret = unseal(place.peppers, bytes(found.sealed), place.context)
+    secret = unseal(scope.peppers, bytes(found.sealed), scope.context)
     answer = StoredResponse(status, body, field, secret, found.secret_of)
     return IdempotentResult(answer, is_replay=True, is_secret_available=True)
 
@@ -215,9 +217,9 @@ def shred_used(owners: Iterable[str]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL")
         sealed = {secret_of for (secret_of,) in cursor.fetchall()}
-    names = sorted(sealed.intersection(owners)) if sealed else []
-    for start in range(0, len(names), _AT_ONCE):
-        _shred(IdempotentRequest.objects.filter(secret_of__in=names[start : start + _AT_ONCE]))
+    owners_sealed = sorted(sealed.intersection(owners)) if sealed else []
+    for start in range(0, len(owners_sealed), _SHRED_BATCH):
+        _shred(IdempotentRequest.objects.filter(secret_of__in=owners_sealed[start : start + _SHRED_BATCH]))
 
 
 def shred_due(now: datetime) -> None:

@@ -37,18 +37,18 @@ from keyvault.services.work.leases import Lease
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 100
+_STEP_LIMIT = 100
 
 _FAILURES = 3
 """Consecutive calls without a reply after which the backend counts as away and the rest waits."""
 
-_UPKEEP_SECONDS = 20.0
+_MAINTENANCE_SECONDS = 20.0
 """Time in which one maintenance step starts backend calls, in seconds."""
 
-_STRANGER_AGAIN = timedelta(hours=1)
+_UNATTRIBUTED_RETRY = timedelta(hours=1)
 """Retry interval for a path that holds an unattributed copy. The reconciler reports it, and an operator resolves it."""
 
-_USED_AGAIN = timedelta(days=1)
+_USED_REPORT_INTERVAL = timedelta(days=1)
 """Interval between two warnings about one key. The sweep itself runs every few seconds."""
 
 _Row = TypeVar("_Row", Key, Credential, ProviderConnection)
@@ -90,19 +90,19 @@ def expire_due() -> None:
     """Record expiries that have passed: of unapproved requests and of keys."""
     now = datetime.now(UTC)
     for request in issuance.list_overdue(now):
-        with _one_by_one():
+        with _isolated():
             issuance.expire_issuance(_grant(request.account, now), request)
     for key in lifecycle.list_expired(now):
-        with _one_by_one():
+        with _isolated():
             lifecycle.expire_key(_grant(key.credential.account, now), key)
 
 
-def burn_due() -> None:
+def discard_due() -> None:
     """Discard keys that were not collected in time. A key in use stays active and is reported for an operator."""
     now = datetime.now(UTC)
     for request in issuance.list_uncollected(now):
-        with _one_by_one():
-            collection.burn_uncollected(_grant(request.account, now), request)
+        with _isolated():
+            collection.discard_uncollected(_grant(request.account, now), request)
     _used_uncollected.report(now)
 
 
@@ -119,7 +119,7 @@ class UsedUncollected:
     def report(self, now: datetime) -> None:
         """Log the next page of them."""
         if self.again_at is None or now >= self.again_at:
-            self.after, self.again_at = None, now + _USED_AGAIN
+            self.after, self.again_at = None, now + _USED_REPORT_INTERVAL
         for request in issuance.list_used_uncollected(now, self.after):
             _log.warning(
                 "an uncollected key was used", extra={"request_id": request.request_id, "key_id": request.key_id}
@@ -143,7 +143,7 @@ def forget_due() -> None:
     sign_in.forget_expired_sessions(now)
 
 
-def mend_journal() -> None:
+def backfill_journal() -> None:
     """Append missing revocations to this host's journal, a bounded number at a time."""
     log_backfill.backfill_log(datetime.now(UTC))
 
@@ -154,18 +154,18 @@ def destroy_due() -> None:
     due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
         if own := [key for key in due if key.credential.environment is environment]:
-            with _alone(environment) as goes_on:
-                _destroy(own, goes_on)
+            with _exclusive(environment) as may_continue:
+                _destroy(own, may_continue)
 
 
-def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
+def _destroy(due: Sequence[Key], may_continue: Callable[[], bool]) -> None:
     """Destroy copies until the backend denies access or leaves several calls in a row unanswered."""
     unanswered = 0
     for key in due:
-        if unanswered >= _FAILURES or not goes_on():
+        if unanswered >= _FAILURES or not may_continue():
             return
         now, account = datetime.now(UTC), key.credential.account
-        with _one_by_one():
+        with _isolated():
             try:
                 stored_copies.destroy_string(_grant(account, now), key)
                 unanswered = 0
@@ -183,12 +183,12 @@ def renew_peppers() -> None:
     load_peppers.refresh_if_due()
     now = datetime.now(UTC)
     for version in propagation.list_staged():
-        with _one_by_one():
-            if propagation.is_everywhere(version, now):
+        with _isolated():
+            if propagation.is_loaded_everywhere(version, now):
                 grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
                 propagation.begin_hashing(grant, version)
     for endpoint in endpoints.list_to_reseal():
-        with _one_by_one():
+        with _isolated():
             grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
             endpoints.reseal_secrets(grant, endpoint)
 
@@ -207,14 +207,14 @@ def settle_due() -> None:
     """
     for environment in map(Environment, settings.ENVIRONMENTS):
         rows = {stored_copies.copy_subject(key): key for key in stored_copies.list_unsettled(environment)}
-        _take_turns(environment, rows, _settle)
+        _step_through(environment, rows, _settle)
 
 
-def leave_due() -> None:
+def forget_paths_due() -> None:
     """Remove the backend paths of offboarded merchants' credentials once they are empty."""
     for environment in map(Environment, settings.ENVIRONMENTS):
         rows = {offboarding.path_subject(row): row for row in offboarding.list_to_forget(environment)}
-        _take_turns(environment, rows, _leave)
+        _step_through(environment, rows, _forget_path)
 
 
 def settle_connections_due() -> None:
@@ -223,49 +223,49 @@ def settle_connections_due() -> None:
     rows = [*provider_connections.list_unsettled(now), *provider_connections.list_to_forget(now)]
     for environment in map(Environment, settings.ENVIRONMENTS):
         own = {f"connection:{row.pk}": row for row in rows if row.account.environment == environment}
-        _take_turns(environment, own, _settle_connection)
+        _step_through(environment, own, _settle_connection)
 
 
 @contextmanager
-def _alone(environment: Environment) -> Iterator[Callable[[], bool]]:
+def _exclusive(environment: Environment) -> Iterator[Callable[[], bool]]:
     """Let one worker at a time use an environment's backend for maintenance, for _MAINTENANCE_SECONDS.
 
     A slow backend must not keep every thread from issuing and rotating. Yields a callable that returns whether to go
     on; the next run takes what is left.
     """
     lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), now_or_never=True)
-    ends_at = time.monotonic() + _UPKEEP_SECONDS
+    ends_at = time.monotonic() + _MAINTENANCE_SECONDS
     if lease is None:
         yield lambda: False
         return
     held = lease
 
-    def goes_on() -> bool:
+    def may_continue() -> bool:
         if time.monotonic() >= ends_at:
             return False
         leases.renew(held, datetime.now(UTC))
         return True
 
     try:
-        with _one_by_one():
-            yield goes_on
+        with _isolated():
+            yield may_continue
     finally:
         leases.release(held)
 
 
-def _take_turns(
+def _step_through(
     environment: Environment, rows: Mapping[str, _Row], step: Callable[[_Row, Lease, datetime], datetime | None]
 ) -> None:
     """Step through the due rows, each under its lease, until the backend does not answer or denies access."""
     if not rows:
         return
-    with _alone(environment) as goes_on:
-        for subject in leases.list_due(rows, datetime.now(UTC))[:_AT_ONCE]:
-            if not goes_on() or not _is_answered(subject, rows[subject], step):
+    with _exclusive(environment) as may_continue:
+        for subject in leases.list_due(rows, datetime.now(UTC))[:_STEP_LIMIT]:
+            if not may_continue() or not _run_step(subject, rows[subject], step):
                 return
 
 
-def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
+def _run_step(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
     """Run one step under its lease. False: the next row would fail in the same way."""
     now = datetime.now(UTC)
     lease = leases.claim(subject, now)
@@ -304,10 +304,10 @@ def _settle(row: Key, lease: Lease, now: datetime) -> None:
         stored_copies.settle_string(_grant(key.credential.account, now), key, lease)
 
 
-def _leave(row: Credential, lease: Lease, now: datetime) -> datetime | None:
+def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | None:
     """Forget a path. Return when to retry if something is stored there that must not be erased."""
     is_forgotten = offboarding.forget_path(_grant(row.account, now), row)
-    return None if is_forgotten else now + _STRANGER_AGAIN
+    return None if is_forgotten else now + _UNATTRIBUTED_RETRY
 
 
 def _burn_withdrawn(now: datetime) -> None:
@@ -315,8 +315,8 @@ def _burn_withdrawn(now: datetime) -> None:
     for request in issuance.list_withdrawn():
         lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)
         if lease is not None:
-            with _one_by_one():
-                issuance.burn_withdrawn(request, lease, now)
+            with _isolated():
+                issuance.discard_withdrawn(request, lease, now)
             leases.release(lease)
 
 
@@ -325,7 +325,7 @@ def _grant(account: Account, now: datetime) -> Grant:
 
 
 @contextmanager
-def _one_by_one() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Isolate errors per row; a failed row is retried on the next run."""
     try:
         yield

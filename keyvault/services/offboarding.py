@@ -51,7 +51,7 @@ _BATCH = 200
 _ROUNDS = 5
 """Maximum rounds over rows that another writer changes concurrently."""
 
-_WHY = "the merchant was offboarded"
+_REASON = "the merchant was offboarded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class StoredAssets:
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self))
 
-    def words(self) -> str:
+    def format_counts(self) -> str:
         """Format the counts as "2 keys, 1 webhook endpoint", or "nothing"."""
         counts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        told = [f"{count} {name[:-1] if count == 1 else name}" for name, count in counts.items() if count]
-        return ", ".join(told) or "nothing"
+        parts = [f"{count} {name[:-1] if count == 1 else name}" for name, count in counts.items() if count]
+        return ", ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,17 @@ class MerchantAssets:
         return bool(self.service_tokens) or any(self.accounts.values())
 
     def as_json(self) -> dict[str, JsonValue]:
-        told: dict[str, JsonValue] = {
+        accounts: dict[str, JsonValue] = {
             environment.value: {field.name: getattr(held, field.name) for field in fields(held)}
             for environment, held in self.accounts.items()
         }
-        return {**told, "service_tokens": self.service_tokens}
+        return {**accounts, "service_tokens": self.service_tokens}
 
-    def words(self) -> str:
-        told = [f"{environment}: {held.words()}" for environment, held in self.accounts.items()]
+    def format_counts(self) -> str:
+        parts = [f"{environment}: {held.format_counts()}" for environment, held in self.accounts.items()]
         if self.service_tokens:
-            told.append(f"service tokens for it alone: {self.service_tokens}")
-        return "; ".join(told)
+            parts.append(f"service tokens for it alone: {self.service_tokens}")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +113,19 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
     The grant is for the platform. Repeatable, also after an interruption. The merchant row stays with its history and
     never becomes active again.
     """
-    told = clean_text(why, 300)
-    _shut(grant, merchant, told)
+    reason = clean_text(why, 300)
+    _mark_offboarded(grant, merchant, reason)
     ended = MerchantAssets(
         {Environment(account.environment): _end_account(grant, account) for account in _accounts(merchant)},
         service_tokens=_end_each(_service_tokens(merchant, grant.at), lambda token: _revoke_token(grant, token)),
     )
-    left = count_belongings(merchant, grant.at)
+    left = count_assets(merchant, grant.at)
     with recorded(
         grant,
         P.MERCHANTS_OFFBOARD,
         "merchant.offboarded",
         merchant_id=merchant.merchant_id,
-        why=told,
+        why=reason,
         ended=ended.as_json(),
         left=left.as_json(),
     ):
@@ -133,7 +133,7 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
     return Offboarding(merchant.merchant_id, ended, left)
 
 
-def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
+def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
     """Count what offboarding would end, or has left."""
     return MerchantAssets(
         {
@@ -235,7 +235,7 @@ def _service_tokens(merchant: Merchant, now: datetime) -> QuerySet[ServiceToken]
 # --- and how it ends ----------------------------------------------------------------------------------------
 
 
-def _shut(grant: Grant, merchant: Merchant, why: str) -> None:
+def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
     """Mark the merchant as offboarded. From this commit on its requests are denied and it can be given nothing."""
     with transaction.atomic():
         # A writer that gives an account something locks its row: it finishes first, or sees the new status.
@@ -253,7 +253,7 @@ def _end_account(grant: Grant, account: Account) -> StoredAssets:
     return StoredAssets(
         keys=_end_each(_keys(account), lambda key: revoke_key(own, key, RevocationReason.CESSATION_OF_OPERATION)),
         customer_tokens=_revoke_customer_tokens(own, account),
-        issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _WHY)),
+        issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _REASON)),
         webhook_endpoints=_end_each(_endpoints(account), lambda endpoint: _disable(own, endpoint)),
         connections=_end_each(list_connections(account), lambda connection: remove_connection(own, connection)),
     )
@@ -284,7 +284,7 @@ def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
             if not batch:
                 return ended
             with recorded(
-                grant, P.MERCHANTS_OFFBOARD, "customer_token.revoked", account=account, count=len(batch), why=_WHY
+                grant, P.MERCHANTS_OFFBOARD, "customer_token.revoked", account=account, count=len(batch), why=_REASON
             ):
                 for token in batch:
                     token.compare_and_swap(revoked_at=grant.at)
@@ -295,11 +295,11 @@ def _disable(grant: Grant, endpoint: WebhookEndpoint) -> None:
     """Disable the endpoint for new notices. Earlier ones are still sent, so that the merchant learns what ended."""
     account = endpoint.account
     with recorded(
-        grant, P.MERCHANTS_OFFBOARD, "webhook_endpoint.disabled", account=account, host=host_of(endpoint), why=_WHY
+        grant, P.MERCHANTS_OFFBOARD, "webhook_endpoint.disabled", account=account, host=host_of(endpoint), why=_REASON
     ):
-        endpoint.compare_and_swap(disabled_at=grant.at, disabled_why=_WHY)
+        endpoint.compare_and_swap(disabled_at=grant.at, disabled_why=_REASON)
 
 
 def _revoke_token(grant: Grant, token: ServiceToken) -> None:
-    with recorded(grant, P.MERCHANTS_OFFBOARD, "service_token.revoked", token_id=token.token_id, why=_WHY):
+    with recorded(grant, P.MERCHANTS_OFFBOARD, "service_token.revoked", token_id=token.token_id, why=_REASON):
         token.compare_and_swap(revoked_at=grant.at)

@@ -260,7 +260,7 @@ def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch:
     assert len(forgotten) == 1
 
 
-STEPS = ["expire_due", "burn_due", "destroy_due", "forget_due"]
+STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]
 
 
 @pytest.mark.parametrize("broken", STEPS)

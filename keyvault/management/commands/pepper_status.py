@@ -65,7 +65,8 @@ class Command(JsonCommand):
             lines.append(f"{each['pepper_set']} {each['number']}  in the secret backend, unknown to the database")
             lines.append(f"  WRONG: {each['fault']}" if each["fault"] else "  rotate_pepper goes on with it")
         lines += [
-            f"rotate or revoke, or wait for its use: {DormantKey(**key).words()}" for key in answer.get("dormant", ())
+            f"rotate or revoke, or wait for its use: {DormantKey(**key).format_line()}"
+            for key in answer.get("dormant", ())
         ]
         return "\n".join(lines)
 

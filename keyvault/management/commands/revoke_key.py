@@ -11,7 +11,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.management.json_command import JsonCommand
-from keyvault.services.change_feed.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
+from keyvault.services.change_feed.receipts import MAX_WAIT_SECONDS, describe_receipt, wait_for_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
@@ -26,7 +26,7 @@ class Command(JsonCommand):
             "--wait",
             type=_seconds,
             metavar="SECONDS",
-            help=f"then wait until every verifier has confirmed it, for at most so long and {LONGEST_WAIT_SECONDS} s",
+            help=f"then wait until every verifier has confirmed it, for at most so long and {MAX_WAIT_SECONDS} s",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _NEVER = float("-inf")
 
 _CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
 _GONE_KEPT_FOR = timedelta(days=7)
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Follower:
     _reported_at: float | None = None
     _confirmed_at: float | None = None
     _is_lost: bool = False
-    _is_out: bool = False
+    _is_failing: bool = False
     _turn_began_at: float = float("inf")
     _polling: threading.Lock = field(default_factory=threading.Lock)
     _starting: threading.Lock = field(default_factory=threading.Lock)
@@ -139,7 +139,7 @@ class Follower:
         except FeedWentBackError:
             self._is_lost = True
             self.lose()
-            self._distrust()
+            self._withdraw_confirmation()
             raise
         if new is None or new:
             self.apply(new)
@@ -175,7 +175,7 @@ class Follower:
     def _write_report(self) -> None:
         reporter, confirmed = usage_log.reporter_id, self._position.confirmed
         if connection.vendor == "postgresql":
-            self._write_report_at_once(reporter, confirmed)
+            self._write_report_postgresql(reporter, confirmed)
             return
         with transaction.atomic():
             known = Verifier.objects.filter(pk=reporter).update(
@@ -194,13 +194,13 @@ class Follower:
                 # The row may exist if an earlier reply was lost.
                 Confirmation.objects.get_or_create(verifier_id=reporter, sequence=confirmed, defaults={"at": Now()})
 
-    def _write_report_at_once(self, reporter: str, confirmed: int) -> None:
+    def _write_report_postgresql(self, reporter: str, confirmed: int) -> None:
         """Report in one round trip and one transaction, because receipts and verdicts wait for it.
 
         The commit is synchronous as usual: if a crash lost the report, receipts would not wait for this process while
         it still answers from memory.
         """
-        statements = [_PATIENCE, _REPORT, _CONFIRM] if self._has_moved else [_PATIENCE, _REPORT]
+        statements = [_LOCK_TIMEOUT, _REPORT, _CONFIRM] if self._has_moved else [_LOCK_TIMEOUT, _REPORT]
         values = {
             "reporter": sql.Literal(reporter),
             "door": sql.Literal(self.door),
@@ -219,9 +219,9 @@ class Follower:
                 self._try_poll()
                 close_old_connections()
                 wake_up.wait()
-            self._distrust()
+            self._withdraw_confirmation()
             if not self._is_lost:
-                self._say_farewell()
+                self._deregister()
         finally:
             self._turn_began_at = float("inf")
             wake_up.close()
@@ -242,13 +242,13 @@ class Follower:
         self._turn_began_at = time.monotonic()
         threading.Thread(target=watch, name="feed-watch", daemon=True).start()
 
-    def _say_farewell(self) -> None:
+    def _deregister(self) -> None:
         try:
             Verifier.objects.filter(pk=usage_log.reporter_id).update(stopped_at=Now())
         except DatabaseError as error:
             _log.warning("no farewell: receipts wait for this process until it counts as expired", extra={"why": error})
 
-    def _distrust(self) -> None:
+    def _withdraw_confirmation(self) -> None:
         """Withdraw the confirmation, before receipts stop waiting for this process."""
         self._confirmed_at = self._reported_at = None
         self.confirm(_NEVER, 0.0)
@@ -263,16 +263,16 @@ class Follower:
                 extra={"why": error},
             )
         except Exception as error:  # noqa: BLE001  the thread must survive; the next poll may succeed
-            if not self._is_out:
+            if not self._is_failing:
                 _log.error("the change feed cannot be followed", exc_info=error)
-            self._is_out = True
+            self._is_failing = True
         else:
-            if self._is_out:
+            if self._is_failing:
                 _log.warning("the change feed is followed again")
-            self._is_out = False
+            self._is_failing = False
 
 
-_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+_LOCK_TIMEOUT: Final = "SET LOCAL lock_timeout = '200ms'"
 _REPORT: Final = """
     INSERT INTO keyvault_verifier
         (verifier_id, door, started_at, confirmed_sequence, seen_at, staleness_ms, stopped_at)
@@ -296,7 +296,7 @@ class _WakeUp:
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self.connection: psycopg.Connection[Any] | None = None
-        self._is_out = False
+        self._is_failing = False
 
     def wait(self) -> None:
         if connection.vendor != "postgresql":
@@ -309,13 +309,13 @@ class _WakeUp:
             else:
                 wait_for_notice(self.connection.pgconn, POLL_SECONDS)
         except psycopg.Error as error:
-            if not self._is_out:
+            if not self._is_failing:
                 _log.warning("changes are not told, only found by polling", extra={"why": error})
-            self._is_out = True
+            self._is_failing = True
             self.close()
             self._stop.wait(POLL_SECONDS)
         else:
-            self._is_out = False
+            self._is_failing = False
 
     def close(self) -> None:
         if self.connection is not None:
@@ -359,5 +359,5 @@ def is_feed_followed() -> bool | None:
 def forget_old(now: datetime) -> None:
     """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
     old = Confirmation.objects.filter(at__lt=now - _CONFIRMATIONS_KEPT_FOR).order_by("at")
-    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MOST_FORGOTTEN])).delete()
+    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MAX_DELETED])).delete()
     Verifier.objects.filter(seen_at__lt=now - _GONE_KEPT_FOR).delete()

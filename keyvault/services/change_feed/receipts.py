@@ -34,19 +34,19 @@ from keyvault.models.recording import Subject
 
 _log = logging.getLogger(__name__)
 
-LONGEST_WAIT_SECONDS = 10
-MOST_WAITERS = 2
+MAX_WAIT_SECONDS = 10
+MAX_WAITERS = 2
 """Maximum concurrent waits of one process. Each holds a thread that verdicts need."""
 
 LARGEST_SEQUENCE = 2**63 - 1
 
-_HEARD_OF_WITHIN = timedelta(hours=1)
+_LISTED_WITHIN = timedelta(hours=1)
 """Maximum silence before a change, after which an unconfirmed verifier is not listed."""
 
-_FIRST_LOOK_SECONDS = 0.002
+_FIRST_POLL_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 
-_waiters = threading.BoundedSemaphore(MOST_WAITERS)
+_waiters = threading.BoundedSemaphore(MAX_WAITERS)
 
 
 class VerifierProgress(StrEnum):
@@ -105,8 +105,8 @@ def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
     Call it outside a transaction. The wait is at most MAX_WAIT_SECONDS, and 0 while MAX_WAITERS others wait. A database
     failure returns an incomplete receipt and undoes nothing.
     """
-    with _place_to_wait() as has_place:
-        allowed = min(seconds, LONGEST_WAIT_SECONDS) if has_place else 0
+    with _waiter_slot() as has_slot:
+        allowed = min(seconds, MAX_WAIT_SECONDS) if has_slot else 0
         try:
             return _wait(sequence, allowed), allowed
         except DatabaseError:
@@ -156,20 +156,20 @@ def describe_receipt(receipt: Receipt) -> dict[str, Any]:
 
 
 @contextmanager
-def _place_to_wait() -> Iterator[bool]:
-    has_place = _waiters.acquire(blocking=False)
+def _waiter_slot() -> Iterator[bool]:
+    has_slot = _waiters.acquire(blocking=False)
     try:
-        yield has_place
+        yield has_slot
     finally:
-        if has_place:
+        if has_slot:
             _waiters.release()
 
 
 def _wait(sequence: int, seconds: float) -> Receipt:
     until = monotonic() + seconds
-    pause = _FIRST_LOOK_SECONDS
-    while not (receipt := _receipt(sequence)).is_complete and (left := until - monotonic()) > 0:
-        sleep(min(pause, left))
+    pause = _FIRST_POLL_SECONDS
+    while not (receipt := _receipt(sequence)).is_complete and (remaining := until - monotonic()) > 0:
+        sleep(min(pause, remaining))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return receipt
 
@@ -181,7 +181,7 @@ def _receipt(sequence: int) -> Receipt:
     standings = []
     for row in rows.order_by("started_at", "verifier_id"):
         standing = _standing(row, sequence, row.now)
-        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_heard_of(row, change)):
+        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_active(row, change)):
             standings.append(
                 VerifierStanding(
                     row.verifier_id, row.door, standing, row.first_confirmed_at, row.started_at, row.seen_at
@@ -209,5 +209,5 @@ def _standing(row: Verifier, sequence: int, now: datetime) -> VerifierProgress |
     )
 
 
-def _was_heard_of(row: Verifier, change: Change | None) -> bool:
-    return change is None or row.seen_at >= change.at - _HEARD_OF_WITHIN
+def _was_active(row: Verifier, change: Change | None) -> bool:
+    return change is None or row.seen_at >= change.at - _LISTED_WITHIN

@@ -32,7 +32,7 @@ class Handover:
     sealed: Sealed | None
 
 
-def is_asked_by(request: IssuanceRequest, principal: Principal) -> bool:
+def is_requested_by(request: IssuanceRequest, principal: Principal) -> bool:
     """Whether the principal is the requesting token, or a token of the same rotation lineage."""
     token = request.requested_via
     return isinstance(principal, Service) and token is not None and token.lineage == principal.lineage
@@ -45,7 +45,7 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
     environment. Raises StateConflictError if there is nothing to collect, or nothing that may be sent unsealed. Raises
     BackendUnavailableError.
     """
-    if not is_asked_by(request, grant.principal):
+    if not is_requested_by(request, grant.principal):
         raise NotFoundError(internal=f"{grant.principal.actor} did not ask for {request.request_id}")
     environment = Environment(request.account.environment)
     require_served(environment)
@@ -97,7 +97,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
         yield
 
 
-def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
+def discard_uncollected(grant: Grant, request: IssuanceRequest) -> None:
     """Discard a key that was not collected before its deadline.
 
     Nobody has been given that key. The merchant was notified of its issue and is therefore notified of its revocation.

@@ -50,7 +50,7 @@ from keyvault.services.secrets.stored_copies import (
 )
 from keyvault.services.work.leases import Lease, hold
 
-_AT_ONCE = 100
+_LIST_LIMIT = 100
 """Maximum rows that one listing returns."""
 
 
@@ -109,7 +109,7 @@ def request_issuance(
         P.ISSUANCE_REQUEST,
         "issuance.requested",
         account=account,
-        **_about(request),
+        **_audit_details(request),
         plan_digest=request.plan_digest,
         kind=kind,
         label=label,
@@ -142,7 +142,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
         P.ISSUANCE_APPROVE,
         "issuance.approved",
         account=request.account,
-        **_about(request),
+        **_audit_details(request),
         plan_digest=plan_digest,
     ):
         locked(request)
@@ -166,8 +166,8 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
 
 
 def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    told = clean_text(why, 300)
-    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=told)
+    reason = clean_text(why, 300)
+    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=reason)
 
 
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
@@ -222,7 +222,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
         P.ISSUANCE_EXECUTE,
         "issuance.issued",
         account=request.account,
-        **_about(request),
+        **_audit_details(request),
         key_id=key.key_id,
         credential_id=key.credential_id,
     ):
@@ -243,14 +243,16 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     return key
 
 
-def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
+def discard_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
     """Discard the staged key of a withdrawn request, and its string if that was stored."""
     if request.state != IssuanceState.WITHDRAWN or request.credential is None:
         return
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     stored = find_stored(request.credential)
     for key in request.credential.keys.filter(state=KeyState.PRE_ACTIVATION):
-        with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.abandoned", account=request.account, **_about(request)):
+        with recorded(
+            grant, P.ISSUANCE_EXECUTE, "issuance.abandoned", account=request.account, **_audit_details(request)
+        ):
             hold(lease)
             if stored is not None and stored.labels.get("key_id") == key.key_id:
                 note_stored(grant, key, stored.version)
@@ -286,7 +288,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
 def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
     """Describe a request for the service plane, without secret material."""
     described: dict[str, JsonValue] = {
-        **_about(request),
+        **_audit_details(request),
         "state": request.state,
         "merchant_id": request.account.merchant_id,
         "environment": request.account.environment,
@@ -305,17 +307,17 @@ def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
 
 
 def list_approved() -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_AT_ONCE])
+    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_LIST_LIMIT])
 
 
 def list_overdue(now: datetime) -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_AT_ONCE])
+    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_LIST_LIMIT])
 
 
 def list_uncollected(now: datetime) -> list[IssuanceRequest]:
     """Return requests whose keys are to be discarded (`is_uncollected`): unused keys and dead ones."""
     unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
-    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_AT_ONCE])
+    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_LIST_LIMIT])
 
 
 def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
@@ -329,13 +331,13 @@ def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = No
         issued_at, request_id = after
         later = Q(issued_at__gt=issued_at) | Q(request_id__gt=request_id)
         used = used.filter(later, issued_at__gte=issued_at)
-    return list(used.order_by("issued_at", "request_id")[:_AT_ONCE])
+    return list(used.order_by("issued_at", "request_id")[:_LIST_LIMIT])
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
     """Return withdrawn requests that still have a staged key."""
     withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
-    return list(withdrawn.distinct()[:_AT_ONCE])
+    return list(withdrawn.distinct()[:_LIST_LIMIT])
 
 
 def get_request(request_id: str) -> IssuanceRequest | None:
@@ -360,7 +362,7 @@ def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
 
 
 def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, Plaintext]:
-    with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.staged", account=request.account, **_about(request)):
+    with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.staged", account=request.account, **_audit_details(request)):
         hold(lease)
         credential = request.credential
         if credential is None:
@@ -387,7 +389,9 @@ def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key |
         if stored is not None and stored.labels.get("key_id") == key.key_id:
             adopted = key
         else:
-            with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_about(request)):
+            with recorded(
+                grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_audit_details(request)
+            ):
                 hold(lease)
                 discard_key(grant, key)
     return adopted
@@ -403,7 +407,7 @@ def _close(
 ) -> IssuanceRequest:
     if not can_transition_issuance(IssuanceState(request.state), state):
         raise StateConflictError(f"The request is {request.state}; it cannot be {state} any more.")
-    with recorded(grant, permission, event, account=request.account, **_about(request), **details):
+    with recorded(grant, permission, event, account=request.account, **_audit_details(request), **details):
         request.compare_and_swap(state=state, decided_at=grant.at)
     return request
 
@@ -448,5 +452,5 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
         yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
 
 
-def _about(request: IssuanceRequest) -> dict[str, JsonValue]:
+def _audit_details(request: IssuanceRequest) -> dict[str, JsonValue]:
     return {"request_id": request.request_id}

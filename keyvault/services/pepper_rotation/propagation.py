@@ -38,13 +38,13 @@ def list_lagging(row: PepperVersion) -> list[str]:
     ]
 
 
-def is_everywhere(row: PepperVersion, now: datetime) -> bool:
+def is_loaded_everywhere(row: PepperVersion, now: datetime) -> bool:
     """Whether the version may make digests: every process could judge them."""
     return row.is_staged and now >= row.created_at + PROPAGATION and not list_lagging(row)
 
 
 def begin_hashing(grant: Grant, row: PepperVersion) -> None:
-    """Make new digests with this version from now on; keys move to it when used. Requires `is_everywhere`.
+    """Make new digests with this version from now on; keys move to it when used. Requires `is_loaded_everywhere`.
 
     Raises StateConflictError if another writer came first.
     """

@@ -35,7 +35,7 @@ from keyvault.services.webhooks.endpoints import sealed_versions
 KEPT_AFTER_RETIREMENT: Final = timedelta(days=30)
 """Retention of a retired version's material. A database restored from before the retirement needs it again."""
 
-MOST_APART: Final = 90
+MAX_VERSION_SPAN: Final = 90
 """Maximum span from the oldest version in use to the newest. Vault erases the oldest beyond 100 (`max_versions`)."""
 
 
@@ -54,8 +54,8 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
         raise IntegrityError("The service was not set up.", internal=f"no {pepper_set} pepper; run manage.py setup")
     newest, oldest = rows[-1], next(row for row in rows if row.retired_at is None)
     if newest.is_staged:
-        raise StateConflictError(f"Version {newest.number} is on its way to every process. {_waits_for(newest)}")
-    if newest.number - oldest.number >= MOST_APART:
+        raise StateConflictError(f"Version {newest.number} is on its way to every process. {_describe_lagging(newest)}")
+    if newest.number - oldest.number >= MAX_VERSION_SPAN:
         raise StateConflictError(f"Version {oldest.number} is in use still: retire the old ones first.")
     number = _adopt(pepper_set, newest.number) or _make(pepper_set, newest.number)
     check_value = Peppers(pepper_set, {number: read_pepper(pepper_set, number)}).check_value(number)
@@ -72,7 +72,7 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
     return row
 
 
-def _waits_for(row: PepperVersion) -> str:
+def _describe_lagging(row: PepperVersion) -> str:
     lagging = ", ".join(list_lagging(row))
     return (
         f"Not loaded yet by: {lagging}. Can they reach the secret backend?"
@@ -127,7 +127,7 @@ class PepperUsage:
     webhook_endpoints: Sequence[int]
     sealed_answers: int
 
-    def words(self) -> str:
+    def format_counts(self) -> str:
         """Format the counts, such as "2 keys, 1 service tokens"; empty if nothing depends on it."""
         counts = {
             "keys": self.keys.count(),
@@ -143,7 +143,7 @@ class PepperInUseError(StateConflictError):
     """Something living still depends on the version."""
 
 
-def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
+def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
     environment = _environment(pepper_set)
     living = Key.objects.filter(pepper_version=number).exclude(state__in=DEAD_STATES)
     good = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
@@ -171,7 +171,7 @@ def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVer
     _require_succeeded(row, grant.at)
     try:
         with recorded(grant, Permission.PEPPERS_WRITE, "pepper.retired", pepper_set=pepper_set, number=number):
-            _hold_off_writers()
+            _block_writers()
             _require_unused(row, grant.at)
             row.compare_and_swap(retired_at=grant.at)
     except OperationalError as error:
@@ -230,7 +230,7 @@ def _require_succeeded(row: PepperVersion, now: datetime) -> None:
     successor = next((each for each in newer if not each.is_staged), None)
     if successor is None:
         raise StateConflictError(
-            f"It makes the digests still: version {newer[0].number} is on its way. {_waits_for(newer[0])}"
+            f"It makes the digests still: version {newer[0].number} is on its way. {_describe_lagging(newer[0])}"
         )
     settled_at = successor.hashes_from_at + PROPAGATION
     if now < settled_at:
@@ -238,16 +238,16 @@ def _require_succeeded(row: PepperVersion, now: datetime) -> None:
 
 
 def _require_unused(row: PepperVersion, now: datetime) -> None:
-    leaning = find_leaning(PepperSet(row.pepper_set), row.number, now).words()
-    if leaning:
+    usage = find_pepper_usage(PepperSet(row.pepper_set), row.number, now).format_counts()
+    if usage:
         raise PepperInUseError(
-            f"It is in use: {leaning}. A key moves to the newest pepper when it is used; rotate or revoke those that "
+            f"It is in use: {usage}. A key moves to the newest pepper when it is used; rotate or revoke those that "
             f"are not used (pepper_status --list). Sealed webhook secrets are moved by the worker, customer access "
             "tokens and sealed answers end by themselves."
         )
 
 
-def _hold_off_writers() -> None:
+def _block_writers() -> None:
     """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
     The timeout is shorter than PostgreSQL's deadlock check, so this transaction gives way. SQLite has one writer at a

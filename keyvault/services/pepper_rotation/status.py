@@ -12,7 +12,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import DEAD_STATES
 from keyvault.models import Key, PepperVersion, ServiceToken
 from keyvault.services.pepper_rotation.propagation import list_lagging
-from keyvault.services.pepper_rotation.rotation import destroyable_from, find_leaning
+from keyvault.services.pepper_rotation.rotation import destroyable_from, find_pepper_usage
 from keyvault.services.peppers.ring import list_served_sets, load_peppers, read_checked, require_own_pepper
 from keyvault.services.secrets.backend import secret_backend
 
@@ -70,7 +70,7 @@ class DormantKey:
     credential_id: str
     last_used_at: datetime | None
 
-    def words(self) -> str:
+    def format_line(self) -> str:
         used = "never used" if self.last_used_at is None else f"last used {self.last_used_at:%Y-%m-%d %H:%M} UTC"
         return f"key {self.key_id} of {self.merchant_id}, credential {self.credential_id}, {used}"
 
@@ -111,7 +111,7 @@ def describe_version(row: PepperVersion, now: datetime) -> PepperState:
 
 def list_dormant_keys(pepper_set: PepperSet, number: int, now: datetime, dormant_days: int) -> Iterator[DormantKey]:
     """Yield the keys that must be rotated or revoked before the version can be retired."""
-    rows = _dormant(find_leaning(pepper_set, number, now).keys, now, dormant_days)
+    rows = _dormant(find_pepper_usage(pepper_set, number, now).keys, now, dormant_days)
     for key in rows.select_related("credential__account", "use").iterator():
         use = getattr(key, "use", None)
         yield DormantKey(
@@ -134,7 +134,7 @@ def _describe(
     row: PepperVersion, stored: Mapping[int, VersionState] | None, now: datetime, dormant_days: int
 ) -> PepperState:
     pepper_set = PepperSet(row.pepper_set)
-    leaning = find_leaning(pepper_set, row.number, now)
+    usage = find_pepper_usage(pepper_set, row.number, now)
     is_loaded, is_hashing, fault = _check(row)
     is_stored = None if stored is None else stored.get(row.number) is VersionState.LIVE
     if row.destroyed_at is not None and is_stored:
@@ -149,10 +149,10 @@ def _describe(
         hashes_from_at=row.hashes_from_at,
         is_hashing=is_hashing,
         lagging=list_lagging(row) if row.is_staged and row.retired_at is None else [],
-        living=leaning.keys.count() + leaning.service_tokens.count(),
-        dormant=_dormant(leaning.keys, now, dormant_days).count(),
+        living=usage.keys.count() + usage.service_tokens.count(),
+        dormant=_dormant(usage.keys, now, dormant_days).count(),
         dead=_count_dead(pepper_set, row.number, now),
-        leaning=leaning.words(),
+        leaning=usage.format_counts(),
         is_loaded=is_loaded,
         stored=is_stored,
         retired_at=row.retired_at,

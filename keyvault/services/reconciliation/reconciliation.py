@@ -60,7 +60,7 @@ def reconcile_due() -> None:
         if lease is None:
             continue
         try:
-            report = reconcile(environment, keep=partial(_renew, lease))
+            report = reconcile(environment, renew=partial(_renew, lease))
         except KeyvaultError as error:
             leases.postpone(lease, now, error.internal or error.detail)
             _log.warning("reconciling was put off", extra={"environment": environment, "why": error.internal})
@@ -85,17 +85,17 @@ def reconcile(
     *,
     is_dry_run: bool = False,
     principal: System = WORKER,
-    keep: Callable[[], None] = lambda: None,
+    renew: Callable[[], None] = lambda: None,
 ) -> ReconciliationReport:
-    """Reconcile one environment. `keep` is called repeatedly, and may raise to end the run.
+    """Reconcile one environment. `renew` is called repeatedly, and may raise to end the run.
 
     Errors are isolated per path and counted. A backend that is away or denies access ends the run, and the report is
     then not complete.
     """
-    run = _Run(environment, is_dry_run, principal, keep)
+    run = _ReconciliationRun(environment, is_dry_run, principal, renew)
     try:
-        run.look_at_backend()
-        run.look_at_rows()
+        run.check_backend()
+        run.check_rows()
         run.report.is_complete = True
     except DependencyUnavailableError as error:
         _log.warning("reconciling ended early", extra={"environment": environment, "why": error.internal})
@@ -110,31 +110,33 @@ def reconcile(
     return run.report
 
 
-class _Run(ReconciliationNotice):
+class _ReconciliationRun(ReconciliationNotice):
     """One run over one environment."""
 
-    def __init__(self, environment: Environment, is_dry_run: bool, principal: System, keep: Callable[[], None]) -> None:
+    def __init__(
+        self, environment: Environment, is_dry_run: bool, principal: System, renew: Callable[[], None]
+    ) -> None:
         super().__init__(environment, is_dry_run, principal)
-        self.mount, self.keep = MOUNT[environment], keep
+        self.mount, self.renew = MOUNT[environment], renew
         self._unanswered = 0
 
     # --- from the backend to the rows -----------------------------------------------------------------------
 
-    def look_at_backend(self) -> None:
+    def check_backend(self) -> None:
         for path in secret_backend().list_paths(self.mount):
-            self.keep()
+            self.renew()
             self.report.paths += 1
-            with self._one_by_one(path):
-                self._look_at_path(path)
+            with self._isolated(path):
+                self._check_path(path)
 
-    def _look_at_path(self, path: str) -> None:
+    def _check_path(self, path: str) -> None:
         if (credential := self._find_credential(path)) is not None:
             for version in self._versions(path):
-                self._look_at_version(credential, version)
+                self._check_version(credential, version)
             if offboarding.may_be_forgotten(credential):
                 self._forget(credential)
         elif (connection := provider_connections.find_by_path(self.environment, path)) is not None:
-            self._look_at_connection(connection)
+            self._check_connection(connection)
         else:
             self.report_unattributed(path, None, "no credential or connection of ours has this path")
 
@@ -154,7 +156,7 @@ class _Run(ReconciliationNotice):
         except BackendInvalidError:
             return {}
 
-    def _look_at_version(self, credential: Credential, version: StoredVersion) -> None:
+    def _check_version(self, credential: Credential, version: StoredVersion) -> None:
         path, number = credential.backend_path, version.version
         if version.state is VersionState.DELETED:
             if not credential.keys.filter(backend_version=number).exists():
@@ -196,16 +198,16 @@ class _Run(ReconciliationNotice):
 
         if self._with_copy(key, destroy):
             self.report.destroyed += 1
-            self.report.tell("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
+            self.report.add_finding("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
 
-    def _look_at_connection(self, connection: ProviderConnection) -> None:
+    def _check_connection(self, connection: ProviderConnection) -> None:
         """Settle or forget a connection's path, but only if every version is this connection's. Otherwise report it."""
         path, own = connection.backend_path, provider_connections.connection_id(connection)
         found = list(self._versions(path))
-        strange = [each.version for each in found if not self._is_of(own, path, each)]
-        for number in strange:
+        unattributed = [each.version for each in found if not self._is_of(own, path, each)]
+        for number in unattributed:
             self.report_unattributed(path, number, "it was not written for this connection, or is deleted")
-        if strange or self.report.is_dry_run:
+        if unattributed or self.report.is_dry_run:
             return
         grant = self.grant(connection.account)
         if connection.removed_at is None:
@@ -215,7 +217,7 @@ class _Run(ReconciliationNotice):
             # Repeated even if it was forgotten before: a write may have arrived late.
             provider_connections.forget_connection(grant, connection)
             self.report.forgotten += 1
-            self.report.tell("forgotten", path, None)
+            self.report.add_finding("forgotten", path, None)
 
     def _is_of(self, connection_id: str, path: str, version: StoredVersion) -> bool:
         """Whether a version was written for the connection. The service never soft-deletes one."""
@@ -227,11 +229,11 @@ class _Run(ReconciliationNotice):
     def _forget(self, credential: Credential) -> None:
         if self.report.is_dry_run or offboarding.forget_path(self.grant(credential.account), credential):
             self.report.forgotten += 1
-            self.report.tell("forgotten", credential.backend_path, None)
+            self.report.add_finding("forgotten", credential.backend_path, None)
 
     # --- from the rows to the backend -----------------------------------------------------------------------
 
-    def look_at_rows(self) -> None:
+    def check_rows(self) -> None:
         """Check that the copies of living keys exist, in order of key id."""
         last = ""
         rows = Key.objects.select_related("credential__account__merchant").filter(
@@ -239,14 +241,14 @@ class _Run(ReconciliationNotice):
         )
         while batch := list(rows.filter(key_id__gt=last).order_by("key_id")[:_BATCH]):
             for key in batch:
-                self.keep()
-                with self._one_by_one(key.credential.backend_path):
-                    self._look_at_row(key)
+                self.renew()
+                with self._isolated(key.credential.backend_path):
+                    self._check_row(key)
             last = batch[-1].key_id
 
-        self._look_at_connections()
+        self._check_connections()
 
-    def _look_at_connections(self) -> None:
+    def _check_connections(self) -> None:
         """Check that the credentials of provider connections exist."""
         rows = ProviderConnection.objects.select_related("account__merchant").filter(
             account__environment=self.environment, removed_at=None, settle_due_at=None, backend_version__isnull=False
@@ -254,13 +256,13 @@ class _Run(ReconciliationNotice):
         last = 0
         while batch := list(rows.filter(pk__gt=last).order_by("pk")[:_BATCH]):
             for row in batch:
-                self.keep()
-                with self._one_by_one(row.backend_path):
+                self.renew()
+                with self._isolated(row.backend_path):
                     if self._state_of(row.backend_path, row.backend_version) is not VersionState.LIVE:
                         self.report_missing_connection(row)
             last = batch[-1].pk
 
-    def _look_at_row(self, key: Key) -> None:
+    def _check_row(self, key: Key) -> None:
         state = self._state_of(key.credential.backend_path, key.backend_version)
         if state is (VersionState.LIVE if key.material == Material.HELD else VersionState.DELETED):
             return
@@ -268,9 +270,9 @@ class _Run(ReconciliationNotice):
         if fresh is None or fresh.version != key.version:
             self.report.left += 1  # another worker changed it meanwhile
         elif state is VersionState.DELETED:
-            self._put_right(key, Material.RESTORE_DUE)
+            self._correct(key, Material.RESTORE_DUE)
         elif state is VersionState.LIVE:
-            self._put_right(key, Material.DELETE_DUE)
+            self._correct(key, Material.DELETE_DUE)
         else:
             self.report_missing(key)
 
@@ -278,7 +280,7 @@ class _Run(ReconciliationNotice):
         found = secret_backend().versions(self.mount, path)
         return next((each.state for each in found if each.version == number), None)
 
-    def _put_right(self, key: Key, material: Material) -> None:
+    def _correct(self, key: Key, material: Material) -> None:
         """Correct a copy's visibility. A call that a newer one overtook arrived late."""
 
         def settle(grant: Grant, fresh: Key, lease: Lease) -> None:
@@ -289,7 +291,7 @@ class _Run(ReconciliationNotice):
 
         if self._with_copy(key, settle):
             self.report.put_right += 1
-            self.report.tell(material.value, key.credential.backend_path, key.backend_version, key_id=key.key_id)
+            self.report.add_finding(material.value, key.credential.backend_path, key.backend_version, key_id=key.key_id)
 
     # --- whose it is ----------------------------------------------------------------------------------------
 
@@ -300,8 +302,8 @@ class _Run(ReconciliationNotice):
 
     # --- doing ----------------------------------------------------------------------------------------------
 
-    def _with_copy(self, key: Key, act: Callable[[Grant, Key, Lease], None]) -> bool:
-        """Run `act` under the copy's lease, on the key's current row. False: another worker has it."""
+    def _with_copy(self, key: Key, change: Callable[[Grant, Key, Lease], None]) -> bool:
+        """Run `change` under the copy's lease, on the key's current row. False: another worker has it."""
         if self.report.is_dry_run:
             return True
         lease = leases.claim(copy_subject(key), datetime.now(UTC), now_or_never=True)
@@ -310,7 +312,7 @@ class _Run(ReconciliationNotice):
             self.report.left += 1
             return False
         try:
-            act(self.grant(key.credential.account), fresh, lease)
+            change(self.grant(key.credential.account), fresh, lease)
         finally:
             leases.release(lease)
         return True
@@ -331,7 +333,7 @@ class _Run(ReconciliationNotice):
             key.compare_and_swap(material=material, backend_version=number)
 
     @contextmanager
-    def _one_by_one(self, path: str) -> Iterator[None]:
+    def _isolated(self, path: str) -> Iterator[None]:
         """Isolate errors per path: count them, and end the run after _FAILURES unanswered ones."""
         try:
             yield
@@ -342,7 +344,7 @@ class _Run(ReconciliationNotice):
         except KeyvaultError as error:
             self.report.failed += 1
             self._unanswered += isinstance(error, DependencyUnavailableError)
-            self.report.tell("failed", path, None, why=error.internal or error.detail)
+            self.report.add_finding("failed", path, None, why=error.internal or error.detail)
             if self._unanswered >= _FAILURES:
                 raise
         else:

@@ -21,7 +21,7 @@ from keyvault.services.secrets.stored_copies import announce_missing, report_ref
 
 _log = logging.getLogger(__name__)
 
-MOST_TOLD = 1000
+MAX_LISTED_FINDINGS = 1000
 """Maximum findings listed in a report. All are counted and logged."""
 
 
@@ -53,7 +53,7 @@ class ReconciliationReport:
     def counts(self) -> dict[str, JsonValue]:
         return {name: value for name, value in self.as_json().items() if name != "findings"}
 
-    def tell(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
+    def add_finding(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
         """Add a finding to the list and the log. Secrets in an unattributed path are redacted."""
         finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
         _log.log(
@@ -61,7 +61,7 @@ class ReconciliationReport:
             "reconciling found something",
             extra={"finding": finding, "is_dry_run": self.is_dry_run},
         )
-        if len(self.findings) < MOST_TOLD:
+        if len(self.findings) < MAX_LISTED_FINDINGS:
             self.findings.append(finding)
 
 
@@ -78,7 +78,7 @@ class ReconciliationNotice:
         The reply and the log list it each time. The console shows it once, if an account is known.
         """
         self.report.strangers += 1
-        self.report.tell("stranger", path, number, why=why)
+        self.report.add_finding("stranger", path, number, why=why)
         account = self._find_account(path)
         if account is not None:
             self._announce(account, clean_text(path.rpartition("/")[2], 64) or "?", path, number, why)
@@ -86,8 +86,8 @@ class ReconciliationNotice:
     def _announce(self, account: Account, subject: str, path: str, number: int | None, why: str) -> None:
         """Announce a finding unless the same one was announced before."""
         payload: dict[str, JsonValue] = {"path": clean_text(path, 200), "backend_version": number, "why": why}
-        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
-        if self.report.is_dry_run or any(row.payload == payload for row in told):
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
+        if self.report.is_dry_run or any(row.payload == payload for row in announced):
             return
         grant = self.grant(account)
         with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
@@ -100,10 +100,12 @@ class ReconciliationNotice:
 
     def report_missing(self, key: Key) -> None:
         self.report.missing += 1
-        self.report.tell("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
+        self.report.add_finding("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
         account = key.credential.account
-        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
-        if self.report.is_dry_run or any(row.payload.get("backend_version") == key.backend_version for row in told):
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
+        if self.report.is_dry_run or any(
+            row.payload.get("backend_version") == key.backend_version for row in announced
+        ):
             return
         grant = self.grant(account)
         with recorded(grant, P.BACKEND_RECONCILE, "key.material_missing", account=account, key_id=key.key_id):
@@ -116,7 +118,7 @@ class ReconciliationNotice:
             return
         self.report.missing += 1
         why = "credentials of a connection that the service did not destroy are gone"
-        self.report.tell("missing", row.backend_path, row.backend_version, why=why)
+        self.report.add_finding("missing", row.backend_path, row.backend_version, why=why)
         self._announce(row.account, provider_connections.connection_id(row), row.backend_path, row.backend_version, why)
 
     def _find_account(self, path: str) -> Account | None:

@@ -41,8 +41,8 @@ from keyvault.services.revocations.replay import have_ended, read_counter
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 1000
-_NOTED_EVERY = 10_000
+_BATCH = 1000
+_PROGRESS_INTERVAL = 10_000
 """Changes checked between two progress lines, and the maximum that a restart checks again."""
 
 _SETTLED_AFTER = timedelta(seconds=60)
@@ -57,20 +57,20 @@ class LogBackfill:
     changes that were not checked yet.
     """
 
-    looked: int = 0
-    _noted: int = 0
+    position: int = 0
+    _noted_position: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
     _standing: StandingLines = field(default_factory=StandingLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def heal(self, now: datetime) -> int:
+    def run(self, now: datetime) -> int:
         """Run one bounded round. Return how many lines it appended. Raise an alarm if the journal is not writable."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
-            return self._heal(now)
+            return self._run(now)
         except OSError as error:
             _log.exception("the revocation journal cannot be mended")
             _raise_alarm(error, now)
@@ -78,24 +78,24 @@ class LogBackfill:
         finally:
             self._lock.release()
 
-    def _heal(self, now: datetime) -> int:
+    def _run(self, now: datetime) -> int:
         self._open()
         self._catch_up()
         self._settle(now)
         last = _last_settled()
-        if last < self.looked:
+        if last < self.position:
             # Either the database went back, or no verifier follows it and nothing is known to be settled.
             self._notice_return(read_counter())
-        if last <= self.looked:
+        if last <= self.position:
             return 0
-        changes = Change.objects.filter(sequence__gt=self.looked, sequence__lte=last, subject_kind__in=ENDING)
-        found = list(changes.order_by("sequence")[:_AT_ONCE])
-        upto = found[-1].sequence if len(found) == _AT_ONCE else last
-        missing = describe_ended(self._list_missing(found), upto, now)
-        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(upto)]
-        if missing or (looked and upto - self._noted >= _NOTED_EVERY):
+        changes = Change.objects.filter(sequence__gt=self.position, sequence__lte=last, subject_kind__in=ENDING)
+        found = list(changes.order_by("sequence")[:_BATCH])
+        end = found[-1].sequence if len(found) == _BATCH else last
+        missing = describe_ended(self._list_missing(found), end, now)
+        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(end)]
+        if missing or (looked and end - self._noted_position >= _PROGRESS_INTERVAL):
             append_lines([*missing, *looked], is_synced=bool(missing))
-        self._look(upto)
+        self._advance(end)
         return len(missing)
 
     def _settle(self, now: datetime) -> None:
@@ -115,9 +115,9 @@ class LogBackfill:
 
     def _notice_return(self, counter: int) -> None:
         """Detect a database that went back. Startup refuses one, but this process is already running."""
-        if counter < self.looked:
+        if counter < self.position:
             _log.error("the database went back; stop everything, and run: manage.py replay_revocations")
-            self.looked = counter
+            self.position = counter
 
     def _open(self) -> None:
         """Start over if the journal file was restored or replaced. Raises OSError if there is none."""
@@ -126,7 +126,7 @@ class LogBackfill:
         if size == 0:
             raise empty_error()
         if file != self._file or size < self._offset:
-            self.looked = self._noted = 0
+            self.position = self._noted_position = 0
             self._offset = find_last_look()
             self._standing, self._known, self._file = StandingLines(), {}, file
             self._catch_up()
@@ -137,14 +137,14 @@ class LogBackfill:
             self._offset = offset
             for stands in () if line is None else self._standing.add(line):
                 if isinstance(stands, Looked):
-                    self._noted = max(self._noted, stands.sequence)
-                    self._look(stands.sequence)
+                    self._noted_position = max(self._noted_position, stands.sequence)
+                    self._advance(stands.sequence)
                 else:
                     self._known[stands.kind, stands.id] = stands
 
-    def _look(self, sequence: int) -> None:
-        self.looked = max(self.looked, sequence)
-        self._known = {subject: line for subject, line in self._known.items() if line.sequence > self.looked}
+    def _advance(self, sequence: int) -> None:
+        self.position = max(self.position, sequence)
+        self._known = {subject: line for subject, line in self._known.items() if line.sequence > self.position}
 
     def _list_missing(self, found: Sequence[Change]) -> list[Subject]:
         missing: list[Subject] = []
@@ -161,12 +161,12 @@ class LogBackfill:
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
 
 
-_healer = LogBackfill()
+_backfill = LogBackfill()
 
 
 def backfill_log(now: datetime) -> int:
     """Run one round of this process's backfill. Return how many lines it appended."""
-    return _healer.heal(now)
+    return _backfill.run(now)
 
 
 def _last_settled() -> int:

@@ -198,14 +198,14 @@ def _end_key(grant: Grant, line: Ended) -> None:
     if key is None or (key.state in DEAD_STATES and not (is_compromise and key.state == KeyState.DEACTIVATED)):
         return
     reason = RevocationReason(line.reason or RevocationReason.UNSPECIFIED)
-    reapply_revocation(_own(grant, key.credential.account), key, reason, journal=_told(line))
+    reapply_revocation(_account_grant(grant, key.credential.account), key, reason, journal=_line_details(line))
 
 
 def _end_service_token(grant: Grant, line: Ended) -> None:
     token: ServiceToken | None = ServiceToken.objects.filter(pk=line.id, revoked_at__isnull=True).first()
     if token is not None:
         event = "service_token.revocation_replayed"
-        with recorded(grant, P.REVOCATIONS_REPLAY, event, token_id=token.token_id, journal=_told(line)):
+        with recorded(grant, P.REVOCATIONS_REPLAY, event, token_id=token.token_id, journal=_line_details(line)):
             token.compare_and_swap(revoked_at=grant.at)
 
 
@@ -213,9 +213,14 @@ def _end_customer_token(grant: Grant, line: Ended) -> None:
     rows = CustomerToken.objects.select_related("account__merchant")
     token: CustomerToken | None = rows.filter(pk=line.id, revoked_at__isnull=True).first()
     if token is not None:
-        own, event = _own(grant, token.account), "customer_token.revocation_replayed"
+        account_grant, event = _account_grant(grant, token.account), "customer_token.revocation_replayed"
         with recorded(
-            own, P.REVOCATIONS_REPLAY, event, account=token.account, token_id=token.token_id, journal=_told(line)
+            account_grant,
+            P.REVOCATIONS_REPLAY,
+            event,
+            account=token.account,
+            token_id=token.token_id,
+            journal=_line_details(line),
         ):
             token.compare_and_swap(revoked_at=grant.at)
 
@@ -227,7 +232,9 @@ def _end_merchant(grant: Grant, line: Ended) -> None:
         merchant: Merchant = Merchant.objects.select_for_update(no_key=True).get(pk=line.id)
         if merchant.status != MerchantStatus.OFFBOARDED:
             event = "merchant.offboarding_replayed"
-            with recorded(grant, P.REVOCATIONS_REPLAY, event, merchant_id=merchant.merchant_id, journal=_told(line)):
+            with recorded(
+                grant, P.REVOCATIONS_REPLAY, event, merchant_id=merchant.merchant_id, journal=_line_details(line)
+            ):
                 merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
@@ -239,10 +246,10 @@ _END: Mapping[str, Callable[[Grant, Ended], None]] = {
 }
 
 
-def _own(grant: Grant, account: Account) -> Grant:
+def _account_grant(grant: Grant, account: Account) -> Grant:
     return authorize(grant.principal, P.REVOCATIONS_REPLAY, account, now=grant.at)
 
 
-def _told(line: Ended) -> dict[str, JsonValue]:
+def _line_details(line: Ended) -> dict[str, JsonValue]:
     """Describe the journal line for the audit log."""
     return {"at": line.at.astimezone(UTC).isoformat(), "sequence": line.sequence}

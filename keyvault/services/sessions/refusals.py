@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 60.0
 
-MOST_PAIRS = 20
+MAX_PAIRS = 20
 """Maximum pairs of name and address per minute. Further addresses are counted together for each name."""
 
 UNKNOWN = "unknown"
@@ -58,7 +58,7 @@ class SignInRefusals:
         """Count one refusal. `username` is an existing operator's, or None. Performs no I/O."""
         pair = (username or UNKNOWN, address or UNKNOWN)
         with self._lock:
-            if pair not in self._counts and len(self._counts) >= MOST_PAIRS:
+            if pair not in self._counts and len(self._counts) >= MAX_PAIRS:
                 pair = (pair[0], OTHERS)
             count = self._counts.setdefault(pair, _Count(now))
             count.refused += 1
@@ -112,7 +112,7 @@ class SignInRefusals:
     def _take_back(self, pending: dict[_Pair, _Count]) -> None:
         with self._lock:
             for pair, count in pending.items():
-                known = pair in self._counts or len(self._counts) < MOST_PAIRS
+                known = pair in self._counts or len(self._counts) < MAX_PAIRS
                 kept = self._counts.setdefault(pair if known else (pair[0], OTHERS), _Count(count.since))
                 kept.since = min(kept.since, count.since)
                 kept.refused += count.refused

@@ -35,7 +35,7 @@ DEVICE_LIFETIME = timedelta(days=90)
 
 _DEVICE_SALT = "keyvault.services.sessions.sign_in.device"
 _NAME_SALT = "keyvault.services.sessions.sign_in.name"
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 class SignInRefusedError(PermissionMissingError):
@@ -109,7 +109,7 @@ def sign_out(grant: Grant) -> None:
 def forget_expired_sessions(now: datetime) -> int:
     """Delete expired sessions, some thousands at a time. Return how many."""
     rows = Session.objects.filter(expire_date__lt=now).order_by("expire_date").values_list("pk", flat=True)
-    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MOST_FORGOTTEN])).delete()
+    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MAX_DELETED])).delete()
     return deleted
 
 
@@ -182,8 +182,8 @@ def _record_sign_in(
 ) -> None:
     """Audit the sign-in. Raises SignInRefusedError if the operator changed since the password was checked."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
-    address, told = presented.address or "unknown", "new" if device is None else "known"
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=told):
+    address, known = presented.address or "unknown", "new" if device is None else "known"
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=known):
         if is_hash_weak:
             row.compare_and_swap(password=make_password(presented.password.reveal()), last_login=now)
         elif not row.swap_beside({"version": row.version}, last_login=now):
@@ -234,12 +234,12 @@ def _read_device(row: Operator, cookie: str) -> str | None:
     if not row.is_active:
         return None
     try:
-        told = signing.loads(cookie, salt=_DEVICE_SALT, max_age=DEVICE_LIFETIME)
+        claims = signing.loads(cookie, salt=_DEVICE_SALT, max_age=DEVICE_LIFETIME)
     except signing.BadSignature:
         return None
-    if told["operator"] != row.pk or not constant_time_compare(told["bound"], _binding(row)):
+    if claims["operator"] != row.pk or not constant_time_compare(claims["bound"], _binding(row)):
         return None
-    return str(told["device"])
+    return str(claims["device"])
 
 
 def _binding(row: Operator) -> str:

@@ -21,13 +21,13 @@ def _registry() -> CollectorRegistry:
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if not folder:
         return REGISTRY
-    _forget_the_dead(Path(folder))
+    _remove_dead_processes(Path(folder))
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]  # the library's
     return registry
 
 
-def _forget_the_dead(folder: Path) -> None:
+def _remove_dead_processes(folder: Path) -> None:
     """Remove the gauges of processes that have ended."""
     for file in folder.glob("gauge_live*_*.db"):
         pid = int(file.stem.rpartition("_")[2])

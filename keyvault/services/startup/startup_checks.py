@@ -42,16 +42,16 @@ def require_ready(*, needs_peppers: bool = True) -> None:
 
     Raises ImproperlyConfigured with what is wrong, with which pepper, and what to do.
     """
-    with _database_in_words():
+    with _explain_database_errors():
         require_schema()
         if needs_peppers:
             _load_peppers()
-        require_rules()
+        require_triggers()
         require_current()
 
 
 @contextmanager
-def _database_in_words() -> Iterator[None]:
+def _explain_database_errors() -> Iterator[None]:
     try:
         yield
     except (OperationalError, ProgrammingError, InterfaceError) as error:
@@ -103,7 +103,7 @@ def _load_peppers() -> None:
             raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
 
 
-def require_rules() -> None:
+def require_triggers() -> None:
     """Raise ImproperlyConfigured unless every trigger is installed and enabled."""
     missing = missing_triggers(connection)
     if missing:
@@ -124,7 +124,7 @@ def require_current() -> None:
     except OSError as error:
         raise ImproperlyConfigured(f"the revocation journal {path} cannot be read: {error.strerror}") from error
     if found.damaged:
-        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {words_of_damage(found.damaged)}")
+        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {format_journal_damage(found.damaged)}")
     _require_own(found.installations)
     if found.lost:
         raise ImproperlyConfigured(
@@ -143,7 +143,7 @@ def require_current() -> None:
 def _require_own(installations: set[str]) -> None:
     """Raise ImproperlyConfigured if the journal is lost or belongs to another installation."""
     if not _append(open_journal):
-        raise ImproperlyConfigured(words_of_loss())
+        raise ImproperlyConfigured(format_journal_loss())
     ours = installation_id()
     if theirs := sorted(installations - {ours}):
         raise ImproperlyConfigured(
@@ -164,7 +164,7 @@ def _append(write: Callable[[datetime], T]) -> T:
         raise ImproperlyConfigured("the service was not set up; run: manage.py setup") from error
 
 
-def words_of_loss() -> str:
+def format_journal_loss() -> str:
     """Explain why nothing starts without the journal, and what to do."""
     return (
         f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
@@ -174,10 +174,10 @@ def words_of_loss() -> str:
     )
 
 
-def words_of_damage(lines: Sequence[int]) -> str:
+def format_journal_damage(lines: Sequence[int]) -> str:
     """Explain which lines are damaged, and the manual repair."""
-    told = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
+    numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
-        f"line {told} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "
+        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "
         "tell of. Then see by hand to what the damaged ones named, keep a copy of the file, and take them out"
     )

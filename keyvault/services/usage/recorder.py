@@ -45,9 +45,9 @@ KEPT_FOR = timedelta(days=400)
 """Retention of use per minute. More than a year, so that a yearly use and the gap between two of them stay known."""
 
 _GONE_KEPT_FOR = timedelta(days=7)
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
-_MOST_BUCKETS = 20_000
+_MAX_BUCKETS = 20_000
 
 
 def utc_now() -> datetime:
@@ -90,7 +90,7 @@ class UsageLog:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
-    _unsure: "_Report | None" = None
+    _unconfirmed: "_Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -134,13 +134,13 @@ class UsageLog:
         with self._lock:
             if self._thread is not None:
                 return
-            self._introduce(self.now())
+            self._register(self.now())
             self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
             self._thread.start()
         # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
 
-    def _introduce(self, now: datetime) -> None:
+    def _register(self, now: datetime) -> None:
         UsageReporter.objects.create(
             reporter_id=self.reporter_id,
             started_at=now,
@@ -160,30 +160,30 @@ class UsageLog:
         if self._thread is not None:
             self._thread.join(timeout=5)
             self._thread = None
-            self.flush(farewell=True)
+            self.flush(is_final=True)
 
     def forget(self) -> None:
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
         self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
-    def flush(self, *, farewell: bool = False) -> None:
+    def flush(self, *, is_final: bool = False) -> None:
         """Write the counts and the watermark in one transaction. A failed flush keeps the counts.
 
         One flush runs at a time: a second one's watermark would cover counts that the first may still fail to write. A
         report that may have been written is sent again unchanged, and the database ignores a report it already has.
         """
         with self._flushing:
-            report = self._take(farewell)
+            report = self._take(is_final)
             try:
-                self._send_unsure()
+                self._send_unconfirmed()
             except Exception:
                 self._keep(report.counted, report.used)
                 raise
             self._reports += 1
-            self._unsure = report._replace(number=self._reports)
-            self._send_unsure()
+            self._unconfirmed = report._replace(number=self._reports)
+            self._send_unconfirmed()
 
-    def _take(self, farewell: bool) -> "_Report":
+    def _take(self, is_final: bool) -> "_Report":
         """Take everything that is pending."""
         with self._lock:
             through = self.now()
@@ -196,20 +196,20 @@ class UsageLog:
         except Exception:
             self._keep(counted, used)
             raise
-        return _Report(self.reporter_id, 0, through, farewell, counted, used)
+        return _Report(self.reporter_id, 0, through, is_final, counted, used)
 
-    def _send_unsure(self) -> None:
-        report = self._unsure
+    def _send_unconfirmed(self) -> None:
+        report = self._unconfirmed
         if report is None:
             return
         is_known = _write(report)
-        self._unsure = None
+        self._unconfirmed = None
         # Separate from the report: evidence never waits for it, and a secret it misses is shredded when it expires.
         if report.used or any(map(len, report.counted)):
             shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
         if self.is_reporting and not is_known:
             # The host slept for so long that this reporter's row was deleted.
-            self._introduce(report.through)
+            self._register(report.through)
 
     def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
         """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
@@ -228,7 +228,7 @@ class UsageLog:
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()
-                self._look_after_peppers()
+                self._maintain_peppers()
                 close_old_connections()
         finally:
             connections.close_all()  # this thread's own
@@ -241,7 +241,7 @@ class UsageLog:
         except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
             _log.exception("usage could not be written; it is kept for the next try")
 
-    def _look_after_peppers(self) -> None:
+    def _maintain_peppers(self) -> None:
         """Run this process's other background work that only needs the database."""
         try:
             pending_rehashes.write(self.now())
@@ -255,13 +255,13 @@ class UsageLog:
 T = TypeVar("T")
 
 
-def _in_portions(all_of_them: Iterable[T]) -> Iterator[list[T]]:
+def _in_portions(items: Iterable[T]) -> Iterator[list[T]]:
     """Yield some hundred items at a time, with a pause after each portion.
 
     A portion takes a tenth of a millisecond. The pause releases the interpreter, which requests wait for.
     """
-    left = iter(all_of_them)
-    while portion := list(islice(left, _AT_ONCE)):
+    remaining = iter(items)
+    while portion := list(islice(remaining, _PORTION_SIZE)):
         yield portion
         sleep(_PAUSE_SECONDS)
 
@@ -271,7 +271,7 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
     *bucket, times, first, last = row
     use = Use._make((*bucket, last // 60))
     known = counts.get(use)
-    if known is None and len(counts) >= _MOST_BUCKETS:
+    if known is None and len(counts) >= _MAX_BUCKETS:
         use = use._replace(source="", user_agent="", origin="")
         known = counts.get(use)
     if known is not None:
@@ -289,7 +289,7 @@ class _Report(NamedTuple):
     reporter_id: str
     number: int
     through: datetime
-    is_farewell: bool
+    is_final: bool
     counted: Sequence[Collection[Uses]]
     used: set[str]
 
@@ -302,12 +302,12 @@ def _write(report: _Report) -> bool:
     Each reporter locks its own row first and then the other rows in one fixed order, all buckets before all keys, so
     that no deadlock occurs.
     """
-    stopped_at = report.through if report.is_farewell else None
+    stopped_at = report.through if report.is_final else None
     peppers = load_peppers.newest_versions()
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
         pieces = [_encode(portion) for portion in _in_portions(rows)]
-        (told,) = ask(
+        (reply,) = ask(
             _REPORT.encode(),
             [
                 report.reporter_id.encode(),
@@ -318,7 +318,7 @@ def _write(report: _Report) -> bool:
                 b"[%b]" % b",".join(pieces),
             ],
         )
-        return told.ntuples > 0
+        return reply.ntuples > 0
     with transaction.atomic():
         reporter = UsageReporter.objects.filter(reporter_id=report.reporter_id)
         if not reporter.filter(report__gte=report.number).exists():
@@ -353,7 +353,7 @@ def _at(seconds: float) -> str | None:
 _ALLOWED: Final = UseOutcome.ALLOWED.value
 """A plain string: looking up an enum member is too slow for thousands of rows."""
 
-_AT_ONCE: Final = 250
+_PORTION_SIZE: Final = 250
 _PAUSE_SECONDS: Final = 0.001
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -488,7 +488,7 @@ def forget_old(now: datetime) -> None:
     old = (
         UseBucket.objects.filter(minute__lt=now - KEPT_FOR).exclude(outcome__in=EXPOSURES).values_list("pk", flat=True)
     )
-    UseBucket.objects.filter(pk__in=list(old[:_MOST_FORGOTTEN])).delete()
+    UseBucket.objects.filter(pk__in=list(old[:_MAX_DELETED])).delete()
     long_ago, last_lost_at = now - _GONE_KEPT_FOR, observe().lost_at
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     if last_lost_at is not None:

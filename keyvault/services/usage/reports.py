@@ -19,7 +19,7 @@ _NETWORK_BITS = {4: 24, 6: 48}
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class KeyUser:
     """One source that uses a key in one way. An `is_probe` use is the service's own test call and is not counted."""
 
     source: str
@@ -128,7 +128,7 @@ def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> lis
     return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
 
 
-def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[User]:
+def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
     """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
     Evidence passes the outcomes that it relies on. People see every outcome, with probes marked.
@@ -140,7 +140,7 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
         .order_by("-last", "source", "user_agent", "endpoint", "origin", "outcome")[:limit]
     )
     return [
-        User(
+        KeyUser(
             row["source"],
             row["user_agent"],
             row["endpoint"],
@@ -165,11 +165,11 @@ def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
     for row in rows.iterator():
         name = network_of(row["source"])
         one = NetworkUse(name, 1, row["total"], row["first"], row["last"])
-        found[name] = _together(found[name], one) if name in found else one
+        found[name] = _merge(found[name], one) if name in found else one
     return sorted(found.values(), key=lambda use: use.last_at, reverse=True)[:limit]
 
 
-def _together(one: NetworkUse, other: NetworkUse) -> NetworkUse:
+def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
     return NetworkUse(
         one.network,
         one.sources + other.sources,
@@ -208,7 +208,7 @@ def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> da
 def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
     """Return attempts to use a suspended key by source, the latest first. The service's own probes are excluded."""
     rows = (
-        _tries(key_id, since)
+        _attempts_since(key_id, since)
         .values("source")
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
         .order_by("-last", "source")[:50]
@@ -218,14 +218,14 @@ def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
 
 def find_attempts(key_id: str, since: datetime) -> Attempts:
     """Return what a tripwire needs about the time since suspension, independent of the number of sources."""
-    tries = _tries(key_id, since)
-    last_at = tries.aggregate(at=Max("last_at"))["at"]
+    attempts = _attempts_since(key_id, since)
+    last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return Attempts()
-    return Attempts(last_at, tries.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
+    return Attempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
 
 
-def _tries(key_id: str, since: datetime) -> QuerySet[UseBucket]:
+def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
     whole_minute = since.replace(second=0, microsecond=0)
     return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
 

@@ -47,15 +47,15 @@ class DatabaseSources:
         return take_pepper(peppers, version)
 
     def find_key(self, key_id: str, address: str | None) -> KeyRecord | None:
-        with failed_proofs().look_up(address), _answering():
+        with failed_proofs().look_up(address), _stale_on_failure():
             return find_key_record(key_id)
 
     def find_customer(self, token_id: str) -> CustomerRecord | None:
-        with _answering():
+        with _stale_on_failure():
             return find_customer_record(token_id)
 
     def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
-        with _answering():
+        with _stale_on_failure():
             endpoints_own, row = endpoint_limit(record.account_id, record.environment, endpoint)
         return record_buckets(record, endpoint, endpoints_own, "" if row is None else f"{row.pk}.{row.version}")
 
@@ -70,7 +70,7 @@ class DatabaseSources:
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _stale_on_failure() -> Iterator[None]:
     """Convert a database failure into VerifierStaleError: without fresh key data the request is denied."""
     try:
         yield

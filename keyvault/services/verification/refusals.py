@@ -31,29 +31,29 @@ FLUSH_SECONDS = 0.5
 KEPT_FOR = timedelta(days=30)
 UNPROVED_KEPT_FOR = timedelta(days=1)
 
-_MOST_PENDING = 2_000
-_MOST_UNPROVED = 5
+_MAX_PENDING = 2_000
+_MAX_UNPROVED = 5
 """Maximum rows per flush and error code without a proved key, so that unauthenticated requests cannot fill the disk."""
 
-_MOST_OF_A_KEY = 10
+_MAX_PER_KEY = 10
 """Maximum rows per flush, key and error code. Clients may go on using a revoked key at full rate."""
 
-_MOST_LINES = 50
-_MOST_LINES_OF_ALL = 200
+_MAX_LINES = 50
+_MAX_TOTAL_LINES = 200
 """Maximum log lines per period and reason, and in total. The request path writes them, a tenth of a millisecond each.
 
 These limits do not depend on the database or on the thread that writes to it.
 """
 
-_AT_ONCE = 100
+_WRITE_BATCH = 100
 _PAUSE_SECONDS = 0.001
 """Rows between two pauses, and the pause in seconds. The pause releases the interpreter to pending verdicts."""
 
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 @dataclass(slots=True)
-class _Noted:
+class _RefusalEntry:
     """One denial. `key_id` and `merchant_id` are "" before proof."""
 
     denial: Denial
@@ -67,7 +67,7 @@ class _Noted:
     source: str
     at: datetime
 
-    def tell(self) -> None:
+    def log(self) -> None:
         _log.info(
             "denied",
             extra={
@@ -101,7 +101,7 @@ class RefusalLog:
     """Unwritten refusals of this process."""
 
     clock: Callable[[], float] = monotonic
-    _pending: list[_Noted] = field(default_factory=list)
+    _pending: list[_RefusalEntry] = field(default_factory=list)
     _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Refusals in this period by key id ("" without one) and error code."""
     _lines: int = 0
@@ -130,7 +130,7 @@ class RefusalLog:
         try:
             holder = judgement.holder or verdict.holder
             key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)
-            noted = _Noted(
+            entry = _RefusalEntry(
                 verdict,
                 judgement.trace,
                 key_id,
@@ -142,8 +142,8 @@ class RefusalLog:
                 source[:READ_AT_MOST],
                 at,
             )
-            if self._add(noted):
-                noted.tell()
+            if self._add(entry):
+                entry.log()
         except Exception:  # noqa: BLE001  recording must not affect the reply
             _log.exception("a refusal could not be noted")
 
@@ -155,12 +155,12 @@ class RefusalLog:
                 dropped, self._dropped = self._dropped, 0
             if dropped:
                 _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
-            for start in range(0, len(pending), _AT_ONCE):
-                portion = pending[start : start + _AT_ONCE]
+            for start in range(0, len(pending), _WRITE_BATCH):
+                portion = pending[start : start + _WRITE_BATCH]
                 try:
-                    Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
+                    Refusal.objects.bulk_create([entry.as_row() for entry in portion], ignore_conflicts=True)
                 except (OperationalError, InterfaceError):
-                    self._take_back(pending[start:])
+                    self._put_back(pending[start:])
                     raise
                 except Exception:  # noqa: BLE001  the other portions may be written
                     _log.exception("refusals could not be written", extra={"count": len(portion)})
@@ -178,28 +178,28 @@ class RefusalLog:
         """Reset in a forked child. The parent writes its own pending refusals and owns the thread."""
         self.__init__(self.clock)  # type: ignore[misc]  # the class is never subclassed
 
-    def _add(self, noted: _Noted) -> bool:
+    def _add(self, entry: _RefusalEntry) -> bool:
         """Queue a refusal if there is room. Return whether to log it.
 
         The log budget is per period of time, not per flush, so a hanging database does not silence the log.
         """
-        about = noted.key_id, noted.denial.code
-        most = _MOST_OF_A_KEY if noted.key_id else _MOST_UNPROVED
+        reason = entry.key_id, entry.denial.code
+        limit = _MAX_PER_KEY if entry.key_id else _MAX_UNPROVED
         period = int(self.clock() / FLUSH_SECONDS)
         with self._lock:
             if period != self._period:
                 self._period, self._lines = period, 0
                 self._seen.clear()
-            self._seen[about] += 1
-            times = self._seen[about]
-            if times <= most and len(self._pending) < _MOST_PENDING:
-                self._pending.append(noted)
+            self._seen[reason] += 1
+            times = self._seen[reason]
+            if times <= limit and len(self._pending) < _MAX_PENDING:
+                self._pending.append(entry)
                 self._start()
             else:
                 self._dropped += 1
-            is_told = times <= _MOST_LINES and self._lines < _MOST_LINES_OF_ALL
-            self._lines += is_told
-            return is_told
+            is_logged = times <= _MAX_LINES and self._lines < _MAX_TOTAL_LINES
+            self._lines += is_logged
+            return is_logged
 
     def _start(self) -> None:
         """Start the writer in a process that reports usage; no other process has an entry point."""
@@ -227,9 +227,9 @@ class RefusalLog:
         except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
             _log.exception("refusals could not be written")
 
-    def _take_back(self, pending: list[_Noted]) -> None:
+    def _put_back(self, pending: list[_RefusalEntry]) -> None:
         with self._lock:
-            room = max(0, _MOST_PENDING - len(self._pending))
+            room = max(0, _MAX_PENDING - len(self._pending))
             self._dropped += len(pending[room:])
             self._pending = pending[:room] + self._pending
 
@@ -244,7 +244,7 @@ def forget_old(now: datetime) -> int:
     Deletes some thousands at a time. Returns how many.
     """
     rows = Refusal.objects.filter(Q(at__lt=now - KEPT_FOR) | Q(at__lt=now - UNPROVED_KEPT_FOR, key_id=""))
-    old = rows.order_by("at").values_list("pk", flat=True)[:_MOST_FORGOTTEN]
+    old = rows.order_by("at").values_list("pk", flat=True)[:_MAX_DELETED]
     deleted, _ = Refusal.objects.filter(pk__in=list(old)).delete()
     return deleted
 

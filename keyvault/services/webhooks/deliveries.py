@@ -45,7 +45,7 @@ KEEP = timedelta(days=30)
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
-_NO_ANSWER = DeliveryAssessment(DeliveryOutcome.RETRY)
+_NO_REPLY = DeliveryAssessment(DeliveryOutcome.RETRY)
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class DeliveryReport:
     reason: str
 
 
-def find_telling(kind: NoticeKind, subject: str) -> DeliveryReport:
+def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
     """Report the delivery of a subject's notices of one kind. One delivery to one endpoint is enough.
 
     The report is available for as long as deliveries are kept, which is KEEP after the notice.
@@ -118,10 +118,10 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
 
 def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send) -> int:
     """Run a round. Only this thread uses the database; the pool's threads only send."""
-    begun, last_beginning = 0, time.monotonic() + BEGIN_SECONDS
+    begun, stop_at = 0, time.monotonic() + BEGIN_SECONDS
     under_way: dict[Future[Reply], WebhookDelivery] = {}
     while True:
-        if time.monotonic() < last_beginning:
+        if time.monotonic() < stop_at:
             busy = [delivery.endpoint_id for delivery in under_way.values()]
             for delivery in _next_due(clock(), busy, AT_ONCE - len(under_way)):
                 if _begin(delivery, clock()):
@@ -130,10 +130,10 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
         if not under_way:
             return begun
         for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-            _note(under_way.pop(future), future, clock())
+            _store_outcome(under_way.pop(future), future, clock())
 
 
-def _next_due(now: datetime, busy: Sequence[int], room: int) -> list[WebhookDelivery]:
+def _next_due(now: datetime, busy: Sequence[int], limit: int) -> list[WebhookDelivery]:
     """Return one delivery for each endpoint: first attempts before retries, then the longest waiting.
 
     Endpoints of an offboarded merchant still receive earlier notices, including the one that its access ended.
@@ -147,13 +147,13 @@ def _next_due(now: datetime, busy: Sequence[int], room: int) -> list[WebhookDeli
     ).exclude(endpoint__in=busy)
     endpoints = due.values("endpoint").annotate(fewest=Min("attempts"), since=Min("due_at")).order_by("fewest", "since")
     rows = due.select_related("notice__account", "endpoint__account").order_by("due_at", "pk")
-    found = (rows.filter(endpoint=each["endpoint"]).first() for each in endpoints[:room])
+    found = (rows.filter(endpoint=each["endpoint"]).first() for each in endpoints[:limit])
     return [delivery for delivery in found if delivery is not None]
 
 
 def _begin(delivery: WebhookDelivery, now: datetime) -> bool:
     """Count the attempt and hold the delivery. False: another worker has it, or the endpoint is disabled."""
-    if _mine(delivery).update(attempts=delivery.attempts + 1, due_at=now + HOLD) != 1:
+    if _current_attempt(delivery).update(attempts=delivery.attempts + 1, due_at=now + HOLD) != 1:
         return False
     delivery.attempts += 1
     return True
@@ -167,11 +167,11 @@ def _prepared(delivery: WebhookDelivery, now: datetime, send: Send) -> Callable[
         body = message_of(delivery.notice)
         headers = sign(signing_secrets(endpoint, now), delivery.notice_id, now, body)
     except (KeyvaultError, ValueError, TypeError) as error:
-        return _raising(error)
+        return _raise_later(error)
     return lambda: send(destination, headers, body, own_networks=settings.WEBHOOK_NETWORKS)
 
 
-def _raising(error: Exception) -> Callable[[], Reply]:
+def _raise_later(error: Exception) -> Callable[[], Reply]:
     def attempt() -> Reply:
         raise error
 
@@ -181,7 +181,7 @@ def _raising(error: Exception) -> Callable[[], Reply]:
 # --- how an attempt ended --------------------------------------------------------------------------------------
 
 
-def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> None:
+def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> None:
     """Store the outcome of an attempt. Errors are isolated per message; a failed one is due again after HOLD."""
     error = attempt.exception()
     if error is None:
@@ -189,7 +189,7 @@ def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> N
         judgement, delivery.last_status = judge_answer(reply.status, reply.retry_after, now), reply.status
         delivery.last_error = "" if judgement.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
     else:
-        judgement, delivery.last_status = _NO_ANSWER, None
+        judgement, delivery.last_status = _NO_REPLY, None
         delivery.last_error = (error.detail if isinstance(error, KeyvaultError) else type(error).__name__)[:300]
         internal = error.internal if isinstance(error, KeyvaultError) else repr(error)
         _log.info("a webhook got no answer", extra={"notice": delivery.notice_id, "why": internal})
@@ -200,9 +200,9 @@ def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> N
 
 
 def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datetime) -> None:
-    told = {"last_status": delivery.last_status, "last_error": delivery.last_error}
+    outcome = {"last_status": delivery.last_status, "last_error": delivery.last_error}
     if judgement.verdict is DeliveryOutcome.DELIVERED:
-        _mine(delivery).update(**told, state=DeliveryState.DELIVERED, delivered_at=now)
+        _current_attempt(delivery).update(**outcome, state=DeliveryState.DELIVERED, delivered_at=now)
         return
     if judgement.verdict is DeliveryOutcome.GONE:
         _give_up(delivery, now, is_disabled=True)
@@ -211,11 +211,11 @@ def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datet
     is_test = delivery.notice.kind == NoticeKind.WEBHOOK_TEST
     pause = None if is_test else next_attempt(delivery.attempts, random.random)
     if is_test:
-        _mine(delivery).update(**told, state=DeliveryState.GIVEN_UP)
+        _current_attempt(delivery).update(**outcome, state=DeliveryState.GIVEN_UP)
     elif pause is None:
         _give_up(delivery, now, is_disabled=not _has_delivered_since(delivery))
     else:
-        _mine(delivery).update(**told, due_at=now + max(pause, judgement.wait))
+        _current_attempt(delivery).update(**outcome, due_at=now + max(pause, judgement.wait))
 
 
 def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> None:
@@ -227,7 +227,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
         grant, _P, event, account=endpoint.account, endpoint=endpoint.pk, host=host, message=message, why=why
     ):
         settled = {"state": DeliveryState.GIVEN_UP, "last_status": delivery.last_status, "last_error": why}
-        if _mine(delivery).update(**settled) != 1:
+        if _current_attempt(delivery).update(**settled) != 1:
             raise StateConflictError("Somebody else settled this meanwhile.", internal=f"delivery {delivery.pk}")
         if is_disabled and endpoint.disabled_at is None:
             write_disabled(endpoint, why, now)
@@ -250,7 +250,7 @@ def _has_delivered_since(delivery: WebhookDelivery) -> bool:
     ).exists()
 
 
-def _mine(delivery: WebhookDelivery) -> QuerySet[WebhookDelivery]:
+def _current_attempt(delivery: WebhookDelivery) -> QuerySet[WebhookDelivery]:
     """Select the row while this attempt is the latest and the delivery is still due."""
     return WebhookDelivery.objects.filter(pk=delivery.pk, state=DeliveryState.DUE, attempts=delivery.attempts)
 

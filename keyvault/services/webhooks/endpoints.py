@@ -31,7 +31,7 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import mint_secret
 
-MOST_ENDPOINTS = 5
+MAX_ENDPOINTS = 5
 """Maximum enabled endpoints of one account."""
 DEFAULT_OVERLAP_HOURS, LONGEST_OVERLAP_HOURS = 24, 168
 CATCH_UP = timedelta(days=7)
@@ -55,16 +55,16 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
         secret=_sealed(account, destination.url, secret),
         created_at=grant.at,
     )
-    taken = f"The account has this endpoint already: {destination.host}."
+    duplicate = f"The account has this endpoint already: {destination.host}."
     if WebhookEndpoint.objects.filter(account=account, url=destination.url).exists():
-        raise StateConflictError(taken)
+        raise StateConflictError(duplicate)
     try:
         with recorded(grant, _P, "webhook_endpoint.added", account=account, host=destination.host):
             require_staying(account)
             _require_room(account)
             endpoint.save()
     except IntegrityError as error:
-        raise StateConflictError(taken) from error
+        raise StateConflictError(duplicate) from error
     return endpoint, secret
 
 
@@ -85,7 +85,7 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
     freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)
     until = grant.at + timedelta(hours=overlap_hours)
-    details = {**_about(endpoint), "overlap_hours": overlap_hours}
+    details = {**_audit_details(endpoint), "overlap_hours": overlap_hours}
     with recorded(grant, _P, "webhook_endpoint.secret_rotated", account=endpoint.account, **details):
         endpoint.compare_and_swap(
             secret=_sealed(endpoint.account, endpoint.url, secret),
@@ -99,7 +99,9 @@ def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
     """Disable an endpoint. Its pending messages are given up until it is enabled again."""
     if endpoint.disabled_at is not None:
         raise StateConflictError("The endpoint is disabled already.")
-    with recorded(grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_about(endpoint)):
+    with recorded(
+        grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_audit_details(endpoint)
+    ):
         write_disabled(endpoint, why, grant.at)
 
 
@@ -115,7 +117,7 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
     """Enable an endpoint. Return how many recently given-up messages are due again."""
     if endpoint.disabled_at is None:
         raise StateConflictError("The endpoint is enabled already.")
-    with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_about(endpoint)):
+    with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_audit_details(endpoint)):
         require_staying(endpoint.account)
         _require_room(endpoint.account)
         endpoint.compare_and_swap(disabled_at=None, disabled_why="")
@@ -128,7 +130,7 @@ def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
     """Send a test message by the normal route. Raises StateConflictError if the endpoint is disabled."""
     if endpoint.disabled_at is not None:
         raise StateConflictError("The endpoint is disabled: nothing is sent there.")
-    with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_about(endpoint)):
+    with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_audit_details(endpoint)):
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
 
@@ -151,7 +153,7 @@ def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
         for name in ("secret", "previous_secret")
         if (old := getattr(endpoint, name))
     }
-    details = {**_about(endpoint), "pepper_version": peppers.current_version}
+    details = {**_audit_details(endpoint), "pepper_version": peppers.current_version}
     with recorded(grant, Permission.KEYS_REHASH, "webhook_endpoint.resealed", account=endpoint.account, **details):
         endpoint.compare_and_swap(**sealed)
 
@@ -193,7 +195,7 @@ def host_of(endpoint: WebhookEndpoint) -> str:
     return endpoint.url.split("/", 3)[2]
 
 
-def _about(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
+def _audit_details(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
     return {"endpoint": endpoint.pk, "host": host_of(endpoint)}
 
 
@@ -210,8 +212,8 @@ def _read_url(url: str) -> Destination:
 def _require_room(account: Account) -> None:
     """Raise StateConflictError at the maximum. Locks the account, so that concurrent additions are counted in turn."""
     Account.objects.select_for_update().get(pk=account.pk)
-    if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MOST_ENDPOINTS:
-        raise StateConflictError(f"An account has at most {MOST_ENDPOINTS} enabled endpoints: disable one first.")
+    if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MAX_ENDPOINTS:
+        raise StateConflictError(f"An account has at most {MAX_ENDPOINTS} enabled endpoints: disable one first.")
 
 
 def _sealed(account: Account, url: str, secret: Plaintext) -> bytes:

@@ -159,7 +159,7 @@ def _expire(scene: Scene, request: IssuanceRequest) -> object:
 
 def _burn(scene: Scene, request: IssuanceRequest) -> None:
     at = (request.issued_at or now()) + COLLECT_WITHIN
-    collection.burn_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
+    collection.discard_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
 
 
 TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {

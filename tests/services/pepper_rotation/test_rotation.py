@@ -24,7 +24,7 @@ from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.maintenance import renew_peppers
 from keyvault.services.pepper_rotation import rotation
-from keyvault.services.pepper_rotation.propagation import PROPAGATION, is_everywhere
+from keyvault.services.pepper_rotation.propagation import PROPAGATION, is_loaded_everywhere
 from keyvault.services.pepper_rotation.rotation import (
     KEPT_AFTER_RETIREMENT,
     PepperInUseError,
@@ -83,8 +83,8 @@ def test_rotated_pepper_proves_at_once_and_hashes_after_the_propagation(monkeypa
     assert (sorted(peppers.versions), peppers.current_version) == ([1, 2], 1)
     assert peppers.versions[1] == old.versions[1] != peppers.versions[2]
     assert load_peppers(PRODUCTION).current_version == 1
-    assert not is_everywhere(row, row.created_at + PROPAGATION - timedelta(seconds=1))
-    assert is_everywhere(row, row.created_at + PROPAGATION)
+    assert not is_loaded_everywhere(row, row.created_at + PROPAGATION - timedelta(seconds=1))
+    assert is_loaded_everywhere(row, row.created_at + PROPAGATION)
     hasten(monkeypatch)
     renew_peppers()
     load_peppers.look()

@@ -353,7 +353,7 @@ def _burn_uncollected(scene: Scene) -> Callable[[], object]:
     request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
     issue_request(request)
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=now() + COLLECT_WITHIN)
-    return lambda: collection.burn_uncollected(allowed, request)
+    return lambda: collection.discard_uncollected(allowed, request)
 
 
 WISH = EndpointDraft("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
@@ -552,7 +552,7 @@ ACTS: dict[str, Act] = {
     "issuance.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
     "issuance.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
     "collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
-    "collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
+    "collection.discard_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
     "break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
     "webhook_endpoints.add_endpoint": Act(
         lambda scene: lambda: _webhook(scene),

@@ -164,10 +164,10 @@ def test_healing_makes_no_journal_and_alarms(scene: Scene, path: Path, left: byt
     renew_journal(path)
     key, _ = issue(scene.sandbox)
     lifecycle.revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), key, RevocationReason.SUPERSEDED)
-    healer = LogBackfill()
-    healer.heal(now())
+    backfill = LogBackfill()
+    backfill.run(now())
     path.unlink() if left is None else path.write_bytes(left)
-    assert healer.heal(now()) == LogBackfill().heal(now()) == 0
+    assert backfill.run(now()) == LogBackfill().run(now()) == 0
     assert read(path) == left
     assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
 
@@ -241,7 +241,7 @@ def test_accepted_loss_is_audited_alarmed_and_noted_in_the_new_journal(scene: Sc
     require_current()
     verifier = make_verifier()
     confirm(verifier, read_counter())
-    assert LogBackfill().heal(now()) == 1
+    assert LogBackfill().run(now()) == 1
     assert lines()[1].id == key.key_id
 
 
