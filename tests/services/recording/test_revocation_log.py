@@ -445,7 +445,7 @@ def test_healing_drops_a_failed_report_of_a_key_that_is_merely_revoked(scene: Sc
 
 def test_healing_notes_no_look_above_an_end_that_waits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process reads from the last look on, and has to find what is still to be settled."""
-    monkeypatch.setattr(log_backfill, "_NOTED_EVERY", 1)
+    monkeypatch.setattr(log_backfill, "_PROGRESS_INTERVAL", 1)
     fail_to_revoke(scene)
     settle()
     LogBackfill().run(now())
