@@ -115,7 +115,7 @@ class _RequestScope:
     @property
     def peppers(self) -> Peppers:
         if self.environment is None:
-            raise TypeError(f"{self.endpoint} was said to answer without a secret")
+            raise TypeError(f"{self.endpoint} is declared to reply without a secret")
         return load_peppers(PEPPER_SET[self.environment])
 
 
@@ -131,7 +131,8 @@ def _find_result(scope: _RequestScope, found: IdempotentRequest | None, now: dat
         return None
     if bytes(found.body_digest) != scope.body_digest:
         raise IdempotencyError(
-            ErrorCode.IDEMPOTENCY_BODY_MISMATCH, "This Idempotency-Key was used with another body before."
+            ErrorCode.IDEMPOTENCY_BODY_MISMATCH,
+            "This Idempotency-Key was used before with another body. Send that body again, or use a new key.",
         )
     if found.status is not None:
         return _replay(scope, found, found.status, now)

@@ -80,7 +80,7 @@ def issue_one(request: IssuanceRequest) -> bool:
         if isinstance(error, BackendDeniedError):
             stored_copies.report_refusal(_grant(request.account, now), request.account, "issuing", error)
         leases.postpone(lease, now, error.internal or error.detail)
-        _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
+        _log.warning("issuance will be retried", extra={"request_id": request.request_id, "why": error.internal})
         return False
     leases.release(lease)
     return True
@@ -275,14 +275,14 @@ def _run_step(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], d
         due_at = step(row, lease, now)
     except DependencyUnavailableError as error:
         leases.pause(lease, now, error.internal or error.detail, seconds=error.retry_after_seconds)
-        _log.warning("put off: the secret backend is away", extra={"subject": subject, "why": error.internal})
+        _log.warning("postponed: the secret backend is unavailable", extra={"subject": subject, "why": error.internal})
         return False
     except KeyvaultError as error:
         leases.postpone(lease, now, error.internal or error.detail)
-        _log.warning("put off", extra={"subject": subject, "why": error.internal or error.detail})
+        _log.warning("postponed", extra={"subject": subject, "why": error.internal or error.detail})
         if isinstance(error, BackendDeniedError):
             account = row.credential.account if isinstance(row, Key) else row.account
-            stored_copies.report_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
+            stored_copies.report_refusal(_grant(account, now), account, "the maintenance of stored copies", error)
             return False
     else:
         leases.release(lease, due_at=due_at)
@@ -330,6 +330,6 @@ def _isolated() -> Iterator[None]:
     try:
         yield
     except StateConflictError as error:
-        _log.info("somebody was faster", extra={"why": error.internal})
+        _log.info("skipped: another worker changed the row", extra={"why": error.internal})
     except KeyvaultError as error:
-        _log.warning("put off", extra={"why": error.internal or error.detail})
+        _log.warning("postponed", extra={"why": error.internal or error.detail})

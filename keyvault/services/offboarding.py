@@ -94,7 +94,7 @@ class MerchantAssets:
     def format_counts(self) -> str:
         parts = [f"{environment}: {held.format_counts()}" for environment, held in self.accounts.items()]
         if self.service_tokens:
-            parts.append(f"service tokens for it alone: {self.service_tokens}")
+            parts.append(f"service tokens for this merchant only: {self.service_tokens}")
         return "; ".join(parts)
 
 

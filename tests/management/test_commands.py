@@ -165,7 +165,7 @@ def test_revoke_key_that_waits_answers_with_the_receipt(seeded: Any, monkeypatch
 def test_collect_key_by_request_is_for_whoever_asked_and_once(seeded: Any) -> None:
     issued = issue()
     words = ("collect_key", "--request", issued["request_id"], "--reveal", "--by")
-    with pytest.raises(CommandError, match="whoever asked"):
+    with pytest.raises(CommandError, match="Only the person who requested"):
         run(*words, "admin")
     assert run(*words, "tam")["key_id"] == issued["key_id"]
     with pytest.raises(CommandError, match="already"):

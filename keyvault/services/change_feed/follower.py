@@ -132,7 +132,7 @@ class Follower:
         """Poll the feed. False: the poll may not be confirmed, and the caller polls again."""
         monotonic, wall = time.monotonic(), time.time()
         if self._is_lost:
-            raise FeedWentBackError("the feed went back; restart this process")
+            raise FeedWentBackError("the change feed went back; restart this process")
         look = look_at_feed(self._position.floor)
         try:
             new = self._position.find_new(look)
@@ -246,7 +246,7 @@ class Follower:
         try:
             Verifier.objects.filter(pk=usage_log.reporter_id).update(stopped_at=Now())
         except DatabaseError as error:
-            _log.warning("no farewell: receipts wait for this process until it counts as expired", extra={"why": error})
+            _log.warning("deregistration failed; receipts wait for this process until it expires", extra={"why": error})
 
     def _withdraw_confirmation(self) -> None:
         """Withdraw the confirmation, before receipts stop waiting for this process."""
@@ -258,7 +258,7 @@ class Follower:
             self.poll_once()
         except FeedWentBackError as error:
             _log.critical(
-                "the database lacks changes that were there: this process says no yes any more; "
+                "the database lacks changes that this process has seen; it denies all requests; "
                 "replay the revocations, then restart it",
                 extra={"why": error},
             )
@@ -310,7 +310,7 @@ class _WakeUp:
                 wait_for_notice(self.connection.pgconn, POLL_SECONDS)
         except psycopg.Error as error:
             if not self._is_failing:
-                _log.warning("changes are not told, only found by polling", extra={"why": error})
+                _log.warning("change notifications are unavailable; falling back to polling", extra={"why": error})
             self._is_failing = True
             self.close()
             self._stop.wait(POLL_SECONDS)

@@ -46,28 +46,30 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
     BackendUnavailableError.
     """
     if not is_requested_by(request, grant.principal):
-        raise NotFoundError(internal=f"{grant.principal.actor} did not ask for {request.request_id}")
+        raise NotFoundError(internal=f"{grant.principal.actor} did not request {request.request_id}")
     environment = Environment(request.account.environment)
     require_served(environment)
     key = require_collectable(request, grant.at)
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
+        raise StateConflictError(
+            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+        )
     is_sealed = request.delivery == Delivery.SEALED
     if environment == Environment.PRODUCTION and not is_sealed:
-        raise StateConflictError("In production a key leaves here sealed only: read it from the secret backend.")
+        raise StateConflictError("A production key is only sent sealed. Read it from the secret backend.")
     try:
         text = read_string(key)
     except BackendMissingError as error:
-        raise StateConflictError("The key is gone: it was ended before anybody collected it.") from error
+        raise StateConflictError("The key ended before it was collected. Make a new request.") from error
     return Handover(key, None, seal_to(request.recipient_public_key, text)) if is_sealed else Handover(key, text, None)
 
 
 def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
     """Return the key that is ready for collection. Raises StateConflictError if there is none, or none any more."""
     if request.state == IssuanceState.COLLECTED:
-        raise StateConflictError("The key was collected already.")
+        raise StateConflictError("The key was collected already. It cannot be collected twice.")
     if request.state == IssuanceState.BURNED or is_uncollected(request, now):
-        raise StateConflictError("The key was not collected in time, and is given to nobody any more. Ask again.")
+        raise StateConflictError("The key was not collected in time. Make a new request.")
     if request.state != IssuanceState.ISSUED or request.key is None:
         raise StateConflictError(f"There is no key to collect: the request is {request.state}.")
     return request.key
@@ -82,7 +84,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
     """
     key = request.key
     if key is None:
-        raise TypeError("only what was issued is collected")
+        raise TypeError("only an issued request can be collected")
     with recorded(
         grant,
         P.ISSUANCE_COLLECT,
@@ -106,10 +108,10 @@ def discard_uncollected(grant: Grant, request: IssuanceRequest) -> None:
     """
     key = request.key
     if key is None or not is_uncollected(request, grant.at):
-        raise StateConflictError("The key may still be collected, or was.")
+        raise StateConflictError("The key was collected, or may still be collected.")
     is_alive = KeyState(key.state) not in DEAD_STATES
     if is_alive and KeyUse.objects.filter(key=key).exists():
-        raise StateConflictError("The key is in use: a person decides whether to revoke it.")
+        raise StateConflictError("The key is in use. An operator must decide whether to revoke it.")
     with recorded(
         grant,
         P.ISSUANCE_EXECUTE,

@@ -80,7 +80,7 @@ def request_issuance(
     """
     principal = grant.principal
     if not isinstance(principal, Operator | Service):
-        raise TypeError("operators and services ask for credentials")
+        raise TypeError("only operators and services can request credentials")
     environment = Environment(account.environment)
     require_served(environment)
     plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
@@ -129,7 +129,10 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
     """
     _require_pending(request, grant.at)
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request was altered.", internal=f"{request.request_id} fails its digest")
+        raise StateConflictError(
+            "The request was altered after it was made. Reject it and make a new one.",
+            internal=f"{request.request_id} fails its digest",
+        )
     operator = approving_operator(
         grant,
         request.approvals,
@@ -174,7 +177,7 @@ def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest
     """Withdraw a request before anything is issued. Only the person who requested it may do this."""
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
-        raise StateConflictError("Only whoever asked for it can withdraw it; you may reject it.")
+        raise StateConflictError("Only the person who made the request can withdraw it. You can reject it instead.")
     return _close(grant, P.ISSUANCE_WITHDRAW, request, IssuanceState.WITHDRAWN, "issuance.withdrawn")
 
 
@@ -204,7 +207,9 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     if request.state != IssuanceState.APPROVED:
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
+        raise StateConflictError(
+            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+        )
     freshen_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
@@ -215,7 +220,7 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     else:
         stored = find_stored(key.credential)
         if stored is None:
-            raise StateConflictError("The stored string went away.", internal=request.request_id)
+            raise StateConflictError("The key string is missing from the secret backend.", internal=request.request_id)
         version = stored.version
     with recorded(
         grant,
@@ -268,9 +273,9 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
     """
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
-        raise StateConflictError("Only whoever asked for the key collects it.")
+        raise StateConflictError("Only the person who requested the key can collect it.")
     if request.requested_via is not None:
-        raise StateConflictError("A service asked for the key, and collects it over REST.")
+        raise StateConflictError("A service requested the key and must collect it over REST.")
     require_served(Environment(request.account.environment))
     text = read_string(require_collectable(request, grant.at))
     with record_collection(grant, request):
@@ -406,7 +411,7 @@ def _close(
     **details: JsonValue,
 ) -> IssuanceRequest:
     if not can_transition_issuance(IssuanceState(request.state), state):
-        raise StateConflictError(f"The request is {request.state}; it cannot be {state} any more.")
+        raise StateConflictError(f"The request is {request.state} and cannot become {state}.")
     with recorded(grant, permission, event, account=request.account, **_audit_details(request), **details):
         request.compare_and_swap(state=state, decided_at=grant.at)
     return request
@@ -414,9 +419,9 @@ def _close(
 
 def _require_pending(request: IssuanceRequest, now: datetime) -> None:
     if request.state != IssuanceState.PENDING:
-        raise StateConflictError(f"The request is {request.state} already.")
+        raise StateConflictError(f"The request is already {request.state}.")
     if now >= request.expires_at:
-        raise StateConflictError("The request has expired. Ask again.")
+        raise StateConflictError("The request has expired. Make a new one.")
 
 
 def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
@@ -424,10 +429,10 @@ def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
     if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))
     if plan.expires_in_days is not None and not 1 <= plan.expires_in_days <= 3650:
-        faults.append(Fault("/expires_in_days", "1 to 3650, or nothing"))
+        faults.append(Fault("/expires_in_days", "1 to 3650, or omitted"))
     faults += _find_delivery_faults(plan, principal)
     if faults:
-        raise RequestInvalidError("The request cannot be made like that.", faults)
+        raise RequestInvalidError("Invalid issuance request. Correct the listed fields.", faults)
 
 
 def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> Iterator[Fault]:
@@ -437,11 +442,11 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
     """
     is_sealed = plan.delivery is Delivery.SEALED
     if isinstance(principal, Operator) and is_sealed:
-        yield Fault("/delivery", "sealed is for services that ask over REST, and collect there")
+        yield Fault("/delivery", "sealed delivery is only for services that request and collect keys over REST")
     elif is_sealed and not plan.recipient_public_key:
         yield Fault("/recipient_public_key", "sealed delivery needs the recipient's public key")
     elif plan.recipient_public_key and not is_sealed:
-        yield Fault("/delivery", "a recipient's public key goes with sealed delivery and no other")
+        yield Fault("/delivery", "a recipient's public key requires sealed delivery")
     elif is_sealed and (fault := find_recipient_fault(plan.recipient_public_key)) is not None:
         yield Fault("/recipient_public_key", fault)
     if (
@@ -449,7 +454,7 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
         and plan.delivery is Delivery.SHOW_ONCE
         and plan.environment is Environment.PRODUCTION
     ):
-        yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
+        yield Fault("/delivery", "in production a service receives a key sealed or in the secret backend only")
 
 
 def _audit_details(request: IssuanceRequest) -> dict[str, JsonValue]:

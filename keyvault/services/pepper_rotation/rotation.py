@@ -54,9 +54,14 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
         raise IntegrityError("The service was not set up.", internal=f"no {pepper_set} pepper; run manage.py setup")
     newest, oldest = rows[-1], next(row for row in rows if row.retired_at is None)
     if newest.is_staged:
-        raise StateConflictError(f"Version {newest.number} is on its way to every process. {_describe_lagging(newest)}")
+        raise StateConflictError(
+            f"Version {newest.number} is not in use by every process yet. {_describe_lagging(newest)}"
+        )
     if newest.number - oldest.number >= MAX_VERSION_SPAN:
-        raise StateConflictError(f"Version {oldest.number} is in use still: retire the old ones first.")
+        raise StateConflictError(
+            f"Version {oldest.number} is still in use, {MAX_VERSION_SPAN} or more behind the newest. "
+            "Retire old versions first."
+        )
     number = _adopt(pepper_set, newest.number) or _make(pepper_set, newest.number)
     check_value = Peppers(pepper_set, {number: read_pepper(pepper_set, number)}).check_value(number)
     row = PepperVersion(pepper_set=pepper_set, number=number, check_value=check_value, created_at=datetime.now(UTC))
@@ -65,10 +70,10 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
             # Lock the previous version, so that the second of two concurrent runs sees the first one's row.
             PepperVersion.objects.select_for_update(no_key=True).get(pk=newest.pk)
             if PepperVersion.objects.filter(pepper_set=pepper_set, number__gt=newest.number).exists():
-                raise StateConflictError("Somebody else has made a new version at the same moment.")
+                raise StateConflictError("Another run has created a new version concurrently. Check pepper_status.")
             row.save()
     except DatabaseIntegrityError as error:
-        raise StateConflictError("Somebody else makes a new version at the same moment.") from error
+        raise StateConflictError("Another run is creating a new version concurrently. Check pepper_status.") from error
     return row
 
 
@@ -77,7 +82,7 @@ def _describe_lagging(row: PepperVersion) -> str:
     return (
         f"Not loaded yet by: {lagging}. Can they reach the secret backend?"
         if lagging
-        else "The worker takes it into use by itself."
+        else "The worker activates it automatically."
     )
 
 
@@ -96,8 +101,8 @@ def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
     labels = secret_backend().read(Mount.PEPPERS, pepper_set, beyond[0]).labels
     if (labels.get("pepper_set"), labels.get("number")) != (pepper_set.value, str(beyond[0])):
         raise IntegrityError(
-            "Somebody else has written where the peppers are.",
-            internal=f"{pepper_set} pepper {beyond[0]} is not ours: find out who wrote it, and have it destroyed",
+            "Another program has written to the pepper storage.",
+            internal=f"{pepper_set} pepper {beyond[0]} is foreign: find out who wrote it, and have it destroyed",
         )
     require_own_pepper(pepper_set, beyond[0])
     return beyond[0]
@@ -110,7 +115,9 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
     try:
         put_pepper(pepper_set, number)
     except BackendConflictError as error:
-        raise StateConflictError("Somebody else makes a new version at the same moment. Run it again.") from error
+        raise StateConflictError(
+            "Another run is creating a new version concurrently. Run the command again."
+        ) from error
     return number
 
 
@@ -134,7 +141,7 @@ class PepperUsage:
             "service tokens": self.service_tokens.count(),
             "customer access tokens": self.customer_tokens.count(),
             "sealed webhook secrets": len(self.webhook_endpoints),
-            "sealed answers to retries": self.sealed_answers,
+            "sealed replies": self.sealed_answers,
         }
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
@@ -175,7 +182,9 @@ def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVer
             _require_unused(row, grant.at)
             row.compare_and_swap(retired_at=grant.at)
     except OperationalError as error:
-        raise StateConflictError("Keys are being written this moment. Run it again.", internal=str(error)) from error
+        raise StateConflictError(
+            "Keys are being written right now. Run the command again.", internal=str(error)
+        ) from error
     return row
 
 
@@ -197,11 +206,11 @@ def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVe
     row = _find_version(pepper_set, number)
     destroyable_at = destroyable_from(row)
     if destroyable_at is None:
-        raise StateConflictError("Only a retired version is destroyed: retire it first.")
+        raise StateConflictError("Only a retired version can be destroyed. Retire it first.")
     if grant.at < destroyable_at:
         raise StateConflictError(
-            f"It may be destroyed from {destroyable_at:%Y-%m-%d %H:%M} UTC on: until then it is kept for a database "
-            "that is restored from a backup of before its retirement."
+            f"The version may be destroyed from {destroyable_at:%Y-%m-%d %H:%M} UTC. Until then a database restored "
+            "from a backup made before its retirement needs it."
         )
     require_own_pepper(pepper_set, number)
     secret_backend().destroy(Mount.PEPPERS, row.pepper_set, row.number)
@@ -225,25 +234,26 @@ def _require_succeeded(row: PepperVersion, now: datetime) -> None:
     )
     if not newer:
         raise StateConflictError(
-            f"It is the newest {row.pepper_set} pepper: make a new one first (rotate_pepper --set {row.pepper_set})."
+            f"This is the newest {row.pepper_set} pepper. Create a new one first: rotate_pepper --set {row.pepper_set}."
         )
     successor = next((each for each in newer if not each.is_staged), None)
     if successor is None:
         raise StateConflictError(
-            f"It makes the digests still: version {newer[0].number} is on its way. {_describe_lagging(newer[0])}"
+            f"This version still makes the digests: version {newer[0].number} is not in use yet. "
+            f"{_describe_lagging(newer[0])}"
         )
     settled_at = successor.hashes_from_at + PROPAGATION
     if now < settled_at:
-        raise StateConflictError(f"Processes may still need it: run this again after {settled_at:%H:%M:%S} UTC.")
+        raise StateConflictError(f"Processes may still need it. Run the command again after {settled_at:%H:%M:%S} UTC.")
 
 
 def _require_unused(row: PepperVersion, now: datetime) -> None:
     usage = find_pepper_usage(PepperSet(row.pepper_set), row.number, now).format_counts()
     if usage:
         raise PepperInUseError(
-            f"It is in use: {usage}. A key moves to the newest pepper when it is used; rotate or revoke those that "
-            f"are not used (pepper_status --list). Sealed webhook secrets are moved by the worker, customer access "
-            "tokens and sealed answers end by themselves."
+            f"The version is in use: {usage}. A key moves to the newest pepper when it is used; rotate or revoke "
+            "unused keys (pepper_status --list). The worker reseals webhook secrets. Customer access tokens and sealed "
+            "replies expire."
         )
 
 
@@ -280,7 +290,7 @@ def _count_sealed_answers(environment: Environment | None, number: int, now: dat
 def _find_version(pepper_set: PepperSet, number: int) -> PepperVersion:
     row: PepperVersion | None = PepperVersion.objects.filter(pepper_set=pepper_set, number=number).first()
     if row is None:
-        raise NotFoundError(f"There is no {pepper_set} pepper {number}.")
+        raise NotFoundError(f"Unknown {pepper_set} pepper version {number}. Use one that pepper_status lists.")
     return row
 
 
@@ -290,4 +300,4 @@ def _environment(pepper_set: PepperSet) -> Environment | None:
 
 def _require_served(pepper_set: PepperSet) -> None:
     if pepper_set not in list_served_sets():
-        raise NotFoundError(f"This process does not serve {pepper_set} (KEYVAULT_ENVIRONMENTS).")
+        raise NotFoundError(f"This process does not serve {pepper_set}. Check KEYVAULT_ENVIRONMENTS.")

@@ -139,9 +139,9 @@ def _describe(
     is_stored = None if stored is None else stored.get(row.number) is VersionState.LIVE
     if row.destroyed_at is not None and is_stored:
         again = f"retire_pepper --set {pepper_set} --version {row.number} --destroy"
-        fault = f"It was destroyed, and is in the secret backend again (a restored Vault?): run {again}."
+        fault = f"It was destroyed but is in the secret backend again (a restored Vault?). Run {again}."
     elif row.retired_at is None and is_stored is False and not fault:
-        fault = "It is missing from the secret backend, and only in memory: restore it before a process ends."
+        fault = "It is missing from the secret backend and only in memory. Restore it before a process stops."
     return PepperState(
         pepper_set=pepper_set,
         number=row.number,

@@ -63,12 +63,12 @@ def reconcile_due() -> None:
             report = reconcile(environment, renew=partial(_renew, lease))
         except KeyvaultError as error:
             leases.postpone(lease, now, error.internal or error.detail)
-            _log.warning("reconciling was put off", extra={"environment": environment, "why": error.internal})
+            _log.warning("reconciliation postponed", extra={"environment": environment, "why": error.internal})
         else:
             if report.is_complete:
                 leases.release(lease, due_at=next_night(datetime.now(UTC)))
             else:
-                leases.postpone(lease, datetime.now(UTC), "the secret backend was away, or refused us")
+                leases.postpone(lease, datetime.now(UTC), "the secret backend was unavailable or denied access")
 
 
 def _renew(lease: Lease) -> None:
@@ -98,9 +98,11 @@ def reconcile(
         run.check_rows()
         run.report.is_complete = True
     except DependencyUnavailableError as error:
-        _log.warning("reconciling ended early", extra={"environment": environment, "why": error.internal})
+        _log.warning("reconciliation ended early", extra={"environment": environment, "why": error.internal})
     except BackendDeniedError as error:
-        _log.error("reconciling was refused", extra={"environment": environment, "why": error.internal})
+        _log.error(
+            "the secret backend denied the reconciliation", extra={"environment": environment, "why": error.internal}
+        )
         run.report_refusal(error)
     if not is_dry_run:
         grant = authorize(principal, P.BACKEND_RECONCILE, now=datetime.now(UTC))
@@ -138,7 +140,7 @@ class _ReconciliationRun(ReconciliationNotice):
         elif (connection := provider_connections.find_by_path(self.environment, path)) is not None:
             self._check_connection(connection)
         else:
-            self.report_unattributed(path, None, "no credential or connection of ours has this path")
+            self.report_unattributed(path, None, "no credential or connection of this service has this path")
 
     def _versions(self, path: str) -> Iterator[StoredVersion]:
         """Yield the versions that are not destroyed."""
@@ -160,7 +162,7 @@ class _ReconciliationRun(ReconciliationNotice):
         path, number = credential.backend_path, version.version
         if version.state is VersionState.DELETED:
             if not credential.keys.filter(backend_version=number).exists():
-                self.report_unattributed(path, number, "it is deleted, and no key of ours names it")
+                self.report_unattributed(path, number, "it is deleted, and no key refers to it")
             return
         labels = self._labels(path, number)
         if labels is None:
@@ -285,7 +287,7 @@ class _ReconciliationRun(ReconciliationNotice):
 
         def settle(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.version != key.version:
-                raise StateConflictError("Somebody else was faster.", internal=key.key_id)
+                raise StateConflictError("Another worker changed the key first.", internal=key.key_id)
             self._mark(grant, fresh, lease, "key.material_differs", material, fresh.backend_version)
             settle_string(grant, fresh, lease)
 

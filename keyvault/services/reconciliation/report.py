@@ -58,7 +58,7 @@ class ReconciliationReport:
         finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
         _log.log(
             logging.WARNING if what in {"stranger", "missing", "failed"} else logging.INFO,
-            "reconciling found something",
+            "reconciliation finding",
             extra={"finding": finding, "is_dry_run": self.is_dry_run},
         )
         if len(self.findings) < MAX_LISTED_FINDINGS:
@@ -96,7 +96,7 @@ class ReconciliationNotice:
     def report_refusal(self, error: BackendDeniedError) -> None:
         account = Account.objects.filter(environment=self.environment).order_by("pk").first()
         if account is not None and not self.report.is_dry_run:
-            report_refusal(self.grant(account), account, "the nightly look at what is stored", error)
+            report_refusal(self.grant(account), account, "the nightly reconciliation", error)
 
     def report_missing(self, key: Key) -> None:
         self.report.missing += 1
@@ -117,7 +117,7 @@ class ReconciliationNotice:
             self.report.left += 1
             return
         self.report.missing += 1
-        why = "credentials of a connection that the service did not destroy are gone"
+        why = "a connection's credentials are gone, and the service did not destroy them"
         self.report.add_finding("missing", row.backend_path, row.backend_version, why=why)
         self._announce(row.account, provider_connections.connection_id(row), row.backend_path, row.backend_version, why)
 

@@ -72,7 +72,7 @@ class LogBackfill:
         try:
             return self._run(now)
         except OSError as error:
-            _log.exception("the revocation journal cannot be mended")
+            _log.exception("the revocation journal cannot be backfilled")
             _raise_alarm(error, now)
             return 0
         finally:
@@ -116,7 +116,7 @@ class LogBackfill:
     def _notice_return(self, counter: int) -> None:
         """Detect a database that went back. Startup refuses one, but this process is already running."""
         if counter < self.position:
-            _log.error("the database went back; stop everything, and run: manage.py replay_revocations")
+            _log.error("the database went back; stop all processes, and run: manage.py replay_revocations")
             self.position = counter
 
     def _open(self) -> None:

@@ -54,11 +54,11 @@ def accept_loss(grant: Grant, operator: Operator, reason: str) -> None:
     be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
-        raise RequestInvalidError("To accept the loss of the journal needs a reason.", [Fault("/reason", fault)])
+        raise RequestInvalidError("Accepting the loss of the journal requires a reason.", [Fault("/reason", fault)])
     path = str(settings.JOURNAL)
     if not is_lost():
         raise StateConflictError(
-            f"The journal {path} is not lost: it has lines, or nothing was issued yet and the next start makes it. Run "
+            f"The journal {path} is not lost: it has lines, or nothing was issued and the next start creates it. Run "
             "manage.py replay_revocations without --accept-loss. Move a journal that is damaged or belongs to another "
             "installation away first."
         )

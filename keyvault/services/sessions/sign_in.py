@@ -187,7 +187,7 @@ def _record_sign_in(
         if is_hash_weak:
             row.compare_and_swap(password=make_password(presented.password.reveal()), last_login=now)
         elif not row.swap_beside({"version": row.version}, last_login=now):
-            raise SignInRefusedError("Somebody changed this operator just now. Sign in again.")
+            raise SignInRefusedError("This operator was changed just now. Sign in again.")
 
 
 def _record_lock(counter: _Counter, row: Operator | None, address: str | None, now: datetime) -> None:

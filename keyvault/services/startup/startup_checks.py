@@ -98,7 +98,10 @@ def _load_peppers() -> None:
             load_peppers(pepper_set)
         except BackendError as error:
             why = error.internal or error.detail
-            _log.error("not ready: peppers cannot be read yet; see vault_doctor", extra={"set": pepper_set, "why": why})
+            _log.error(
+                "not ready: peppers cannot be read yet; run: manage.py vault_doctor",
+                extra={"set": pepper_set, "why": why},
+            )
         except KeyvaultError as error:
             raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
 
@@ -108,7 +111,7 @@ def require_triggers() -> None:
     missing = missing_triggers(connection)
     if missing:
         raise ImproperlyConfigured(
-            f"the database lacks {len(missing)} of its rules, such as {min(missing)}; run: manage.py setup"
+            f"the database lacks {len(missing)} of its triggers, such as {min(missing)}; run: manage.py setup"
         )
 
 
@@ -128,13 +131,13 @@ def require_current() -> None:
     _require_own(found.installations)
     if found.lost:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: {len(found.lost)} that were revoked live again, "
+            f"the database is behind the revocation journal {path}: {len(found.lost)} revoked items are valid again, "
             f"such as {' '.join(min(found.lost))}; run: manage.py replay_revocations"
         )
     if found.counter < found.highest:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: it ends at change {found.counter}, the journal "
-            f"knows of {found.highest}; run: manage.py replay_revocations"
+            f"the database is behind the revocation journal {path}: its newest change is {found.counter}, the "
+            f"journal's is {found.highest}; run: manage.py replay_revocations"
         )
     if found.lines and not found.installations:
         _append(adopt_journal)
@@ -168,8 +171,8 @@ def format_journal_loss() -> str:
     """Explain why nothing starts without the journal, and what to do."""
     return (
         f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
-        "those revoked since a backup was made could be good again. Put the journal back from its own backup, or on a "
-        "new host copy another host's, and run: manage.py replay_revocations; when it is lost for good, run: "
+        "those revoked since a backup was made could be valid again. Restore the journal from its own backup, or on a "
+        "new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
         "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
     )
 
@@ -178,6 +181,6 @@ def format_journal_damage(lines: Sequence[int]) -> str:
     """Explain which lines are damaged, and the manual repair."""
     numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
-        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "
-        "tell of. Then see by hand to what the damaged ones named, keep a copy of the file, and take them out"
+        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which applies the intact "
+        "lines. Then check manually what the damaged lines named, keep a copy of the file, and remove those lines"
     )

@@ -237,9 +237,9 @@ class UsageLog:
         try:
             self.flush()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("usage could not be written; it is kept for the next try", extra={"why": error})
+            _log.warning("usage could not be written; it is kept for the next attempt", extra={"why": error})
         except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
-            _log.exception("usage could not be written; it is kept for the next try")
+            _log.exception("usage could not be written; it is kept for the next attempt")
 
     def _maintain_peppers(self) -> None:
         """Run this process's other background work that only needs the database."""
@@ -247,9 +247,9 @@ class UsageLog:
             pending_rehashes.write(self.now())
             load_peppers.look()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("peppers could not be looked after", extra={"why": error})
+            _log.warning("pepper maintenance failed", extra={"why": error})
         except Exception:  # noqa: BLE001  the thread must survive; the next run may succeed
-            _log.exception("peppers could not be looked after; digests are renewed at the next proof of each key")
+            _log.exception("pepper maintenance failed; digests are renewed when each key is next proved")
 
 
 T = TypeVar("T")
@@ -449,7 +449,7 @@ def note_lost(now: datetime) -> None:
     lost = live_reporters().filter(cannot_vouch)
     # Check first: an update takes SQLite's only write lock, and usually there is nothing to update.
     if lost.exists() and (count := lost.update(lost_at=now)):
-        _log.warning("reporters of usage are lost, or their clocks are off", extra={"count": count})
+        _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})
 
 
 def observe(now: datetime | None = None) -> Observation:

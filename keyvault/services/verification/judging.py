@@ -156,9 +156,9 @@ def note_use(
 
 
 _ALERTS = {
-    UseOutcome.EXPOSED_IN_URL: "a key stands in a URL",
-    UseOutcome.EXPOSED_IN_BROWSER: "a private key came with an Origin",
-    UseOutcome.REFUSED: "suspended key was tried",
+    UseOutcome.EXPOSED_IN_URL: "a key was sent in a URL",
+    UseOutcome.EXPOSED_IN_BROWSER: "a private key was sent with an Origin header",
+    UseOutcome.REFUSED: "a suspended key was presented",
 }
 
 

@@ -145,7 +145,7 @@ class RefusalLog:
             if self._add(entry):
                 entry.log()
         except Exception:  # noqa: BLE001  recording must not affect the reply
-            _log.exception("a refusal could not be noted")
+            _log.exception("a refusal could not be recorded")
 
     def flush(self) -> None:
         """Write what is pending. After a database failure keep as many as fit."""
@@ -154,7 +154,7 @@ class RefusalLog:
                 pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
+                _log.warning("too many refusals: some were dropped", extra={"dropped": dropped})
             for start in range(0, len(pending), _WRITE_BATCH):
                 portion = pending[start : start + _WRITE_BATCH]
                 try:
@@ -223,7 +223,7 @@ class RefusalLog:
         try:
             self.flush()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("refusals could not be written; they are kept as far as there is room", extra={"why": error})
+            _log.warning("refusals could not be written; as many as fit are kept", extra={"why": error})
         except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
             _log.exception("refusals could not be written")
 

@@ -192,11 +192,11 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
         judgement, delivery.last_status = _NO_REPLY, None
         delivery.last_error = (error.detail if isinstance(error, KeyvaultError) else type(error).__name__)[:300]
         internal = error.internal if isinstance(error, KeyvaultError) else repr(error)
-        _log.info("a webhook got no answer", extra={"notice": delivery.notice_id, "why": internal})
+        _log.info("a webhook delivery got no reply", extra={"notice": delivery.notice_id, "why": internal})
     try:
         _settle(delivery, judgement, now)
     except KeyvaultError as fault:
-        _log.warning("the outcome of a webhook was not noted", extra={"why": fault.internal or fault.detail})
+        _log.warning("the outcome of a webhook delivery was not stored", extra={"why": fault.internal or fault.detail})
 
 
 def _settle(delivery: WebhookDelivery, judgement: DeliveryAssessment, now: datetime) -> None:
@@ -228,7 +228,7 @@ def _give_up(delivery: WebhookDelivery, now: datetime, *, is_disabled: bool) -> 
     ):
         settled = {"state": DeliveryState.GIVEN_UP, "last_status": delivery.last_status, "last_error": why}
         if _current_attempt(delivery).update(**settled) != 1:
-            raise StateConflictError("Somebody else settled this meanwhile.", internal=f"delivery {delivery.pk}")
+            raise StateConflictError("Another worker settled this delivery first.", internal=f"delivery {delivery.pk}")
         if is_disabled and endpoint.disabled_at is None:
             write_disabled(endpoint, why, now)
         announce(

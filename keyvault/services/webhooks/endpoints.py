@@ -55,7 +55,7 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
         secret=_sealed(account, destination.url, secret),
         created_at=grant.at,
     )
-    duplicate = f"The account has this endpoint already: {destination.host}."
+    duplicate = f"The account already has this endpoint: {destination.host}."
     if WebhookEndpoint.objects.filter(account=account, url=destination.url).exists():
         raise StateConflictError(duplicate)
     try:
@@ -77,10 +77,12 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
     """
     if overlap_hours and endpoint.previous_until is not None and grant.at < endpoint.previous_until:
         end = f"{endpoint.previous_until:%Y-%m-%d %H:%M} UTC"
-        raise StateConflictError(f"The secret is being rotated already: two sign until {end}.")
+        raise StateConflictError(
+            f"The secret is already being rotated: two secrets sign until {end}. Wait, or set the overlap to 0 hours."
+        )
     if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
         raise RequestInvalidError(
-            "The overlap does not fit.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
+            f"Invalid overlap of {overlap_hours} hours.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
         )
     freshen_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)
@@ -98,7 +100,7 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
 def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
     """Disable an endpoint. Its pending messages are given up until it is enabled again."""
     if endpoint.disabled_at is not None:
-        raise StateConflictError("The endpoint is disabled already.")
+        raise StateConflictError("The endpoint is already disabled.")
     with recorded(
         grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_audit_details(endpoint)
     ):
@@ -116,7 +118,7 @@ def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
 def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
     """Enable an endpoint. Return how many recently given-up messages are due again."""
     if endpoint.disabled_at is None:
-        raise StateConflictError("The endpoint is enabled already.")
+        raise StateConflictError("The endpoint is already enabled.")
     with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_audit_details(endpoint)):
         require_staying(endpoint.account)
         _require_room(endpoint.account)
@@ -129,7 +131,7 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
 def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
     """Send a test message by the normal route. Raises StateConflictError if the endpoint is disabled."""
     if endpoint.disabled_at is not None:
-        raise StateConflictError("The endpoint is disabled: nothing is sent there.")
+        raise StateConflictError("The endpoint is disabled. Enable it before sending a test.")
     with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_audit_details(endpoint)):
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
@@ -200,20 +202,20 @@ def _audit_details(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
 
 
 def _read_url(url: str) -> Destination:
-    fault = "no key string: it would be kept and shown"
+    fault = "must not contain a key string, because the URL is stored and displayed"
     if SHAPED.search(url) is None:
         try:
             return parse_url(url.strip(), settings.WEBHOOK_NETWORKS)
         except ValueError as error:
             fault = str(error)
-    raise RequestInvalidError("Nothing can be sent there.", [Fault("/url", fault)])
+    raise RequestInvalidError("Invalid webhook URL.", [Fault("/url", fault)])
 
 
 def _require_room(account: Account) -> None:
     """Raise StateConflictError at the maximum. Locks the account, so that concurrent additions are counted in turn."""
     Account.objects.select_for_update().get(pk=account.pk)
     if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MAX_ENDPOINTS:
-        raise StateConflictError(f"An account has at most {MAX_ENDPOINTS} enabled endpoints: disable one first.")
+        raise StateConflictError(f"An account can have at most {MAX_ENDPOINTS} enabled endpoints. Disable one first.")
 
 
 def _sealed(account: Account, url: str, secret: Plaintext) -> bytes:

@@ -157,7 +157,7 @@ def test_collection_recipient_is_part_of_what_is_approved(scene: Scene, asker: A
     approve(first)
     lift_triggers()
     QuerySet(IssuanceRequest).filter(pk=first.pk).update(recipient_public_key=other)
-    with pytest.raises(StateConflictError, match="not what was approved"):
+    with pytest.raises(StateConflictError, match="differs from the approved plan"):
         issue_request(fresh(first))
     assert not Key.objects.exists()
 
@@ -168,7 +168,7 @@ def test_collection_recipient_exchanged_after_the_approval_gets_nothing(scene: S
     thief = X25519PrivateKey.generate().public_key().public_bytes_raw()
     lift_triggers()
     QuerySet(IssuanceRequest).filter(pk=request.pk).update(recipient_public_key=spelled(thief))
-    with pytest.raises(StateConflictError, match="not what was approved"):
+    with pytest.raises(StateConflictError, match="differs from the approved plan"):
         collect(asker.service, fresh(request))
 
 
@@ -259,7 +259,7 @@ def test_collection_by_the_person_behind_the_token_is_refused(scene: Scene, aske
     """What a service asked for no person collects, not even the one who answers for it."""
     request = asked_and_issued(asker.service, scene.sandbox, delivery=delivery)
     allowed = grant(scene.admin, P.ISSUANCE_COLLECT, scene.sandbox)
-    with pytest.raises(StateConflictError, match="A service asked"):
+    with pytest.raises(StateConflictError, match="A service requested"):
         issuance.collect_key(allowed, request)
     with pytest.raises(NotFoundError):
         collection.read_handover(allowed, request)
@@ -298,10 +298,10 @@ def test_collection_of_a_key_that_was_ended_gives_nothing(scene: Scene, asker: A
     assert request.key is not None
     allowed = grant(scene.responder, P.KEYS_REVOKE, scene.sandbox)
     end(allowed, request.key, *([RevocationReason.SUPERSEDED] if end is revoke_key else []))
-    with pytest.raises(StateConflictError, match="gone"):
+    with pytest.raises(StateConflictError, match="ended before it was collected"):
         collect(asker.service, fresh(request))
     maintenance.destroy_due()
-    with pytest.raises(StateConflictError, match="gone"):
+    with pytest.raises(StateConflictError, match="ended before it was collected"):
         collect(asker.service, fresh(request))
 
 
@@ -460,7 +460,7 @@ def test_collection_ends_at_the_second_whether_swept_or_not(scene: Scene, asker:
     with pytest.raises(StateConflictError, match="not collected in time"):
         collect(asker.service, fresh(request), end)
     assert opened(collect(asker.service, fresh(request), end - MOMENT)).reveal()
-    with pytest.raises(StateConflictError, match="may still be collected, or was"):
+    with pytest.raises(StateConflictError, match="was collected, or may still be"):
         burn(fresh(request), end)
 
 

@@ -208,7 +208,7 @@ def test_secret_rotated_signs_beside_the_one_before_until_the_overlap_ends(scene
     second = rotate_secret(granted(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     assert revealed(endpoint, at + timedelta(hours=24)) == [second.reveal()]
-    with pytest.raises(StateConflictError, match="two sign until"):
+    with pytest.raises(StateConflictError, match="two secrets sign until"):
         rotate_secret(granted(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     later = at + timedelta(hours=24)
