@@ -28,10 +28,16 @@ from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services.peppers.ring import load_peppers
 
 _SHRED_BATCH = 500
+"""Maximum ids in one query."""
 
 HOLD_SECONDS = 15
+"""Time for which an attempt holds its key, in seconds."""
+
 KEEP = timedelta(hours=24)
+"""Retention of a stored reply."""
+
 SEALED_FOR = timedelta(minutes=15)
+"""Retention of the sealed secret in a stored reply."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ from keyvault.models.recording import Subject
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 10
+"""Maximum wait for a receipt, in seconds."""
+
 MAX_WAITERS = 2
 """Maximum concurrent waits of one process. Each holds a thread that verdicts need."""
 

@@ -65,7 +65,7 @@ def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
 
 
 def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
-    """Return the key that is ready for collection. Raises StateConflictError if there is none, or none any more."""
+    """Return the key that is ready for collection. Raises StateConflictError if there is none."""
     if request.state == IssuanceState.COLLECTED:
         raise StateConflictError("The key was collected already. It cannot be collected twice.")
     if request.state == IssuanceState.BURNED or is_uncollected(request, now):

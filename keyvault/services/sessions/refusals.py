@@ -22,6 +22,7 @@ from keyvault.services.usage.recorder import usage_log
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 60.0
+"""Interval between two flushes, in seconds."""
 
 MAX_PAIRS = 20
 """Maximum pairs of name and address per minute. Further addresses are counted together for each name."""

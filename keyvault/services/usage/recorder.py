@@ -5,8 +5,8 @@ watermark: the time up to which the counts are complete. A reporter that exits w
 some uses may be lost with it. Any wait for silence restarts from that moment.
 
 A reporter uses its own host's clock, and the engine judges it by the engine's clock. Clocks must agree within
-LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check,
-and silence cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check. Silence then
+cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
 """
 
 import logging
@@ -38,6 +38,8 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
+"""Interval between two reports, in seconds."""
+
 LOST_AFTER = timedelta(seconds=10)
 """Maximum difference between a live reporter's watermark and now, late or early. It reports every FLUSH_SECONDS."""
 
@@ -45,9 +47,13 @@ KEPT_FOR = timedelta(days=400)
 """Retention of use per minute. More than a year, so that a yearly use and the gap between two of them stay known."""
 
 _GONE_KEPT_FOR = timedelta(days=7)
+"""Retention of reporters that deregistered or were lost."""
+
 _MAX_DELETED = 5_000
+"""Maximum buckets deleted in one run."""
 
 _MAX_BUCKETS = 20_000
+"""Buckets in memory after which new sources are no longer kept apart."""
 
 
 def utc_now() -> datetime:
@@ -299,8 +305,8 @@ def _write(report: _Report) -> bool:
 
     Additions commute, so late and early reporters agree. A report that was already written adds nothing.
 
-    Each reporter locks its own row first and then the other rows in one fixed order, all buckets before all keys, so
-    that no deadlock occurs.
+    To prevent deadlocks, each reporter locks its own row first and then the others in one fixed order: all buckets
+    before all keys.
     """
     stopped_at = report.through if report.is_final else None
     peppers = load_peppers.newest_versions()
@@ -423,8 +429,8 @@ _REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
 _REPORT = _REPORT.replace("<keys>", _ADD_TO_KEY.replace(_ROWS, _KEYS))
 """The whole report in one statement, because each statement costs a round trip and interpreter time.
 
-PostgreSQL unpacks the JSON, groups it (one statement cannot update a row twice) and sorts it bytewise, so that every
-reporter uses the same order whatever the database's collation is.
+PostgreSQL unpacks the JSON and groups it, because one statement cannot update a row twice. It sorts bytewise, so that
+every reporter uses the same order whatever the database's collation is.
 
 PostgreSQL does not order the parts of a statement unless one depends on another. Each part therefore counts the rows of
 the part before it.

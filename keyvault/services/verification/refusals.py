@@ -28,10 +28,17 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
+"""Interval between two flushes, and the period of the limits below, in seconds."""
+
 KEPT_FOR = timedelta(days=30)
+"""Retention of a refusal with a proved key."""
+
 UNPROVED_KEPT_FOR = timedelta(days=1)
+"""Retention of a refusal without one."""
 
 _MAX_PENDING = 2_000
+"""Maximum unwritten refusals in memory."""
+
 _MAX_UNPROVED = 5
 """Maximum rows per flush and error code without a proved key, so that unauthenticated requests cannot fill the disk."""
 

@@ -36,12 +36,14 @@ from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_answer, next_attempt, sign
 
-AT_ONCE = 16
+MAX_CONCURRENT = 16
+"""Maximum attempts under way at the same time, each to a different endpoint."""
 BEGIN_SECONDS = 4.0
 """Time in which a round starts attempts, in seconds. The longest attempt after that still ends within the lease."""
 HOLD = timedelta(seconds=30)
 """Exclusive time of a started attempt. Longer than an attempt can take."""
 KEEP = timedelta(days=30)
+"""Retention of settled deliveries, from the time of the notice."""
 
 _LEASE = "webhooks"
 _P = Permission.WEBHOOKS_DELIVER
@@ -110,7 +112,7 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
     if lease is None:
         return 0
     try:
-        with ThreadPoolExecutor(AT_ONCE, "webhook") as pool:
+        with ThreadPoolExecutor(MAX_CONCURRENT, "webhook") as pool:
             return _attempt_all(pool, clock, send)
     finally:
         leases.release(lease)
@@ -123,7 +125,7 @@ def _attempt_all(pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: 
     while True:
         if time.monotonic() < stop_at:
             busy = [delivery.endpoint_id for delivery in under_way.values()]
-            for delivery in _next_due(clock(), busy, AT_ONCE - len(under_way)):
+            for delivery in _next_due(clock(), busy, MAX_CONCURRENT - len(under_way)):
                 if _begin(delivery, clock()):
                     begun += 1
                     under_way[pool.submit(_prepared(delivery, clock(), send))] = delivery
