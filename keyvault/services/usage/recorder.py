@@ -5,8 +5,8 @@ watermark: the time up to which the counts are complete. A reporter that exits w
 some uses may be lost with it. Any wait for silence restarts from that moment.
 
 A reporter uses its own host's clock, and the engine judges it by the engine's clock. Clocks must agree within
-LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check. Silence then
-cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
+Silence then cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
 """
 
 import logging
