@@ -35,12 +35,12 @@ def run_upkeep() -> None:
     A failed step does not stop the others. Raises the first error at the end.
     """
     errors = []
-    ends = (maintenance.expire_due, maintenance.burn_due, maintenance.mend_journal)
+    ends = (maintenance.expire_due, maintenance.discard_due, maintenance.backfill_journal)
     copies = (
         maintenance.destroy_due,
         maintenance.settle_due,
         maintenance.settle_connections_due,
-        maintenance.leave_due,
+        maintenance.forget_paths_due,
     )
     for step in (*ends, *copies, maintenance.renew_peppers, maintenance.forget_due):
         try:

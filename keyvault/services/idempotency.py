@@ -1,8 +1,8 @@
-"""The same request again has no second effect: its answer is stored in the transaction of the effect, and replayed.
+"""Execute a request once: the reply is stored in the transaction of its effect, and replayed for a repeated request.
 
-An attempt claims its key first, in a short transaction of its own, for HOLD_SECONDS; a key whose attempt died is
-taken over after that. The fence counts the attempts: the slow one that lives on all the same finds its fence gone
-and is rolled back with everything it did. What fails is not stored, so that the caller may mend it and try again.
+An attempt first claims its key for HOLD_SECONDS, in a short transaction of its own. After that time another attempt may
+take the key over. A fencing token counts the attempts: a slow attempt that was taken over finds its token stale and is
+rolled back entirely. Failures are not stored, so the caller can correct the request and retry.
 """
 
 import json
@@ -27,17 +27,26 @@ from keyvault.domain.sealing import seal, unseal
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services.peppers.ring import load_peppers
 
-_AT_ONCE = 500
+_SHRED_BATCH = 500
+"""Maximum ids in one query."""
 
 HOLD_SECONDS = 15
+"""Time for which an attempt holds its key, in seconds."""
+
 KEEP = timedelta(hours=24)
+"""Retention of a stored reply."""
+
 SEALED_FOR = timedelta(minutes=15)
+"""Retention of the sealed secret in a stored reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What is answered. A show-once secret is not in `body`, where None stands in its field: it is `secret`,
-    and `secret_of` names the key or customer token whose first use shreds it. `secret_field`: its name."""
+    """A reply to store.
+
+    A show-once secret is in `secret`; the body has None in the field `secret_field`. `secret_of` is the id of the key
+    or customer token whose first use shreds the stored secret.
+    """
 
     status: int
     body: dict[str, JsonValue]
@@ -47,12 +56,12 @@ class StoredResponse:
 
 
 Effect = Callable[[], StoredResponse]
-"""What is done once, inside the transaction that also stores its answer."""
+"""The work done once, inside the transaction that also stores its reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdempotentResult:
-    """`is_secret_available` is False for the replay of a secret that was shredded: the body says so too."""
+    """The reply. `is_secret_available` is False for a replay whose secret was shredded; the body states it too."""
 
     answer: StoredResponse
     is_replay: bool
@@ -69,34 +78,34 @@ def run_once(
     now: datetime,
     prepare: Callable[[], Effect],
 ) -> IdempotentResult:
-    """The effect's answer, or that of the request before with this key of this holder at this endpoint.
+    """Run the effect and return its reply, or replay the reply of the earlier request with this key.
 
-    `environment` is whose peppers seal a secret in the answer; None for an endpoint whose answers hold none.
-    `prepare` validates the body; it, and the effect, may raise what they like, and nothing is stored then.
-    Raises IdempotencyError while the first attempt is at work, or when it had another body.
+    A key is scoped to its holder and endpoint. `environment` selects the peppers that seal a secret in the reply; None
+    for an endpoint whose replies have none. `prepare` validates the body and returns the effect. Both may raise
+    anything, and nothing is stored then.
+
+    Raises IdempotencyError while the first attempt is running, or if it had another body.
     """
-    place = _Place(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
-    found = _find(place)
-    if (outcome := _answered(place, found, now)) is not None:
+    scope = _RequestScope(holder, endpoint, environment, sha256(key.encode()).digest(), sha256(body).digest())
+    found = _find(scope)
+    if (outcome := _find_result(scope, found, now)) is not None:
         return outcome
     effect = prepare()
-    claimed = _claim(place, found, now)
+    claimed = _claim(scope, found, now)
     if claimed is None:
-        # Somebody was faster, a moment ago: either at work or, already, done.
-        return _answered(place, _find(place), now) or _refuse_for_now()
+        # Another attempt claimed it just now: it is either running or done.
+        return _find_result(scope, _find(scope), now) or _refuse_for_now()
     try:
-        return IdempotentResult(_act(claimed, place, effect, now), is_replay=False, is_secret_available=True)
+        return IdempotentResult(_execute(claimed, scope, effect, now), is_replay=False, is_secret_available=True)
     except BaseException:
-        with suppress(
-            DatabaseError, InterfaceError
-        ):  # What went wrong is told; a claim that stays for it ends by itself.
+        with suppress(DatabaseError, InterfaceError):  # the original error is raised; a claim left behind expires
             claimed.delete()
         raise
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Whose request, where, under which key; and with which body."""
+class _RequestScope:
+    """Identity of a request: holder, endpoint and key, with the digest of its body."""
 
     holder: str
     endpoint: str
@@ -106,39 +115,40 @@ class _Place:
 
     @property
     def context(self) -> bytes:
-        """What a secret is sealed for, so that it opens in its own row only."""
+        """The sealing context, so that a secret only opens in its own row."""
         return f"{self.holder}|{self.endpoint}|{self.key_digest.hex()}".encode()
 
     @property
     def peppers(self) -> Peppers:
         if self.environment is None:
-            raise TypeError(f"{self.endpoint} was said to answer without a secret")
+            raise TypeError(f"{self.endpoint} is declared to reply without a secret")
         return load_peppers(PEPPER_SET[self.environment])
 
 
-def _find(place: _Place) -> IdempotentRequest | None:
+def _find(scope: _RequestScope) -> IdempotentRequest | None:
     return IdempotentRequest.objects.filter(
-        holder=place.holder, endpoint=place.endpoint, key_digest=place.key_digest
+        holder=scope.holder, endpoint=scope.endpoint, key_digest=scope.key_digest
     ).first()
 
 
-def _answered(place: _Place, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
-    """What is known already. None: nothing, or nothing that counts any more. Raises IdempotencyError."""
+def _find_result(scope: _RequestScope, found: IdempotentRequest | None, now: datetime) -> IdempotentResult | None:
+    """Return the stored result. None: there is none, or it has expired. Raises IdempotencyError."""
     if found is None or found.expires_at <= now:
         return None
-    if bytes(found.body_digest) != place.body_digest:
+    if bytes(found.body_digest) != scope.body_digest:
         raise IdempotencyError(
-            ErrorCode.IDEMPOTENCY_BODY_MISMATCH, "This Idempotency-Key was used with another body before."
+            ErrorCode.IDEMPOTENCY_BODY_MISMATCH,
+            "This Idempotency-Key was used before with another body. Send that body again, or use a new key.",
         )
     if found.status is not None:
-        return _replay(place, found, found.status, now)
+        return _replay(scope, found, found.status, now)
     if found.held_until > now:
         _refuse_for_now()
     return None
 
 
 def _refuse_for_now() -> NoReturn:
-    """An attempt takes milliseconds; how long a dead one is held is no reason to make everybody wait as long."""
+    """Raise a retryable error. An attempt takes milliseconds, so the delay is shorter than a dead one's hold."""
     raise IdempotencyError(
         ErrorCode.IDEMPOTENCY_IN_PROGRESS,
         "The first request with this Idempotency-Key is still at work.",
@@ -146,31 +156,33 @@ def _refuse_for_now() -> NoReturn:
     )
 
 
-def _claim(place: _Place, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
-    """The row of this attempt while it is at work and nobody took it over; None when somebody else was faster."""
+def _claim(scope: _RequestScope, found: IdempotentRequest | None, now: datetime) -> QuerySet[IdempotentRequest] | None:
+    """Claim the key. Return this attempt's row while it is valid; None if another attempt came first."""
     fresh: dict[str, Any] = {
-        "body_digest": place.body_digest,
+        "body_digest": scope.body_digest,
         "held_until": now + timedelta(seconds=HOLD_SECONDS),
         "created_at": now,
         "expires_at": now + KEEP,
     }
     rows = IdempotentRequest.objects.all()
-    at_work = rows.filter(status__isnull=True)
+    running = rows.filter(status__isnull=True)
     if found is not None:
         emptied = {"status": None, "body": "", "sealed": None, "sealed_until": None, "secret_of": ""}
         as_found = rows.filter(pk=found.pk, fence=found.fence, status=found.status)
         taken = as_found.update(**fresh, **emptied, fence=found.fence + 1)
-        return at_work.filter(pk=found.pk, fence=found.fence + 1) if taken else None
+        return running.filter(pk=found.pk, fence=found.fence + 1) if taken else None
     try:
         with transaction.atomic():
-            made = rows.create(holder=place.holder, endpoint=place.endpoint, key_digest=place.key_digest, **fresh)
+            made = rows.create(holder=scope.holder, endpoint=scope.endpoint, key_digest=scope.key_digest, **fresh)
     except DatabaseIntegrityError:
         return None
-    return at_work.filter(pk=made.pk, fence=made.fence)
+    return running.filter(pk=made.pk, fence=made.fence)
 
 
-def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, now: datetime) -> StoredResponse:
-    """The effect and its stored answer: both or neither."""
+def _execute(
+    claimed: QuerySet[IdempotentRequest], scope: _RequestScope, effect: Effect, now: datetime
+) -> StoredResponse:
+    """Run the effect and store its reply atomically."""
     with transaction.atomic(durable=True):
         answer = effect()
         stored: dict[str, Any] = {
@@ -179,15 +191,15 @@ def _act(claimed: QuerySet[IdempotentRequest], place: _Place, effect: Effect, no
             "secret_of": answer.secret_of,
         }
         if answer.secret is not None:
-            sealed = seal(place.peppers, answer.secret, place.context, secrets.token_bytes)
+            sealed = seal(scope.peppers, answer.secret, scope.context, secrets.token_bytes)
             stored |= {"sealed": sealed, "sealed_until": now + SEALED_FOR}
         if claimed.update(**stored) != 1:
             _refuse_for_now()
     return answer
 
 
-def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
-    """The stored answer, with its secret while that is still sealed."""
+def _replay(scope: _RequestScope, found: IdempotentRequest, status: int, now: datetime) -> IdempotentResult:
+    """Return the stored reply, with its secret while that is still sealed."""
     stored = json.loads(found.body)
     body, field = stored["body"], stored["secret_field"]
     if not field:
@@ -195,7 +207,7 @@ def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime)
     if found.sealed is None or found.sealed_until is None or found.sealed_until <= now:
         body["secret_available"] = False
         return IdempotentResult(StoredResponse(status, body, field), is_replay=True, is_secret_available=False)
-    secret = unseal(place.peppers, bytes(found.sealed), place.context)
+    secret = unseal(scope.peppers, bytes(found.sealed), scope.context)
     answer = StoredResponse(status, body, field, secret, found.secret_of)
     return IdempotentResult(answer, is_replay=True, is_secret_available=True)
 
@@ -204,31 +216,31 @@ def _replay(place: _Place, found: IdempotentRequest, status: int, now: datetime)
 
 
 def shred_used(owners: Iterable[str]) -> None:
-    """The secrets of these keys and customer tokens, which were used and so have arrived.
+    """Shred the sealed secrets of these keys and customer tokens. Their use shows that they arrived.
 
-    Thousands are in use at once, and few secrets are sealed: those are looked at first, by their index, and without
-    what Django takes to make a query, since this is asked each second beside the verdicts.
+    Thousands of owners are in use, and few secrets are sealed. The sealed ones are read first, by their index and in
+    plain SQL, because this runs every second beside the verdicts.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL")
         sealed = {secret_of for (secret_of,) in cursor.fetchall()}
-    names = sorted(sealed.intersection(owners)) if sealed else []
-    for start in range(0, len(names), _AT_ONCE):
-        _shred(IdempotentRequest.objects.filter(secret_of__in=names[start : start + _AT_ONCE]))
+    owners_sealed = sorted(sealed.intersection(owners)) if sealed else []
+    for start in range(0, len(owners_sealed), _SHRED_BATCH):
+        _shred(IdempotentRequest.objects.filter(secret_of__in=owners_sealed[start : start + _SHRED_BATCH]))
 
 
 def shred_due(now: datetime) -> None:
-    """The secrets that were sealed long enough."""
+    """Shred the secrets whose retention is over."""
     _shred(IdempotentRequest.objects.filter(sealed_until__lte=now))
 
 
 def _shred(rows: QuerySet[IdempotentRequest]) -> None:
-    """In the order of the rows, so that no two shredders wait for each other in a ring."""
+    """Shred in row order, so that concurrent calls do not deadlock."""
     sealed = rows.filter(sealed__isnull=False).order_by("pk").select_for_update()
     with transaction.atomic():
         IdempotentRequest.objects.filter(pk__in=sealed.values("pk")).update(sealed=None)
 
 
 def forget_expired(now: datetime) -> None:
-    """The answers that were kept long enough."""
+    """Delete the replies whose retention is over."""
     IdempotentRequest.objects.filter(expires_at__lte=now).delete()

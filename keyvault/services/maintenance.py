@@ -1,4 +1,4 @@
-"""What falls due by itself, found in the database and done one by one; each may be killed and run again."""
+"""Run work that is due according to the database, row by row. Each step may be killed and run again."""
 
 import logging
 import time
@@ -37,32 +37,32 @@ from keyvault.services.work.leases import Lease
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 100
+_STEP_LIMIT = 100
 
 _FAILURES = 3
-"""Calls in a row that the backend does not answer: then it is away, and the rest waits."""
+"""Consecutive calls without a reply after which the backend counts as away and the rest waits."""
 
-_UPKEEP_SECONDS = 20.0
-"""A step of the upkeep begins calls to the backend for so long."""
+_MAINTENANCE_SECONDS = 20.0
+"""Time in which one maintenance step starts backend calls, in seconds."""
 
-_STRANGER_AGAIN = timedelta(hours=1)
-"""The reconciler tells of it; a person sees to it."""
+_UNATTRIBUTED_RETRY = timedelta(hours=1)
+"""Retry interval for a path that holds an unattributed copy. The reconciler reports it, and an operator resolves it."""
 
-_USED_AGAIN = timedelta(days=1)
-"""The sweep comes by every few seconds, a person does not."""
+_USED_REPORT_INTERVAL = timedelta(days=1)
+"""Interval between two warnings about one key. The sweep itself runs every few seconds."""
 
 _Row = TypeVar("_Row", Key, Credential, ProviderConnection)
 
 
 def issue_due() -> int:
-    """Issues every approved request that nobody is at work on; how many it issued."""
+    """Issue every approved request that no other worker holds. Return how many it issued."""
     now = datetime.now(UTC)
     requests = {f"issuance:{request.request_id}": request for request in issuance.list_approved()}
     return sum(issue_one(requests[subject]) for subject in leases.list_due(requests, now))
 
 
 def issue_one(request: IssuanceRequest) -> bool:
-    """Whether this call issued it. A failure is noted on the lease and tried again later."""
+    """Issue one request. Return whether this call issued it; a failure is recorded on the lease and retried later."""
     now = datetime.now(UTC)
     lease = leases.claim(f"issuance:{request.request_id}", now)
     if lease is None:
@@ -80,46 +80,46 @@ def issue_one(request: IssuanceRequest) -> bool:
         if isinstance(error, BackendDeniedError):
             stored_copies.report_refusal(_grant(request.account, now), request.account, "issuing", error)
         leases.postpone(lease, now, error.internal or error.detail)
-        _log.warning("issuance will be tried again", extra={"request_id": request.request_id, "why": error.internal})
+        _log.warning("issuance will be retried", extra={"request_id": request.request_id, "why": error.internal})
         return False
     leases.release(lease)
     return True
 
 
 def expire_due() -> None:
-    """Records expiries that the clock has decided: of requests nobody approved, and of keys."""
+    """Record expiries that have passed: of unapproved requests and of keys."""
     now = datetime.now(UTC)
     for request in issuance.list_overdue(now):
-        with _one_by_one():
+        with _isolated():
             issuance.expire_issuance(_grant(request.account, now), request)
     for key in lifecycle.list_expired(now):
-        with _one_by_one():
+        with _isolated():
             lifecycle.expire_key(_grant(key.credential.account, now), key)
 
 
-def burn_due() -> None:
-    """Ends the keys that nobody collected in time. One in use goes on, and is told of for a person to see to."""
+def discard_due() -> None:
+    """Discard keys that were not collected in time. A key in use stays active and is reported for an operator."""
     now = datetime.now(UTC)
     for request in issuance.list_uncollected(now):
-        with _one_by_one():
-            collection.burn_uncollected(_grant(request.account, now), request)
+        with _isolated():
+            collection.discard_uncollected(_grant(request.account, now), request)
     _used_uncollected.report(now)
 
 
 @dataclass(slots=True)
 class UsedUncollected:
-    """Reports keys that nobody collected and somebody uses: each once a day in each process, however many there are.
+    """Report uncollected keys that are in use, each once a day per process, however many there are.
 
-    `after`: the last one reported. `again_at`: when to begin with the first one again; None: now.
+    `after`: the last one reported. `again_at`: when to start over; None: now.
     """
 
     after: tuple[datetime, str] | None = None
     again_at: datetime | None = None
 
     def report(self, now: datetime) -> None:
-        """Log the next ones, as many as one listing has."""
+        """Log the next page of them."""
         if self.again_at is None or now >= self.again_at:
-            self.after, self.again_at = None, now + _USED_AGAIN
+            self.after, self.again_at = None, now + _USED_REPORT_INTERVAL
         for request in issuance.list_used_uncollected(now, self.after):
             _log.warning(
                 "an uncollected key was used", extra={"request_id": request.request_id, "key_id": request.key_id}
@@ -132,8 +132,7 @@ _used_uncollected = UsedUncollected()
 
 
 def forget_due() -> None:
-    """What is kept for a while only: sealed secrets, answers to retries, explained refusals, old use and receipts,
-    sessions."""
+    """Delete what has passed its retention: sealed secrets, replies, refusals, old use, receipts, sessions."""
     now = datetime.now(UTC)
     idempotency.shred_due(now)
     idempotency.forget_expired(now)
@@ -144,29 +143,29 @@ def forget_due() -> None:
     sign_in.forget_expired_sessions(now)
 
 
-def mend_journal() -> None:
-    """Appends to this host's journal of revocations what it lacks, a bounded number at a time."""
+def backfill_journal() -> None:
+    """Append missing revocations to this host's journal, a bounded number at a time."""
     log_backfill.backfill_log(datetime.now(UTC))
 
 
 def destroy_due() -> None:
-    """Destroys the secret backend's copies of keys that are dead, were to be shown only once, or given to nobody."""
+    """Destroy the backend's copies of keys that are dead, were handed over, or never reached anyone."""
     _burn_withdrawn(datetime.now(UTC))
     due = stored_copies.list_to_destroy()
     for environment in map(Environment, settings.ENVIRONMENTS):
         if own := [key for key in due if key.credential.environment is environment]:
-            with _alone(environment) as goes_on:
-                _destroy(own, goes_on)
+            with _exclusive(environment) as may_continue:
+                _destroy(own, may_continue)
 
 
-def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
-    """Until the backend refuses us, or does not answer some times in a row: each further call would be for nothing."""
+def _destroy(due: Sequence[Key], may_continue: Callable[[], bool]) -> None:
+    """Destroy copies until the backend denies access or leaves several calls in a row unanswered."""
     unanswered = 0
     for key in due:
-        if unanswered >= _FAILURES or not goes_on():
+        if unanswered >= _FAILURES or not may_continue():
             return
         now, account = datetime.now(UTC), key.credential.account
-        with _one_by_one():
+        with _isolated():
             try:
                 stored_copies.destroy_string(_grant(account, now), key)
                 unanswered = 0
@@ -180,92 +179,94 @@ def _destroy(due: Sequence[Key], goes_on: Callable[[], bool]) -> None:
 
 
 def renew_peppers() -> None:
-    """Takes new pepper versions into use once every process has them, and moves what is sealed to the newest."""
+    """Start using new pepper versions once every process has loaded them, and reseal secrets under the newest."""
     load_peppers.refresh_if_due()
     now = datetime.now(UTC)
     for version in propagation.list_staged():
-        with _one_by_one():
-            if propagation.is_everywhere(version, now):
+        with _isolated():
+            if propagation.is_loaded_everywhere(version, now):
                 grant = authorize(WORKER, Permission.KEYS_REHASH, now=now)
                 propagation.begin_hashing(grant, version)
     for endpoint in endpoints.list_to_reseal():
-        with _one_by_one():
+        with _isolated():
             grant = authorize(WORKER, Permission.KEYS_REHASH, endpoint.account, now=now)
             endpoints.reseal_secrets(grant, endpoint)
 
 
 def watch_backend() -> None:
-    """Asks the secret backend how it is, for /metrics and the log; nothing waits for the answer."""
+    """Query the secret backend's health for /metrics and the log. Nothing depends on the result."""
     health = secret_backend().health()
     if not health.ready:
         _log.warning("the secret backend is not ready", extra={"why": health.detail})
 
 
 def settle_due() -> None:
-    """Hides the backend's copies of keys in quarantine, and brings back those of keys that left it.
+    """Hide the backend's copies of keys in quarantine, and restore those of keys that left it.
 
-    A backend that is away holds up no more than its own environment, and no rotation.
+    A backend that is away delays only its own environment, and no rotation.
     """
     for environment in map(Environment, settings.ENVIRONMENTS):
         rows = {stored_copies.copy_subject(key): key for key in stored_copies.list_unsettled(environment)}
-        _take_turns(environment, rows, _settle)
+        _step_through(environment, rows, _settle)
 
 
-def leave_due() -> None:
-    """Makes the backend forget the paths of credentials whose merchants have left, once nothing is left there."""
+def forget_paths_due() -> None:
+    """Remove the backend paths of offboarded merchants' credentials once they are empty."""
     for environment in map(Environment, settings.ENVIRONMENTS):
         rows = {offboarding.path_subject(row): row for row in offboarding.list_to_forget(environment)}
-        _take_turns(environment, rows, _leave)
+        _step_through(environment, rows, _forget_path)
 
 
 def settle_connections_due() -> None:
-    """Brings the providers' credentials in the backend together with their rows, and erases those of removed ones."""
+    """Bring providers' credentials in the backend in line with their rows, and erase those of removed connections."""
     now = datetime.now(UTC)
     rows = [*provider_connections.list_unsettled(now), *provider_connections.list_to_forget(now)]
     for environment in map(Environment, settings.ENVIRONMENTS):
         own = {f"connection:{row.pk}": row for row in rows if row.account.environment == environment}
-        _take_turns(environment, own, _settle_connection)
+        _step_through(environment, own, _settle_connection)
 
 
 @contextmanager
-def _alone(environment: Environment) -> Iterator[Callable[[], bool]]:
-    """One worker at a time asks an environment's backend for the upkeep, for so long: a slow one must not keep every
-    thread from issuing and rotating. What it gives says whether to go on; what is left over is the next one's.
+def _exclusive(environment: Environment) -> Iterator[Callable[[], bool]]:
+    """Let one worker at a time use an environment's backend for maintenance, for _MAINTENANCE_SECONDS.
+
+    A slow backend must not keep every thread from issuing and rotating. Yields a callable that returns whether to go
+    on; the next run takes what is left.
     """
     lease = leases.claim(f"upkeep:{environment}", datetime.now(UTC), now_or_never=True)
-    ends_at = time.monotonic() + _UPKEEP_SECONDS
+    ends_at = time.monotonic() + _MAINTENANCE_SECONDS
     if lease is None:
         yield lambda: False
         return
     held = lease
 
-    def goes_on() -> bool:
+    def may_continue() -> bool:
         if time.monotonic() >= ends_at:
             return False
         leases.renew(held, datetime.now(UTC))
         return True
 
     try:
-        with _one_by_one():
-            yield goes_on
+        with _isolated():
+            yield may_continue
     finally:
         leases.release(held)
 
 
-def _take_turns(
+def _step_through(
     environment: Environment, rows: Mapping[str, _Row], step: Callable[[_Row, Lease, datetime], datetime | None]
 ) -> None:
-    """Those whose time has come, each under its lease, until the backend does not answer or refuses us."""
+    """Step through the due rows, each under its lease, until the backend does not answer or denies access."""
     if not rows:
         return
-    with _alone(environment) as goes_on:
-        for subject in leases.list_due(rows, datetime.now(UTC))[:_AT_ONCE]:
-            if not goes_on() or not _is_answered(subject, rows[subject], step):
+    with _exclusive(environment) as may_continue:
+        for subject in leases.list_due(rows, datetime.now(UTC))[:_STEP_LIMIT]:
+            if not may_continue() or not _run_step(subject, rows[subject], step):
                 return
 
 
-def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
-    """One step under its lease. False: the next row would only find the same."""
+def _run_step(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime], datetime | None]) -> bool:
+    """Run one step under its lease. False: the next row would fail in the same way."""
     now = datetime.now(UTC)
     lease = leases.claim(subject, now)
     if lease is None:
@@ -274,14 +275,14 @@ def _is_answered(subject: str, row: _Row, step: Callable[[_Row, Lease, datetime]
         due_at = step(row, lease, now)
     except DependencyUnavailableError as error:
         leases.pause(lease, now, error.internal or error.detail, seconds=error.retry_after_seconds)
-        _log.warning("put off: the secret backend is away", extra={"subject": subject, "why": error.internal})
+        _log.warning("postponed: the secret backend is unavailable", extra={"subject": subject, "why": error.internal})
         return False
     except KeyvaultError as error:
         leases.postpone(lease, now, error.internal or error.detail)
-        _log.warning("put off", extra={"subject": subject, "why": error.internal or error.detail})
+        _log.warning("postponed", extra={"subject": subject, "why": error.internal or error.detail})
         if isinstance(error, BackendDeniedError):
             account = row.credential.account if isinstance(row, Key) else row.account
-            stored_copies.report_refusal(_grant(account, now), account, "the upkeep of what is stored", error)
+            stored_copies.report_refusal(_grant(account, now), account, "the maintenance of stored copies", error)
             return False
     else:
         leases.release(lease, due_at=due_at)
@@ -297,25 +298,25 @@ def _settle_connection(row: ProviderConnection, lease: Lease, now: datetime) -> 
 
 
 def _settle(row: Key, lease: Lease, now: datetime) -> None:
-    # Read again under the lease: what was listed may have been settled, or turned round, meanwhile.
+    # Read again under the lease: the key may have been settled or changed since it was listed.
     key = lifecycle.get_key(row.key_id)
     if key is not None:
         stored_copies.settle_string(_grant(key.credential.account, now), key, lease)
 
 
-def _leave(row: Credential, lease: Lease, now: datetime) -> datetime | None:
-    """When to look again, where something stands there that is not ours to erase."""
+def _forget_path(row: Credential, lease: Lease, now: datetime) -> datetime | None:
+    """Forget a path. Return when to retry if something is stored there that must not be erased."""
     is_forgotten = offboarding.forget_path(_grant(row.account, now), row)
-    return None if is_forgotten else now + _STRANGER_AGAIN
+    return None if is_forgotten else now + _UNATTRIBUTED_RETRY
 
 
 def _burn_withdrawn(now: datetime) -> None:
-    """Under the lease of its issuance, so that no worker is in the middle of it."""
+    """Discard keys of withdrawn requests, under the issuance lease so that no worker is issuing them."""
     for request in issuance.list_withdrawn():
         lease = leases.claim(f"issuance:{request.request_id}", now, now_or_never=True)
         if lease is not None:
-            with _one_by_one():
-                issuance.burn_withdrawn(request, lease, now)
+            with _isolated():
+                issuance.discard_withdrawn(request, lease, now)
             leases.release(lease)
 
 
@@ -324,11 +325,11 @@ def _grant(account: Account, now: datetime) -> Grant:
 
 
 @contextmanager
-def _one_by_one() -> Iterator[None]:
-    """One row's trouble is not the next one's; each is looked at again next time."""
+def _isolated() -> Iterator[None]:
+    """Isolate errors per row; a failed row is retried on the next run."""
     try:
         yield
     except StateConflictError as error:
-        _log.info("somebody was faster", extra={"why": error.internal})
+        _log.info("skipped: another worker changed the row", extra={"why": error.internal})
     except KeyvaultError as error:
-        _log.warning("put off", extra={"why": error.internal or error.detail})
+        _log.warning("postponed", extra={"why": error.internal or error.detail})

@@ -1,9 +1,10 @@
-"""A merchant leaves: everything that is good for anything of its is ended, and what is left is counted.
+"""Offboard a merchant: end everything that grants access, and count what is left.
 
-The merchant's status goes first, so that every request of its is refused from that commit on and nothing new is
-given to it; then its things one by one, each in a transaction of its own. Killed anywhere and run again, it goes on
-where it was. It needs neither the secret backend nor the broker: copies are destroyed, staged keys burned and open
-rotations closed by the workers, whenever they can.
+The merchant's status changes first. From that commit on its requests are denied and it can be given nothing new. Its
+assets then end one by one, each in its own transaction. The run may be killed at any point and run again.
+
+It needs neither the secret backend nor the broker. Workers destroy copies, discard staged keys and close open rotations
+later.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,17 +46,17 @@ from keyvault.services.secrets.provider_connections import list_connections, rem
 from keyvault.services.webhooks.endpoints import host_of
 
 _BATCH = 200
-"""Rows read at once, and customer tokens ended in one transaction."""
+"""Rows read in one query, and customer tokens revoked in one transaction."""
 
 _ROUNDS = 5
-"""Times that a thing is tried which somebody else writes meanwhile."""
+"""Maximum rounds over rows that another writer changes concurrently."""
 
-_WHY = "the merchant was offboarded"
+_REASON = "the merchant was offboarded"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAssets:
-    """How much an account has that is good for something."""
+    """Counts of an account's assets that still grant access."""
 
     keys: int = 0
     customer_tokens: int = 0
@@ -66,16 +67,16 @@ class StoredAssets:
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self))
 
-    def words(self) -> str:
-        """`2 keys, 1 webhook endpoint`, or `nothing`."""
+    def format_counts(self) -> str:
+        """Format the counts as "2 keys, 1 webhook endpoint", or "nothing"."""
         counts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        told = [f"{count} {name[:-1] if count == 1 else name}" for name, count in counts.items() if count]
-        return ", ".join(told) or "nothing"
+        parts = [f"{count} {name[:-1] if count == 1 else name}" for name, count in counts.items() if count]
+        return ", ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class MerchantAssets:
-    """What a merchant has that is good for something; `service_tokens`: those that are for it alone."""
+    """Counts of a merchant's assets that still grant access. `service_tokens`: tokens for this merchant only."""
 
     accounts: Mapping[Environment, StoredAssets]
     service_tokens: int = 0
@@ -84,22 +85,22 @@ class MerchantAssets:
         return bool(self.service_tokens) or any(self.accounts.values())
 
     def as_json(self) -> dict[str, JsonValue]:
-        told: dict[str, JsonValue] = {
+        accounts: dict[str, JsonValue] = {
             environment.value: {field.name: getattr(held, field.name) for field in fields(held)}
             for environment, held in self.accounts.items()
         }
-        return {**told, "service_tokens": self.service_tokens}
+        return {**accounts, "service_tokens": self.service_tokens}
 
-    def words(self) -> str:
-        told = [f"{environment}: {held.words()}" for environment, held in self.accounts.items()]
+    def format_counts(self) -> str:
+        parts = [f"{environment}: {held.format_counts()}" for environment, held in self.accounts.items()]
         if self.service_tokens:
-            told.append(f"service tokens for it alone: {self.service_tokens}")
-        return "; ".join(told)
+            parts.append(f"service tokens for this merchant only: {self.service_tokens}")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Offboarding:
-    """What this run ended, and what it left (nothing, unless somebody else was at work on it meanwhile)."""
+    """What this run ended, and what it left because of concurrent writers."""
 
     merchant_id: str
     ended: MerchantAssets
@@ -107,24 +108,24 @@ class Offboarding:
 
 
 def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding:
-    """Ends every key, customer token, request, webhook endpoint and service token of the merchant, for ever.
+    """End every key, customer token, request, webhook endpoint and service token of the merchant, permanently.
 
-    The grant is for the platform. Repeatable, and the way to go on when it was interrupted. The merchant stays, with
-    its history, and never becomes active again.
+    The grant is for the platform. Repeatable, also after an interruption. The merchant row stays with its history and
+    never becomes active again.
     """
-    told = clean_text(why, 300)
-    _shut(grant, merchant, told)
+    reason = clean_text(why, 300)
+    _mark_offboarded(grant, merchant, reason)
     ended = MerchantAssets(
         {Environment(account.environment): _end_account(grant, account) for account in _accounts(merchant)},
         service_tokens=_end_each(_service_tokens(merchant, grant.at), lambda token: _revoke_token(grant, token)),
     )
-    left = count_belongings(merchant, grant.at)
+    left = count_assets(merchant, grant.at)
     with recorded(
         grant,
         P.MERCHANTS_OFFBOARD,
         "merchant.offboarded",
         merchant_id=merchant.merchant_id,
-        why=told,
+        why=reason,
         ended=ended.as_json(),
         left=left.as_json(),
     ):
@@ -132,8 +133,8 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
     return Offboarding(merchant.merchant_id, ended, left)
 
 
-def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
-    """What offboarding it would end, or has left."""
+def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
+    """Count what offboarding would end, or has left."""
     return MerchantAssets(
         {
             Environment(account.environment): StoredAssets(
@@ -153,7 +154,7 @@ def count_belongings(merchant: Merchant, now: datetime) -> MerchantAssets:
 
 
 def list_to_forget(environment: Environment) -> list[Credential]:
-    """Of merchants that have left: whose keys are all dead, their copies destroyed, and the path still remembered."""
+    """Return credentials of offboarded merchants whose copies are destroyed but whose path still exists."""
     left = Credential.objects.select_related("account__merchant").filter(
         account__environment=environment, account__merchant__status=MerchantStatus.OFFBOARDED, forgotten_at__isnull=True
     )
@@ -161,14 +162,16 @@ def list_to_forget(environment: Environment) -> list[Credential]:
 
 
 def may_be_forgotten(credential: Credential) -> bool:
-    """The same of one, remembered or not: what came late is forgotten again."""
+    """Whether one credential's path may be forgotten. A late write may require it again."""
     has_left = credential.account.merchant.status == MerchantStatus.OFFBOARDED
     return has_left and not _unfinished(credential.pk).exists()
 
 
 def forget_path(grant: Grant, credential: Credential) -> bool:
-    """Erases that the backend ever held anything for the credential. False, and nothing done: something is there
-    still, which is not ours or which nobody knows; the reconciler tells of it. Killed between: done again.
+    """Erase the backend's metadata of the credential's path, and record it.
+
+    False, without any change, if something is still stored there. The reconciler reports it. Safe to kill and run
+    again.
     """
     place = MOUNT[credential.environment], credential.backend_path
     if any(version.state is not VersionState.DESTROYED for version in secret_backend().versions(*place)):
@@ -183,12 +186,12 @@ def forget_path(grant: Grant, credential: Credential) -> bool:
 
 
 def path_subject(credential: Credential) -> str:
-    """What the lease on forgetting it is called."""
+    """Return the subject of the lease on forgetting the path."""
     return f"forget:{credential.credential_id}"
 
 
 def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
-    """Keys of it that live, or may have a copy."""
+    """Select keys of the credential that live or may have a copy."""
     gone = Q(state__in=DEAD_STATES, material__in=[Material.NONE, Material.DESTROYED])
     rows: QuerySet[Key] = Key.objects.filter(~gone, credential_id=credential_id)
     return rows
@@ -203,7 +206,10 @@ def _accounts(merchant: Merchant) -> Iterable[Account]:
 
 
 def _keys(account: Account) -> QuerySet[Key]:
-    """A staged one is in nobody's hands, cannot become good any more, and goes with its request or rotation."""
+    """Select active and suspended keys.
+
+    A staged one was never handed out, cannot become active, and ends with its request or rotation.
+    """
     living = Key.objects.filter(state__in=[KeyState.ACTIVE, KeyState.SUSPENDED])
     return living.select_related("credential__account__merchant").filter(credential__account=account)
 
@@ -229,10 +235,10 @@ def _service_tokens(merchant: Merchant, now: datetime) -> QuerySet[ServiceToken]
 # --- and how it ends ----------------------------------------------------------------------------------------
 
 
-def _shut(grant: Grant, merchant: Merchant, why: str) -> None:
-    """From this commit on every request of the merchant is refused, and it is given nothing."""
+def _mark_offboarded(grant: Grant, merchant: Merchant, why: str) -> None:
+    """Mark the merchant as offboarded. From this commit on its requests are denied and it can be given nothing."""
     with transaction.atomic():
-        # Whoever gives an account something holds its row: they are done before, or find that the merchant has left.
+        # A writer that gives an account something locks its row: it finishes first, or sees the new status.
         list(Account.objects.select_for_update(no_key=True).filter(merchant=merchant).order_by("pk"))
         merchant.refresh_from_db(from_queryset=Merchant.objects.select_for_update(no_key=True))
         if merchant.status == MerchantStatus.OFFBOARDED:
@@ -247,14 +253,14 @@ def _end_account(grant: Grant, account: Account) -> StoredAssets:
     return StoredAssets(
         keys=_end_each(_keys(account), lambda key: revoke_key(own, key, RevocationReason.CESSATION_OF_OPERATION)),
         customer_tokens=_revoke_customer_tokens(own, account),
-        issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _WHY)),
+        issuance_requests=_end_each(_requests(account), lambda request: end_issuance(own, request, _REASON)),
         webhook_endpoints=_end_each(_endpoints(account), lambda endpoint: _disable(own, endpoint)),
         connections=_end_each(list_connections(account), lambda connection: remove_connection(own, connection)),
     )
 
 
 def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
-    """Until none is left; how many this run ended. What somebody else writes meanwhile is read again, some rounds."""
+    """End rows until none is left. Return how many. Rows with concurrent writers are retried for some rounds."""
     ended = fruitless = 0
     while fruitless < _ROUNDS and (found := list(rows.order_by("pk")[:_BATCH])):
         before = ended
@@ -269,7 +275,7 @@ def _end_each(rows: QuerySet[Any], end: Callable[[Any], object]) -> int:
 
 
 def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
-    """There may be many, each for minutes: one entry tells of a whole batch. Each has its own change row."""
+    """Revoke in batches with one audit entry each, because there may be many. Each has its own change row."""
     ended = 0
     while True:
         with transaction.atomic():
@@ -278,7 +284,7 @@ def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
             if not batch:
                 return ended
             with recorded(
-                grant, P.MERCHANTS_OFFBOARD, "customer_token.revoked", account=account, count=len(batch), why=_WHY
+                grant, P.MERCHANTS_OFFBOARD, "customer_token.revoked", account=account, count=len(batch), why=_REASON
             ):
                 for token in batch:
                     token.compare_and_swap(revoked_at=grant.at)
@@ -286,14 +292,14 @@ def _revoke_customer_tokens(grant: Grant, account: Account) -> int:
 
 
 def _disable(grant: Grant, endpoint: WebhookEndpoint) -> None:
-    """For what comes from now on: what was announced is still sent, so that the merchant reads that all has ended."""
+    """Disable the endpoint for new notices. Earlier ones are still sent, so that the merchant learns what ended."""
     account = endpoint.account
     with recorded(
-        grant, P.MERCHANTS_OFFBOARD, "webhook_endpoint.disabled", account=account, host=host_of(endpoint), why=_WHY
+        grant, P.MERCHANTS_OFFBOARD, "webhook_endpoint.disabled", account=account, host=host_of(endpoint), why=_REASON
     ):
-        endpoint.compare_and_swap(disabled_at=grant.at, disabled_why=_WHY)
+        endpoint.compare_and_swap(disabled_at=grant.at, disabled_why=_REASON)
 
 
 def _revoke_token(grant: Grant, token: ServiceToken) -> None:
-    with recorded(grant, P.MERCHANTS_OFFBOARD, "service_token.revoked", token_id=token.token_id, why=_WHY):
+    with recorded(grant, P.MERCHANTS_OFFBOARD, "service_token.revoked", token_id=token.token_id, why=_REASON):
         token.compare_and_swap(revoked_at=grant.at)

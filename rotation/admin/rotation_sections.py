@@ -28,7 +28,7 @@ from keyvault.admin.keys.usage import use_tables
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, WorkLease
-from keyvault.services.webhooks.deliveries import find_telling
+from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.admin.rotation_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
 from rotation.domain.events import RotationState
 from rotation.domain.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
@@ -184,7 +184,7 @@ def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
         return
     plan = row.readable_plan
     if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
-        told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
+        told = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
         missing = f"not yet: {told.reason or 'on its way'}"
         yield "Told: the merchant's webhook endpoint took the news", moment(told.delivered_at, missing=missing)
     lease = find_failure(row)

@@ -427,7 +427,7 @@ def test_issuance_key_that_was_ended_or_burned_is_not_collected(call: Call) -> N
     call("POST", f"/v1/keys/{ended.key.key_id}/revoke", {"reason": "superseded"})
     burned = issued(call, recipient_public_key=PUBLIC, at=now() - COLLECT_WITHIN)
     unswept = collect(call, burned.pk)
-    maintenance.burn_due()
+    maintenance.discard_due()
     for answer in (collect(call, ended.pk), unswept, collect(call, burned.pk)):
         assert (answer.status_code, answer.body["code"]) == (409, "state_conflict")
     assert call("GET", f"{REQUESTS}/{burned.pk}").body["state"] == "burned"

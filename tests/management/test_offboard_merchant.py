@@ -31,7 +31,7 @@ def run(*words: str, output: io.StringIO | None = None) -> Any:
 
 
 def test_offboard_merchant_without_yes_tells_what_it_would_end(db: None) -> None:
-    with pytest.raises(CommandError, match="sandbox: 1 key. This is irreversible"):
+    with pytest.raises(CommandError, match=r"sandbox: 1 key\. This is irreversible"):
         run("acme", "--by", "responder")
     assert Merchant.objects.get().status == "active"
     assert Key.objects.get().state == "active"

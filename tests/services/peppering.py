@@ -31,7 +31,7 @@ def rotate(pepper_set: PepperSet = PepperSet.SANDBOX) -> PepperVersion:
 def take_into_use(row: PepperVersion) -> None:
     """What the worker does, as far as it may."""
     at = now()
-    if propagation.is_everywhere(row, at):
+    if propagation.is_loaded_everywhere(row, at):
         propagation.begin_hashing(grant(WORKER, Permission.KEYS_REHASH, at=at), row)
         load_peppers.refresh()
 

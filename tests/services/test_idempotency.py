@@ -296,7 +296,7 @@ def _leave_a_claim(at: datetime = NOON) -> None:
         raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(idempotency, "_act", die)
+        patch.setattr(idempotency, "_execute", die)
         patch.setattr(idempotency, "suppress", die)
         with pytest.raises(KilledError):
             ask(at)
@@ -394,9 +394,9 @@ def test_idempotency_sleeper_that_nobody_replaced_is_not_undone_by_one_who_comes
         slept[0]()
         return make_something
 
-    act = idempotency._act
+    act = idempotency._execute
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(idempotency, "_act", sleep)
+        patch.setattr(idempotency, "_execute", sleep)
         with pytest.raises(OperationalError, match="asleep"):
             ask()
     late = ask(NOON + HOLD, prepare=meanwhile)
@@ -406,14 +406,14 @@ def test_idempotency_sleeper_that_nobody_replaced_is_not_undone_by_one_who_comes
 
 def test_idempotency_commit_that_was_made_but_not_heard_of_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is lost right after the commit: the caller is told to try again, and gets the one answer."""
-    act = idempotency._act
+    act = idempotency._execute
 
     def act_and_be_cut_off(*arguments: Any) -> StoredResponse:
         act(*arguments)
         raise OperationalError("server closed the connection unexpectedly")
 
     with monkeypatch.context() as patch:
-        patch.setattr(idempotency, "_act", act_and_be_cut_off)
+        patch.setattr(idempotency, "_execute", act_and_be_cut_off)
         with pytest.raises(OperationalError):
             ask()
     assert ask(NOON + SECOND, prepare=never).is_replay

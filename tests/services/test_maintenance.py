@@ -215,7 +215,7 @@ def test_upkeep_damage_is_put_off_for_a_person_and_the_rest_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(requests, "store_string", damaged)
         assert maintenance.issue_one(first) is False
-    assert "issuance will be tried again" in caplog.text
+    assert "issuance will be retried" in caplog.text
 
 
 @pytest.mark.parametrize("environment", list(Environment))
@@ -260,7 +260,7 @@ def test_upkeep_forgets_what_is_kept_for_a_while_only(scene: Scene, monkeypatch:
     assert len(forgotten) == 1
 
 
-STEPS = ["expire_due", "burn_due", "destroy_due", "forget_due"]
+STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]
 
 
 @pytest.mark.parametrize("broken", STEPS)

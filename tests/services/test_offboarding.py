@@ -29,7 +29,7 @@ from keyvault.models import (
 from keyvault.services import maintenance, offboarding
 from keyvault.services.keys import lifecycle
 from keyvault.services.merchants import merchants
-from keyvault.services.offboarding import Offboarding, count_belongings, offboard_merchant
+from keyvault.services.offboarding import Offboarding, count_assets, offboard_merchant
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.transaction import recorded
 from tests.factories import (
@@ -182,7 +182,7 @@ def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch:
         *(("end_issuance", done) for done in range(2)),
         ("_disable", 0),
         ("_revoke_token", 0),
-        ("count_belongings", 0),
+        ("count_assets", 0),
     ],
 )
 def test_offboarding_interrupted_refuses_all_at_once_and_is_done_by_the_next_run(
@@ -248,7 +248,7 @@ def test_offboarding_counts_what_somebody_else_holds_up(scene: Scene, monkeypatc
     with monkeypatch.context() as busy:
         busy.setattr(offboarding, "_disable", in_use)
         done = offboard(scene)
-    assert done.left.words() == "production: nothing; sandbox: 1 webhook endpoint"
+    assert done.left.format_counts() == "production: nothing; sandbox: 1 webhook endpoint"
     assert done.ended.accounts[SANDBOX].keys == 2
     assert not offboard(scene).left
 
@@ -263,7 +263,7 @@ def test_offboarding_takes_the_permission(scene: Scene) -> None:
         with pytest.raises(PermissionMissingError):
             offboard_merchant(wrong, scene.merchant, "no")
     assert Merchant.objects.get().status == "active"
-    assert count_belongings(scene.merchant, now()).accounts[SANDBOX].keys == 2
+    assert count_assets(scene.merchant, now()).accounts[SANDBOX].keys == 2
 
 
 # ------------------------------------------------------------------------------------------------ there is no way back
@@ -328,7 +328,5 @@ def test_offboarded_merchant_s_staged_keys_are_burned_by_the_worker(scene: Scene
 def test_offboarded_merchant_s_expired_customer_tokens_are_not_counted(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     token, _ = token_of(key, ttl_seconds=1)
-    assert (
-        count_belongings(scene.merchant, token.expires_at - timedelta(seconds=1)).accounts[SANDBOX].customer_tokens == 1
-    )
-    assert count_belongings(scene.merchant, token.expires_at).accounts[SANDBOX].customer_tokens == 0
+    assert count_assets(scene.merchant, token.expires_at - timedelta(seconds=1)).accounts[SANDBOX].customer_tokens == 1
+    assert count_assets(scene.merchant, token.expires_at).accounts[SANDBOX].customer_tokens == 0

@@ -51,7 +51,7 @@ from keyvault.services.merchants.merchants import (
     suspend_account,
     suspend_merchant,
 )
-from keyvault.services.offboarding import MerchantAssets, count_belongings, offboard_merchant
+from keyvault.services.offboarding import MerchantAssets, count_assets, offboard_merchant
 
 
 class MerchantForm(ActForm):
@@ -91,12 +91,12 @@ def _offboard(grant: Grant, merchant: Merchant, cleaned: Cleaned) -> ActionResul
             "Nothing was ended.", [Fault("/merchant_id", f"This is not the id of {merchant.name}.")]
         )
     done = offboard_merchant(grant, merchant, cleaned["why"])
-    left = f"Left, offboard it again: {done.left.words()}." if done.left else "Nothing is left."
-    return ActionResult(f"{merchant} has left. Ended in {done.ended.words()}. {left}")
+    left = f"Left, offboard it again: {done.left.format_counts()}." if done.left else "Nothing is left."
+    return ActionResult(f"{merchant} has left. Ended in {done.ended.format_counts()}. {left}")
 
 
 def _belongings(merchant: Merchant) -> MerchantAssets:
-    return count_belongings(merchant, datetime.now(UTC))
+    return count_assets(merchant, datetime.now(UTC))
 
 
 def _suspend_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionResult:
@@ -200,7 +200,7 @@ class MerchantAdmin(ConsoleModelAdmin):
                 ("Merchant id", mono(row)),
                 ("Name", row.name),
                 ("Status", badge(row.status)),
-                *((f"Has in {environment}", held.words()) for environment, held in has.accounts.items()),
+                *((f"Has in {environment}", held.format_counts()) for environment, held in has.accounts.items()),
                 ("Service tokens for it alone", has.service_tokens),
             ],
         )
@@ -240,7 +240,7 @@ def _notes(merchant: Merchant) -> Iterable[str]:
     if _has_left(merchant):
         yield "It has left, and does not come back. No key of it is good."
         if left := _belongings(merchant):
-            yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
+            yield f"Not all of it is ended yet: offboard it again. Left in {left.format_counts()}."
 
 
 class AccountAdmin(ConsoleModelAdmin):

@@ -21,7 +21,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
 from keyvault.services.idempotency import Effect, StoredResponse
-from keyvault.services.issuance.collection import Handover, is_asked_by, read_handover, record_collection
+from keyvault.services.issuance.collection import Handover, is_requested_by, read_handover, record_collection
 from keyvault.services.issuance.requests import describe_request, get_request, request_issuance
 from keyvault.services.merchants.merchants import find_account
 
@@ -95,7 +95,7 @@ class CollectionView(ServiceView):
     )
     def post(self, request: Request, issuance_request_id: str) -> Response:
         found = _find(issuance_request_id)
-        if not is_asked_by(found, self.service):
+        if not is_requested_by(found, self.service):
             raise NotFoundError
         grant = self.grant_for(found.account)
 

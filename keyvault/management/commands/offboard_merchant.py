@@ -9,7 +9,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Merchant
-from keyvault.services.offboarding import count_belongings, offboard_merchant
+from keyvault.services.offboarding import count_assets, offboard_merchant
 
 
 class Command(JsonCommand):
@@ -30,12 +30,12 @@ class Command(JsonCommand):
             raise NotFoundError(f"There is no merchant {options['merchant_id']}.")
         grant = self.grant(self.operator(options["by"]), Permission.MERCHANTS_OFFBOARD)
         if not options["yes"]:
-            belongings = count_belongings(merchant, self.now)
+            belongings = count_assets(merchant, self.now)
             raise StateConflictError(
-                f"This would revoke {belongings.words()}. This is irreversible. Run it again with --yes."
+                f"This would revoke {belongings.format_counts()}. This is irreversible. Run it again with --yes."
             )
         done = offboard_merchant(grant, merchant, options["why"])
-        self.left = done.left.words() if done.left else ""
+        self.left = done.left.format_counts() if done.left else ""
         return {
             "merchant_id": merchant.merchant_id,
             "status": merchant.status,

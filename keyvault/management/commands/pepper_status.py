@@ -65,7 +65,7 @@ class Command(JsonCommand):
             lines.append(f"{each['pepper_set']} {each['number']}  in the secret backend, unknown to the database")
             lines.append(f"  WRONG: {each['fault']}" if each["fault"] else "  rotate_pepper continues with it")
         lines += [
-            f"rotate, revoke, or wait until it is used: {DormantKey(**key).words()}"
+            f"rotate, revoke, or wait until it is used: {DormantKey(**key).format_line()}"
             for key in answer.get("dormant", ())
         ]
         return "\n".join(lines)

@@ -14,7 +14,7 @@ from keyvault.models.recording import Subject
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations.log_opening import accept_loss, is_lost
 from keyvault.services.revocations.replay import Replay, compare_journal, replay_revocations
-from keyvault.services.startup.startup_checks import words_of_damage, words_of_loss
+from keyvault.services.startup.startup_checks import format_journal_damage, format_journal_loss
 
 
 class Command(JsonCommand):
@@ -41,7 +41,7 @@ class Command(JsonCommand):
             if is_accepting:
                 accept_loss(grant, self.operator(options["by"]), options["reason"])
             if is_lost():
-                raise CommandError(words_of_loss())
+                raise CommandError(format_journal_loss())
             if options["dry_run"]:
                 found = compare_journal()
                 replay = Replay(found, [], list(found.lost), found.counter)
@@ -73,7 +73,7 @@ class Command(JsonCommand):
         if answer["unknown"]:
             lines.append(f"{len(answer['unknown'])} are not in the database, so they are not valid (--json lists them)")
         if answer["damaged"]:
-            lines.append(f"DAMAGED: {words_of_damage(answer['damaged'])}")
+            lines.append(f"DAMAGED: {format_journal_damage(answer['damaged'])}")
         before, now = answer["sequence_before"], answer["sequence"]
         lines.append(f"the sequence of changes is {now}" + (f", it was {before}" if now != before else ""))
         done = "the database is not behind the log" if answer["ok"] else "the database is BEHIND the log"

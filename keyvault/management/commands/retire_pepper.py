@@ -79,4 +79,4 @@ class Command(JsonCommand):
     def _listed(self, pepper_set: PepperSet, number: int) -> str:
         """List the keys that prevent the retirement, at most _MOST_LISTED."""
         keys = islice(list_dormant_keys(pepper_set, number, self.now, dormant_days=0), _MOST_LISTED)
-        return "".join(f"\n  {key.words()}" for key in keys)
+        return "".join(f"\n  {key.format_line()}" for key in keys)

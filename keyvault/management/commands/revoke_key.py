@@ -11,7 +11,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.revocation import RevocationReason
 from keyvault.management.json_command import JsonCommand
-from keyvault.services.change_feed.receipts import LONGEST_WAIT_SECONDS, describe_receipt, wait_for_receipt
+from keyvault.services.change_feed.receipts import MAX_WAIT_SECONDS, describe_receipt, wait_for_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 
 
@@ -26,7 +26,7 @@ class Command(JsonCommand):
             "--wait",
             type=_seconds,
             metavar="SECONDS",
-            help=f"maximum wait for the confirmation of every verifier, at most {LONGEST_WAIT_SECONDS}",
+            help=f"maximum wait for the confirmation of every verifier, at most {MAX_WAIT_SECONDS}",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

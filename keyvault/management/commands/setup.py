@@ -11,7 +11,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.ring import ensure_peppers
 from keyvault.services.revocations.log_opening import open_journal
-from keyvault.services.startup.startup_checks import words_of_loss
+from keyvault.services.startup.startup_checks import format_journal_loss
 
 
 class Command(JsonCommand):
@@ -22,7 +22,7 @@ class Command(JsonCommand):
             call_command("migrate", interactive=False, verbosity=0)
         ensure_peppers(self.now)
         if not open_journal(self.now):
-            self.stderr.write(f"The service will not start: {words_of_loss()}")
+            self.stderr.write(f"The service will not start: {format_journal_loss()}")
         return {"database": connection.vendor, "ready": True}
 
     def _needs_migration(self) -> bool:

@@ -1,9 +1,11 @@
-"""A thread that follows the change feed for a process that judges from memory, and says how far it has got.
+"""Follow the change feed in a thread, for a process that judges from memory, and report its position.
 
-Every change that can be seen is applied at once. What the process may then vouch for, it may for as long as
-`settings.MAX_STALENESS_SECONDS` after the look began; whatever hinders the look (the database is away, the
-connection hangs) ends that by itself. On PostgreSQL a process that cannot report neither vouches: whoever
-waits for receipts takes it for expired then, and must be right.
+Every visible change is applied immediately. The process may answer from memory for `settings.MAX_STALENESS_SECONDS`
+after the poll began. If polling fails, because the database is away or the connection hangs, that permission expires by
+itself.
+
+On PostgreSQL a process that cannot report its position stops answering too. Receipts count it as expired at that
+moment, and must be right.
 """
 
 import logging
@@ -33,12 +35,12 @@ from keyvault.services.usage.recorder import usage_log
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""At most this long after a commit whose wake-up was lost."""
+"""Maximum wait between polls, in seconds; bounds the delay of a change whose NOTIFY was lost."""
 
 SQLITE_POLL_SECONDS = 0.05
 
 _TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
-"""The longest that a look and the wait after it may take, where all answers come in time."""
+"""Maximum duration of one poll and the wait after it, in seconds, when all replies arrive in time."""
 
 _WATCH_SECONDS = 0.5
 
@@ -46,16 +48,19 @@ _NEVER = float("-inf")
 
 _CONFIRMATIONS_KEPT_FOR = timedelta(days=30)
 _GONE_KEPT_FOR = timedelta(days=7)
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 @dataclass(eq=False)
 class Follower:
-    """`apply` is handed the subjects that changed, or None: forget everything. `confirm` is handed the monotonic and
-    the wall clock (seconds) of the moment up to which everything has been applied; a monotonic clock of minus
-    infinity takes every earlier one back. `lose`: the feed went back, so that what the database says is not to be
-    trusted either, for ever. All three are called by its thread.
-    `door` is what the process serves, for whoever reads the receipts.
+    """Follow the change feed and report how far this process has applied it.
+
+    `apply` receives the changed subjects, or None to clear all cached state. `confirm` receives the monotonic and the
+    wall clock time, in seconds, up to which everything was applied; a monotonic time of minus infinity withdraws all
+    earlier ones. `lose` is called when the feed went back: the database cannot be trusted either, permanently. The
+    follower's thread calls all three.
+
+    `door`: the entry point that the process serves, shown in receipts.
     """
 
     apply: Callable[[Collection[Subject] | None], None]
@@ -67,7 +72,7 @@ class Follower:
     _reported_at: float | None = None
     _confirmed_at: float | None = None
     _is_lost: bool = False
-    _is_out: bool = False
+    _is_failing: bool = False
     _turn_began_at: float = float("inf")
     _polling: threading.Lock = field(default_factory=threading.Lock)
     _starting: threading.Lock = field(default_factory=threading.Lock)
@@ -78,18 +83,18 @@ class Follower:
         _followers.add(self)
 
     def start(self) -> None:
-        """Follows from now on. Repeatable."""
+        """Start following. Repeated calls do nothing."""
         with self._starting:
             if self._thread is not None:
                 return
             self._stop.clear()
             self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
             self._thread.start()
-        # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
 
     def stop(self) -> None:
-        """The farewell: nothing is vouched for any more, and nobody waits for this one's receipts."""
+        """Stop following and deregister. The process answers nothing from memory, and receipts do not wait for it."""
         self._stop.set()
         with self._starting:
             thread, self._thread = self._thread, None
@@ -97,42 +102,44 @@ class Follower:
             thread.join(timeout=5)
 
     def forget(self) -> None:
-        """In a forked child, which has followed nothing yet: it is to start its own. What is lost stays lost."""
+        """Reset in a forked child, which must start its own thread. A lost feed stays lost."""
         is_lost = self._is_lost
         self.__init__(self.apply, self.confirm, self.lose, self.door)  # type: ignore[misc]  # a dataclass's own
         self._is_lost = is_lost
 
     @property
     def is_following(self) -> bool:
-        """Whether its thread was started and not stopped."""
+        """Whether the thread was started and not stopped."""
         return self._thread is not None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the feed has been followed to a moment that is not longer ago than may be."""
+        """Whether the last confirmed poll is within the staleness limit."""
         at = self._confirmed_at
         return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
 
     def poll_once(self) -> None:
-        """One look: applies what is new, reports, confirms. Raises what the database raises, and FeedRewoundError
-        once and for all: no later look is a reason to trust the memory again, nor the database.
+        """Poll once: apply what is new, report and confirm.
+
+        Raises database errors. Raises FeedRewoundError permanently: no later poll makes the memory or the database
+        trustworthy again.
         """
         with self._polling:
             if not self._poll():
                 self._poll()
 
     def _poll(self) -> bool:
-        """Whether the look could be vouched for; if not, another one can, begun now."""
+        """Poll the feed. False: the poll may not be confirmed, and the caller polls again."""
         monotonic, wall = time.monotonic(), time.time()
         if self._is_lost:
-            raise FeedRewoundError("the feed went back; restart this process")
+            raise FeedRewoundError("the change feed went back; restart this process")
         look = poll_feed(self._position.floor)
         try:
             new = self._position.find_new(look)
         except FeedRewoundError:
             self._is_lost = True
             self.lose()
-            self._distrust()
+            self._withdraw_confirmation()
             raise
         if new is None or new:
             self.apply(new)
@@ -145,14 +152,16 @@ class Follower:
         return True
 
     def _report(self, monotonic: float) -> bool:
-        """Whether what was looked at before may be vouched for. If this process was not there for the receipts until
-        now, or had expired, then a revocation may be complete that it has not seen: only another look will do.
+        """Report the position. Return whether the preceding poll may be confirmed.
 
-        SQLite's one lock may be another's for long. There all verifiers are on one host, and none needs a receipt to
-        be right: the next look tries again.
+        If receipts did not include this process until now, or counted it as expired, a revocation may be complete that
+        this process has not seen. Only a new poll then suffices.
+
+        Another process may hold SQLite's only write lock for long. All verifiers are then on one host and do not depend
+        on receipts, so the next poll tries again.
         """
         before = self._reported_at
-        # First: whoever cannot tell which word this host shares reports nothing, and so vouches for nothing.
+        # First: a process that cannot determine its host's generation counter must not report or confirm anything.
         generation().remap()
         try:
             self._write_report()
@@ -166,7 +175,7 @@ class Follower:
     def _write_report(self) -> None:
         reporter, confirmed = usage_log.reporter_id, self._position.confirmed
         if connection.vendor == "postgresql":
-            self._write_report_at_once(reporter, confirmed)
+            self._write_report_postgresql(reporter, confirmed)
             return
         with transaction.atomic():
             known = Verifier.objects.filter(pk=reporter).update(
@@ -182,16 +191,16 @@ class Follower:
                     staleness_ms=round(1000 * _expires_after_seconds()),
                 )
             if self._has_moved:
-                # Perhaps it was said before, and the answer to that was lost.
+                # The row may exist if an earlier reply was lost.
                 Confirmation.objects.get_or_create(verifier_id=reporter, sequence=confirmed, defaults={"at": Now()})
 
-    def _write_report_at_once(self, reporter: str, confirmed: int) -> None:
-        """In one exchange and one transaction: whoever waits for receipts waits for this, and so do verdicts.
+    def _write_report_postgresql(self, reporter: str, confirmed: int) -> None:
+        """Report in one round trip and one transaction, because receipts and verdicts wait for it.
 
-        Committed as any other: without a report that a crash has lost, receipts do not wait for this process, though it
-        vouches.
+        The commit is synchronous as usual: if a crash lost the report, receipts would not wait for this process while
+        it still answers from memory.
         """
-        statements = [_PATIENCE, _REPORT, _CONFIRM] if self._has_moved else [_PATIENCE, _REPORT]
+        statements = [_LOCK_TIMEOUT, _REPORT, _CONFIRM] if self._has_moved else [_LOCK_TIMEOUT, _REPORT]
         values = {
             "reporter": sql.Literal(reporter),
             "door": sql.Literal(self.door),
@@ -210,16 +219,16 @@ class Follower:
                 self._try_poll()
                 close_old_connections()
                 wake_up.wait()
-            self._distrust()
+            self._withdraw_confirmation()
             if not self._is_lost:
-                self._say_farewell()
+                self._deregister()
         finally:
             self._turn_began_at = float("inf")
             wake_up.close()
             connections.close_all()  # this thread's own
 
     def _watch(self, wake_up: "_WakeUp") -> None:
-        """By another thread: a turn that takes far too long waits for what will never come."""
+        """Watch the follower from another thread and abort its connections when a turn takes too long."""
         if connection.vendor != "postgresql":
             return
         watched, stop = connections["default"], self._stop
@@ -233,14 +242,14 @@ class Follower:
         self._turn_began_at = time.monotonic()
         threading.Thread(target=watch, name="feed-watch", daemon=True).start()
 
-    def _say_farewell(self) -> None:
+    def _deregister(self) -> None:
         try:
             Verifier.objects.filter(pk=usage_log.reporter_id).update(stopped_at=Now())
         except DatabaseError as error:
-            _log.warning("no farewell: receipts wait for this process until it counts as expired", extra={"why": error})
+            _log.warning("deregistration failed; receipts wait for this process until it expires", extra={"why": error})
 
-    def _distrust(self) -> None:
-        """Whatever was confirmed before, nothing is from now on: before others are told that they need not wait."""
+    def _withdraw_confirmation(self) -> None:
+        """Withdraw the confirmation, before receipts stop waiting for this process."""
         self._confirmed_at = self._reported_at = None
         self.confirm(_NEVER, 0.0)
 
@@ -249,21 +258,21 @@ class Follower:
             self.poll_once()
         except FeedRewoundError as error:
             _log.critical(
-                "the database lacks changes that were there: this process says no yes any more; "
+                "the database lacks changes that this process has seen; it denies all requests; "
                 "replay the revocations, then restart it",
                 extra={"why": error},
             )
-        except Exception as error:  # noqa: BLE001  whatever it was, the next look may do better
-            if not self._is_out:
+        except Exception as error:  # noqa: BLE001  the thread must survive; the next poll may succeed
+            if not self._is_failing:
                 _log.error("the change feed cannot be followed", exc_info=error)
-            self._is_out = True
+            self._is_failing = True
         else:
-            if self._is_out:
+            if self._is_failing:
                 _log.warning("the change feed is followed again")
-            self._is_out = False
+            self._is_failing = False
 
 
-_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+_LOCK_TIMEOUT: Final = "SET LOCAL lock_timeout = '200ms'"
 _REPORT: Final = """
     INSERT INTO keyvault_verifier
         (verifier_id, door, started_at, confirmed_sequence, seen_at, staleness_ms, stopped_at)
@@ -279,15 +288,15 @@ _CONFIRM: Final = """
 
 
 class _WakeUp:
-    """Waits for the next look: for a NOTIFY on a connection of its own, and never longer than a poll's time.
+    """Wait for the next poll: for a NOTIFY on a connection of its own, at most for POLL_SECONDS.
 
-    What becomes of that connection alters nothing but how soon a change is seen.
+    Losing that connection only delays when a change is seen.
     """
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self.connection: psycopg.Connection[Any] | None = None
-        self._is_out = False
+        self._is_failing = False
 
     def wait(self) -> None:
         if connection.vendor != "postgresql":
@@ -296,17 +305,17 @@ class _WakeUp:
         try:
             if self.connection is None:
                 self._listen()
-                # What was told meanwhile nobody heard: look at once.
+                # A notification sent before LISTEN is lost, so poll immediately.
             else:
                 wait_for_notice(self.connection.pgconn, POLL_SECONDS)
         except psycopg.Error as error:
-            if not self._is_out:
-                _log.warning("changes are not told, only found by polling", extra={"why": error})
-            self._is_out = True
+            if not self._is_failing:
+                _log.warning("change notifications are unavailable; falling back to polling", extra={"why": error})
+            self._is_failing = True
             self.close()
             self._stop.wait(POLL_SECONDS)
         else:
-            self._is_out = False
+            self._is_failing = False
 
     def close(self) -> None:
         if self.connection is not None:
@@ -326,7 +335,7 @@ def _report_seconds() -> float:
 
 
 def _expires_after_seconds() -> float:
-    """It vouches so long after a look, and looks so long after a report."""
+    """Return how long after a report the process may answer: staleness limit plus report interval."""
     return float(settings.MAX_STALENESS_SECONDS) + _report_seconds()
 
 
@@ -342,13 +351,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_feed_followed() -> bool | None:
-    """Whether this process follows the feed, and is not behind; None: it has nothing in memory to vouch for."""
+    """Whether this process follows the feed and is fresh. None: it holds nothing in memory to answer from."""
     following = [follower for follower in _followers if follower.is_following]
     return all(follower.is_fresh for follower in following) if following else None
 
 
 def forget_old(now: datetime) -> None:
-    """Deletes confirmations of more than 30 days ago, some thousands at a time, and verifiers gone for 7 days."""
+    """Delete confirmations older than 30 days, some thousands at a time, and verifiers gone for 7 days."""
     old = Confirmation.objects.filter(at__lt=now - _CONFIRMATIONS_KEPT_FOR).order_by("at")
-    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MOST_FORGOTTEN])).delete()
+    Confirmation.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:_MAX_DELETED])).delete()
     Verifier.objects.filter(seen_at__lt=now - _GONE_KEPT_FOR).delete()

@@ -1,15 +1,18 @@
-"""Which verifiers have applied a change, by their own word: the receipt of a revocation. Reads only.
+"""Read which verifiers report that they have applied a change: the receipt of a revocation.
 
-A verifier is waited for while it may still answer from memory: it has said no farewell, and since it was heard of last
-(`Verifier.seen_at`) less than its staleness bound has passed. After that it answers from memory no longer, whatever
-became of it. All times are the database's: who asks and who confirmed may be on different hosts.
+A receipt waits for a verifier that may still answer from memory. Such a verifier has not deregistered, and its
+staleness limit since its last report (`Verifier.seen_at`) has not passed. After that limit it no longer answers from
+memory. All times are the database's, because the reader and the verifier may run on different hosts.
 
-Three limits. A verifier measures its own staleness in monotonic time, and the database's clock may be set: a step
-forwards while a verifier is silent makes that one count as expired, and the receipt as complete, too early by at most
-the step. (`KEYVAULT_MAX_STALENESS` after the change no verifier says yes by what was before, whatever any clock shows.)
-And a verifier that was started while a writer lingers has confirmed nothing until that one ends: receipts of earlier
-changes wait for it too, though it knows them. And on SQLite, which is one host's, a verifier that cannot write what it
-has confirmed goes on by its host's word.
+Limitations:
+
+- A verifier measures its staleness in monotonic time, but the database's clock may be set. A forward step while a
+  verifier is silent expires it, and completes the receipt, too early by at most the step. Independently of any clock,
+  no verifier allows a request by the earlier state later than `KEYVAULT_MAX_STALENESS` after the change.
+- A verifier that starts while a transaction is open confirms nothing until that transaction ends. Receipts of earlier
+  changes wait for it too, although it has applied them.
+- On SQLite, where all processes share one host, a verifier that cannot write its confirmation keeps answering. The
+  host's generation counter keeps it correct.
 """
 
 import logging
@@ -31,23 +34,25 @@ from keyvault.models.recording import Subject
 
 _log = logging.getLogger(__name__)
 
-LONGEST_WAIT_SECONDS = 10
-MOST_WAITERS = 2
-"""Of one process: a wait holds one of its threads, and verdicts need those."""
+MAX_WAIT_SECONDS = 10
+"""Maximum wait for a receipt, in seconds."""
+
+MAX_WAITERS = 2
+"""Maximum concurrent waits of one process. Each holds a thread that verdicts need."""
 
 LARGEST_SEQUENCE = 2**63 - 1
 
-_HEARD_OF_WITHIN = timedelta(hours=1)
-"""A verifier that had been silent for longer when the change was made has nothing to do with it: it is not listed."""
+_LISTED_WITHIN = timedelta(hours=1)
+"""Maximum silence before a change, after which an unconfirmed verifier is not listed."""
 
-_FIRST_LOOK_SECONDS = 0.002
+_FIRST_POLL_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 
-_waiters = threading.BoundedSemaphore(MOST_WAITERS)
+_waiters = threading.BoundedSemaphore(MAX_WAITERS)
 
 
 class VerifierProgress(StrEnum):
-    """How a verifier stands to a change. EXPIRED: it was not heard of in time, and is not waited for."""
+    """Progress of a verifier toward a change. EXPIRED: its staleness limit passed, and receipts do not wait for it."""
 
     CONFIRMED = "confirmed"
     WAITING = "waiting"
@@ -56,7 +61,7 @@ class VerifierProgress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerifierStanding:
-    """`confirmed_at` is when it said that it had got there; None too when that is no longer kept."""
+    """One verifier's progress. `confirmed_at` is also None if the confirmation is no longer kept."""
 
     verifier_id: str
     door: str
@@ -68,9 +73,9 @@ class VerifierStanding:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Of the change with this sequence, as it stands now. Complete: no verifier is waited for.
+    """The receipt of the change with this sequence, now. Complete: no verifier is WAITING.
 
-    `subject`, `changed_at`: None when the change is no longer kept.
+    `subject` and `changed_at` are None when the change is no longer kept.
     """
 
     sequence: int
@@ -83,27 +88,27 @@ class Receipt:
         return [verifier for verifier in self.verifiers if verifier.standing is standing]
 
     def seconds_until(self, verifier: VerifierStanding) -> float | None:
-        """From the change to that confirmation; by two clocks, where the database is on another host than who asked."""
+        """Seconds from the change to the confirmation. Two clocks apply if the database runs on another host."""
         if self.changed_at is None or verifier.confirmed_at is None:
             return None
         return max(0.0, (verifier.confirmed_at - self.changed_at).total_seconds())
 
 
 def find_receipt(sequence: int) -> Receipt | None:
-    """None: there is no such change."""
+    """Return the receipt of a change, or None for an unknown sequence."""
     if not 0 < sequence <= LARGEST_SEQUENCE or not Change.objects.filter(sequence=sequence).exists():
         return None
     return _receipt(sequence)
 
 
 def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
-    """The receipt when it is complete, or as it is after so many seconds; and for how many it was ready to wait.
+    """Wait until the receipt is complete or the time is over. Return it and the seconds it was ready to wait.
 
-    Call it outside a transaction. It never waits for more than LONGEST_WAIT_SECONDS, nor at all while MOST_WAITERS
-    others do. A database that fails meanwhile undoes nothing: the receipt is then not complete.
+    Call it outside a transaction. The wait is at most MAX_WAIT_SECONDS, and 0 while MAX_WAITERS others wait. A database
+    failure returns an incomplete receipt and undoes nothing.
     """
-    with _place_to_wait() as has_place:
-        allowed = min(seconds, LONGEST_WAIT_SECONDS) if has_place else 0
+    with _waiter_slot() as has_slot:
+        allowed = min(seconds, MAX_WAIT_SECONDS) if has_slot else 0
         try:
             return _wait(sequence, allowed), allowed
         except DatabaseError:
@@ -112,12 +117,12 @@ def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
 
 
 def list_unconfirmed(sequence: int) -> list[str]:
-    """The ids of the verifiers that are waited for until all have applied the change."""
+    """Return the ids of the verifiers that have not applied the change and still count."""
     return [verifier.verifier_id for verifier in _receipt(sequence).of(VerifierProgress.WAITING)]
 
 
 def find_account_of(subject: Subject | None) -> Account | None:
-    """Whose the subject of a change is; None: of no account, or of one that is not known any more."""
+    """Return the account of a change's subject. None: no account, or one that no longer exists."""
     kind, identity = subject or ("", "")
     accounts = Account.objects.select_related("merchant")
     if kind == "key":
@@ -126,7 +131,7 @@ def find_account_of(subject: Subject | None) -> Account | None:
         return accounts.filter(credentials=identity).first()
     if kind == "customer_token":
         return accounts.filter(customer_tokens=identity).first()
-    # Of a limit, "acme/sandbox orders.create", or "sandbox orders.create" of all accounts.
+    # A limit's subject is "acme/sandbox orders.create", or "sandbox orders.create" for all accounts.
     merchant_id, _, environment = identity.partition(" ")[0].partition("/")
     if kind in {"account", "limit"} and environment:
         return accounts.filter(merchant=merchant_id, environment=environment).first()
@@ -134,7 +139,7 @@ def find_account_of(subject: Subject | None) -> Account | None:
 
 
 def describe_receipt(receipt: Receipt) -> dict[str, Any]:
-    """What every door tells about a receipt."""
+    """Describe a receipt as JSON, for every entry point."""
     return {
         "sequence": receipt.sequence,
         "complete": receipt.is_complete,
@@ -153,20 +158,20 @@ def describe_receipt(receipt: Receipt) -> dict[str, Any]:
 
 
 @contextmanager
-def _place_to_wait() -> Iterator[bool]:
-    has_place = _waiters.acquire(blocking=False)
+def _waiter_slot() -> Iterator[bool]:
+    has_slot = _waiters.acquire(blocking=False)
     try:
-        yield has_place
+        yield has_slot
     finally:
-        if has_place:
+        if has_slot:
             _waiters.release()
 
 
 def _wait(sequence: int, seconds: float) -> Receipt:
     until = monotonic() + seconds
-    pause = _FIRST_LOOK_SECONDS
-    while not (receipt := _receipt(sequence)).is_complete and (left := until - monotonic()) > 0:
-        sleep(min(pause, left))
+    pause = _FIRST_POLL_SECONDS
+    while not (receipt := _receipt(sequence)).is_complete and (remaining := until - monotonic()) > 0:
+        sleep(min(pause, remaining))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return receipt
 
@@ -178,7 +183,7 @@ def _receipt(sequence: int) -> Receipt:
     standings = []
     for row in rows.order_by("started_at", "verifier_id"):
         standing = _standing(row, sequence, row.now)
-        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_heard_of(row, change)):
+        if standing is not None and (standing is not VerifierProgress.EXPIRED or _was_active(row, change)):
             standings.append(
                 VerifierStanding(
                     row.verifier_id, row.door, standing, row.first_confirmed_at, row.started_at, row.seen_at
@@ -194,7 +199,7 @@ def _receipt(sequence: int) -> Receipt:
 
 
 def _standing(row: Verifier, sequence: int, now: datetime) -> VerifierProgress | None:
-    """None: it went, and had not got there."""
+    """Return the progress, or None for a verifier that deregistered before it applied the change."""
     if row.confirmed_sequence >= sequence:
         return VerifierProgress.CONFIRMED
     if row.stopped_at is not None:
@@ -206,5 +211,5 @@ def _standing(row: Verifier, sequence: int, now: datetime) -> VerifierProgress |
     )
 
 
-def _was_heard_of(row: Verifier, change: Change | None) -> bool:
-    return change is None or row.seen_at >= change.at - _HEARD_OF_WITHIN
+def _was_active(row: Verifier, change: Change | None) -> bool:
+    return change is None or row.seen_at >= change.at - _LISTED_WITHIN

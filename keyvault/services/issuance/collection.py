@@ -1,4 +1,4 @@
-"""What becomes of an issued key: collected once by whoever asked for it, or burned when they do not come in time."""
+"""Collect an issued key once, or discard it after the deadline."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,48 +25,51 @@ from keyvault.services.secrets.stored_copies import read_string, require_served
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A key for the service that asked: its string, or the string sealed to the recipient; one of the two."""
+    """A key for the service that requested it: either its string, or the string sealed to the recipient."""
 
     key: Key
     text: Plaintext | None
     sealed: Sealed | None
 
 
-def is_asked_by(request: IssuanceRequest, principal: Principal) -> bool:
-    """By this very token, or one that it was rotated into or from."""
+def is_requested_by(request: IssuanceRequest, principal: Principal) -> bool:
+    """Whether the principal is the requesting token, or a token of the same rotation lineage."""
     token = request.requested_via
     return isinstance(principal, Service) and token is not None and token.lineage == principal.lineage
 
 
 def read_handover(grant: Grant, request: IssuanceRequest) -> Handover:
-    """What `record_collection` then hands over; outside any transaction, since the secret backend is asked.
+    """Read what `record_collection` hands over. Call it outside a transaction, because it reads the secret backend.
 
-    Raises NotFoundError to everybody but the service that asked, and where this process is not for the environment;
-    StateConflictError when there is nothing to collect, or nothing that may be sent unsealed; BackendUnavailableError.
+    Raises NotFoundError for any principal but the requesting service, and if this process does not serve the
+    environment. Raises StateConflictError if there is nothing to collect, or nothing that may be sent unsealed. Raises
+    BackendUnavailableError.
     """
-    if not is_asked_by(request, grant.principal):
-        raise NotFoundError(internal=f"{grant.principal.actor} did not ask for {request.request_id}")
+    if not is_requested_by(request, grant.principal):
+        raise NotFoundError(internal=f"{grant.principal.actor} did not request {request.request_id}")
     environment = Environment(request.account.environment)
     require_served(environment)
     key = require_collectable(request, grant.at)
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
+        raise StateConflictError(
+            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+        )
     is_sealed = request.delivery == Delivery.SEALED
     if environment == Environment.PRODUCTION and not is_sealed:
-        raise StateConflictError("In production a key leaves here sealed only: read it from the secret backend.")
+        raise StateConflictError("A production key is only sent sealed. Read it from the secret backend.")
     try:
         text = read_string(key)
     except BackendMissingError as error:
-        raise StateConflictError("The key is gone: it was ended before anybody collected it.") from error
+        raise StateConflictError("The key ended before it was collected. Make a new request.") from error
     return Handover(key, None, seal_to(request.recipient_public_key, text)) if is_sealed else Handover(key, text, None)
 
 
 def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
-    """The key that waits to be collected. Raises StateConflictError when none does, or none does any more."""
+    """Return the key that is ready for collection. Raises StateConflictError if there is none."""
     if request.state == IssuanceState.COLLECTED:
-        raise StateConflictError("The key was collected already.")
+        raise StateConflictError("The key was collected already. It cannot be collected twice.")
     if request.state == IssuanceState.BURNED or is_uncollected(request, now):
-        raise StateConflictError("The key was not collected in time, and is given to nobody any more. Ask again.")
+        raise StateConflictError("The key was not collected in time. Make a new request.")
     if request.state != IssuanceState.ISSUED or request.key is None:
         raise StateConflictError(f"There is no key to collect: the request is {request.state}.")
     return request.key
@@ -74,13 +77,14 @@ def require_collectable(request: IssuanceRequest, now: datetime) -> Key:
 
 @contextmanager
 def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
-    """The one collection of a request, with what belongs to it. Raises StateConflictError when somebody was faster.
+    """Record the only collection of a request together with the caller's effects.
 
-    The backend's copy of a private key that was handed over is destroyed afterwards.
+    A private key that was handed over is then due for destruction in the secret backend. Raises StateConflictError if
+    another collection came first.
     """
     key = request.key
     if key is None:
-        raise TypeError("only what was issued is collected")
+        raise TypeError("only an issued request can be collected")
     with recorded(
         grant,
         P.ISSUANCE_COLLECT,
@@ -95,18 +99,19 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
         yield
 
 
-def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
-    """Ends a key that was to be collected and was not in time: whoever uses it was not given it.
+def discard_uncollected(grant: Grant, request: IssuanceRequest) -> None:
+    """Discard a key that was not collected before its deadline.
 
-    The merchant was told that it was issued, so it is told of its end too.
-    Raises StateConflictError when its time has not come, somebody collected it meanwhile, or it is in use.
+    Nobody has been given that key. The merchant was notified of its issue and is therefore notified of its revocation.
+
+    Raises StateConflictError if the deadline has not passed, the key was collected meanwhile, or it is in use.
     """
     key = request.key
     if key is None or not is_uncollected(request, grant.at):
-        raise StateConflictError("The key may still be collected, or was.")
+        raise StateConflictError("The key was collected, or may still be collected.")
     is_alive = KeyState(key.state) not in DEAD_STATES
     if is_alive and KeyUse.objects.filter(key=key).exists():
-        raise StateConflictError("The key is in use: a person decides whether to revoke it.")
+        raise StateConflictError("The key is in use. An operator must decide whether to revoke it.")
     with recorded(
         grant,
         P.ISSUANCE_EXECUTE,
@@ -130,9 +135,9 @@ def burn_uncollected(grant: Grant, request: IssuanceRequest) -> None:
 
 
 def is_uncollected(request: IssuanceRequest, now: datetime) -> bool:
-    """Whether it was to be collected and its time is over: the clock decides, not the sweep.
+    """Whether the key had to be collected and its deadline has passed, whether or not the sweep has run.
 
-    A public key never is: it may be shown again, so that whoever uses it need not have collected it.
+    A public key never counts as uncollected: it can be shown again, so its users need not have collected it.
     """
     return (
         request.state == IssuanceState.ISSUED

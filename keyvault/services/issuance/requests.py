@@ -1,4 +1,4 @@
-"""Asking for a credential, deciding about it under four eyes, issuing it, collecting it once."""
+"""Request a credential, decide on it under four eyes, issue it, and collect it once."""
 
 import secrets
 from collections.abc import Iterator
@@ -50,12 +50,12 @@ from keyvault.services.secrets.stored_copies import (
 )
 from keyvault.services.work.leases import Lease, hold
 
-_AT_ONCE = 100
-"""Length of every list of work."""
+_LIST_LIMIT = 100
+"""Maximum rows that one listing returns."""
 
 
 def approvals_needed(environment: Environment) -> int:
-    """The host's policy, never below the environment's own."""
+    """Return the approvals that the settings require, but at least the environment's own minimum."""
     chosen: int = settings.APPROVALS_NEEDED[environment]
     return max(APPROVALS_NEEDED[environment], chosen)
 
@@ -70,14 +70,17 @@ def request_issuance(
     expires_in_days: int | None = None,
     recipient_public_key: str = "",
 ) -> IssuanceRequest:
-    """Asks for a new credential. Approved at once where the environment's policy wants no second person.
+    """Request a new credential.
 
-    For a service the person answers who made its token. Raises RequestInvalidError, listing what does not fit;
-    StateConflictError when the merchant has left; NotFoundError where this process is not for the environment.
+    The request is approved immediately if the environment's policy requires no second person. A service acts for the
+    person who created its token.
+
+    Raises RequestInvalidError with every fault, StateConflictError if the merchant was offboarded, and NotFoundError if
+    this process does not serve the environment.
     """
     principal = grant.principal
     if not isinstance(principal, Operator | Service):
-        raise TypeError("operators and services ask for credentials")
+        raise TypeError("only operators and services can request credentials")
     environment = Environment(account.environment)
     require_served(environment)
     plan = IssuancePlan(account.merchant_id, environment, kind, label, delivery, expires_in_days, recipient_public_key)
@@ -106,7 +109,7 @@ def request_issuance(
         P.ISSUANCE_REQUEST,
         "issuance.requested",
         account=account,
-        **_about(request),
+        **_audit_details(request),
         plan_digest=request.plan_digest,
         kind=kind,
         label=label,
@@ -119,14 +122,17 @@ def request_issuance(
 
 
 def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -> IssuanceRequest:
-    """One person's yes to exactly what they were shown; with enough of them the worker issues.
+    """Record one person's approval of the plan that they were shown. The worker issues once there are enough.
 
-    Raises StateConflictError when the request is no longer pending, has expired, is not what `plan_digest`
-    says, or this person has approved it already (the database says so too).
+    Raises StateConflictError if the request is not pending, has expired or does not match `plan_digest`, or if this
+    person has already approved it. A database constraint enforces the last rule too.
     """
     _require_pending(request, grant.at)
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request was altered.", internal=f"{request.request_id} fails its digest")
+        raise StateConflictError(
+            "The request was altered after it was made. Reject it and make a new one.",
+            internal=f"{request.request_id} fails its digest",
+        )
     operator = approving_operator(
         grant,
         request.approvals,
@@ -139,7 +145,7 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
         P.ISSUANCE_APPROVE,
         "issuance.approved",
         account=request.account,
-        **_about(request),
+        **_audit_details(request),
         plan_digest=plan_digest,
     ):
         lock_row(request)
@@ -163,20 +169,20 @@ def approve_issuance(grant: Grant, request: IssuanceRequest, plan_digest: str) -
 
 
 def reject_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    told = clean_text(why, 300)
-    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=told)
+    reason = clean_text(why, 300)
+    return _close(grant, P.ISSUANCE_REJECT, request, IssuanceState.REJECTED, "issuance.rejected", why=reason)
 
 
 def withdraw_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
-    """By whoever asked, as long as nothing was issued."""
+    """Withdraw a request before anything is issued. Only the person who requested it may do this."""
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
-        raise StateConflictError("Only whoever asked for it can withdraw it; you may reject it.")
+        raise StateConflictError("Only the person who made the request can withdraw it. You can reject it instead.")
     return _close(grant, P.ISSUANCE_WITHDRAW, request, IssuanceState.WITHDRAWN, "issuance.withdrawn")
 
 
 def end_issuance(grant: Grant, request: IssuanceRequest, why: str) -> IssuanceRequest:
-    """Of a merchant that leaves: withdrawn, whoever asked for it."""
+    """Withdraw any request of a merchant that is being offboarded."""
     return _close(
         grant, P.MERCHANTS_OFFBOARD, request, IssuanceState.WITHDRAWN, "issuance.withdrawn", why=clean_text(why, 300)
     )
@@ -189,19 +195,22 @@ def expire_issuance(grant: Grant, request: IssuanceRequest) -> IssuanceRequest:
 
 
 def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key:
-    """The worker's part: generate, hash, store, activate. May be killed anywhere and run again.
+    """Generate, hash, store and activate the key of an approved request. The worker calls this.
 
-    A digest is stored first, then the string goes to the secret backend, then one transaction makes the key
-    good and the request issued. A run that finds the backend holding the staged key's string adopts it;
-    one that does not burns the staged key, which nobody ever held, and makes another.
+    The function may be killed at any point and run again. The digest is stored first, then the string goes to the
+    secret backend, then one transaction activates the key and marks the request as issued. A run that finds the staged
+    key's string in the backend adopts that key. Otherwise it discards the staged key, which was never handed out, and
+    stages another.
 
-    Raises StateConflictError when the request is not approved, BackendUnavailableError.
+    Raises StateConflictError if the request is not approved, and BackendUnavailableError.
     """
     if request.state != IssuanceState.APPROVED:
         raise StateConflictError(f"The request is {request.state}, not approved.")
     if request.plan_digest != request.plan().digest():
-        raise StateConflictError("The request is not what was approved.", internal=f"{request.request_id} digest")
-    refresh_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction needs them
+        raise StateConflictError(
+            "The request differs from the approved plan. Make a new request.", internal=f"{request.request_id} digest"
+        )
+    refresh_peppers(PEPPER_SET[Environment(request.account.environment)])  # before any transaction
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     key = _adopt_staged(grant, request, lease)
     if key is None:
@@ -211,14 +220,14 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     else:
         stored = find_stored(key.credential)
         if stored is None:
-            raise StateConflictError("The stored string went away.", internal=request.request_id)
+            raise StateConflictError("The key string is missing from the secret backend.", internal=request.request_id)
         version = stored.version
     with recorded(
         grant,
         P.ISSUANCE_EXECUTE,
         "issuance.issued",
         account=request.account,
-        **_about(request),
+        **_audit_details(request),
         key_id=key.key_id,
         credential_id=key.credential_id,
     ):
@@ -239,14 +248,16 @@ def issue_approved(request: IssuanceRequest, lease: Lease, now: datetime) -> Key
     return key
 
 
-def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
-    """Ends what a worker had begun when the request was withdrawn: the staged key, and its string if it was stored."""
+def discard_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> None:
+    """Discard the staged key of a withdrawn request, and its string if that was stored."""
     if request.state != IssuanceState.WITHDRAWN or request.credential is None:
         return
     grant = authorize(WORKER, P.ISSUANCE_EXECUTE, request.account, now=now)
     stored = find_stored(request.credential)
     for key in request.credential.keys.filter(state=KeyState.PRE_ACTIVATION):
-        with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.abandoned", account=request.account, **_about(request)):
+        with recorded(
+            grant, P.ISSUANCE_EXECUTE, "issuance.abandoned", account=request.account, **_audit_details(request)
+        ):
             hold(lease)
             if stored is not None and stored.labels.get("key_id") == key.key_id:
                 note_stored(grant, key, stored.version)
@@ -254,16 +265,17 @@ def burn_withdrawn(request: IssuanceRequest, lease: Lease, now: datetime) -> Non
 
 
 def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
-    """The issued string, to the person who asked for it and once. Raises StateConflictError on a second try,
-    NotFoundError where this process is not for the environment.
+    """Return the issued string, once, to the person who requested it.
 
-    In production a string shown to a person is break-glass: it is noted, and stays in sight until reviewed.
+    In production this is break-glass: it is recorded and stays listed until it is reviewed.
+
+    Raises StateConflictError on a second attempt, and NotFoundError if this process does not serve the environment.
     """
     operator = grant.principal
     if not isinstance(operator, Operator) or operator.person != request.requester_person:
-        raise StateConflictError("Only whoever asked for the key collects it.")
+        raise StateConflictError("Only the person who requested the key can collect it.")
     if request.requested_via is not None:
-        raise StateConflictError("A service asked for the key, and collects it over REST.")
+        raise StateConflictError("A service requested the key and must collect it over REST.")
     require_served(Environment(request.account.environment))
     text = read_string(require_collectable(request, grant.at))
     with record_collection(grant, request):
@@ -279,7 +291,7 @@ def collect_key(grant: Grant, request: IssuanceRequest) -> Plaintext:
 
 
 def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
-    """What the service plane tells about a request: never material."""
+    """Describe a request for the service plane, without secret material."""
     described: dict[str, JsonValue] = {
         "issuance_request_id": request.request_id,
         "state": request.state,
@@ -300,36 +312,37 @@ def describe_request(request: IssuanceRequest) -> dict[str, JsonValue]:
 
 
 def list_approved() -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_AT_ONCE])
+    return list(_served().filter(state=IssuanceState.APPROVED).order_by("created_at")[:_LIST_LIMIT])
 
 
 def list_overdue(now: datetime) -> list[IssuanceRequest]:
-    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_AT_ONCE])
+    return list(_served().filter(state=IssuanceState.PENDING, expires_at__lte=now)[:_LIST_LIMIT])
 
 
 def list_uncollected(now: datetime) -> list[IssuanceRequest]:
-    """Whose keys are to be burned, see `is_uncollected`: those that nobody uses, and those that are dead anyway."""
+    """Return requests whose keys are to be discarded (`is_uncollected`): unused keys and dead ones."""
     unused = Q(key__use__isnull=True) | Q(key__state__in=DEAD_STATES)
-    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_AT_ONCE])
+    return list(_uncollected(now).filter(unused).order_by("issued_at")[:_LIST_LIMIT])
 
 
 def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
-    """Whose keys would be burned, but are in use: somebody has them, rightly or not.
+    """Return requests whose uncollected keys are in use, with or without authorization.
 
-    At most _AT_ONCE, the earliest issued first. `after`: `issued_at` and id of the last one that is not wanted again.
+    The list is in order of issue and has at most _LIST_LIMIT rows. `after`: exclusive start, as the `issued_at` and id
+    of the last row already seen.
     """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
     if after is not None:
         issued_at, request_id = after
         later = Q(issued_at__gt=issued_at) | Q(request_id__gt=request_id)
         used = used.filter(later, issued_at__gte=issued_at)
-    return list(used.order_by("issued_at", "request_id")[:_AT_ONCE])
+    return list(used.order_by("issued_at", "request_id")[:_LIST_LIMIT])
 
 
 def list_withdrawn() -> list[IssuanceRequest]:
-    """Withdrawn requests for which a key stands staged."""
+    """Return withdrawn requests that still have a staged key."""
     withdrawn = _served().filter(state=IssuanceState.WITHDRAWN, credential__keys__state=KeyState.PRE_ACTIVATION)
-    return list(withdrawn.distinct()[:_AT_ONCE])
+    return list(withdrawn.distinct()[:_LIST_LIMIT])
 
 
 def get_request(request_id: str) -> IssuanceRequest | None:
@@ -343,18 +356,18 @@ def _requests() -> QuerySet[IssuanceRequest]:
 
 
 def _served() -> QuerySet[IssuanceRequest]:
-    """Those of the environments that this process is for: it has the peppers of no other."""
+    """Select requests in the environments that this process serves. It has no other environment's peppers."""
     return _requests().filter(account__environment__in=settings.ENVIRONMENTS)
 
 
 def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
-    """`is_uncollected`, in rows."""
+    """Express `is_uncollected` as a query."""
     issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=HANDED_OVER)
     return issued.filter(issued_at__lte=now - COLLECT_WITHIN)
 
 
 def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, Plaintext]:
-    with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.staged", account=request.account, **_about(request)):
+    with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.staged", account=request.account, **_audit_details(request)):
         hold(lease)
         credential = request.credential
         if credential is None:
@@ -372,7 +385,7 @@ def _stage(grant: Grant, request: IssuanceRequest, lease: Lease) -> tuple[Key, P
 
 
 def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key | None:
-    """The key of an earlier run if its string reached the backend; every other staged key is burned."""
+    """Return an earlier run's key if its string reached the backend. Discard every other staged key."""
     if request.credential is None:
         return None
     stored = find_stored(request.credential)
@@ -381,7 +394,9 @@ def _adopt_staged(grant: Grant, request: IssuanceRequest, lease: Lease) -> Key |
         if stored is not None and stored.labels.get("key_id") == key.key_id:
             adopted = key
         else:
-            with recorded(grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_about(request)):
+            with recorded(
+                grant, P.ISSUANCE_EXECUTE, "issuance.restarted", account=request.account, **_audit_details(request)
+            ):
                 hold(lease)
                 discard_key(grant, key)
     return adopted
@@ -396,17 +411,17 @@ def _close(
     **details: JsonValue,
 ) -> IssuanceRequest:
     if not can_transition_issuance(IssuanceState(request.state), state):
-        raise StateConflictError(f"The request is {request.state}; it cannot be {state} any more.")
-    with recorded(grant, permission, event, account=request.account, **_about(request), **details):
+        raise StateConflictError(f"The request is {request.state} and cannot become {state}.")
+    with recorded(grant, permission, event, account=request.account, **_audit_details(request), **details):
         request.compare_and_swap(state=state, decided_at=grant.at)
     return request
 
 
 def _require_pending(request: IssuanceRequest, now: datetime) -> None:
     if request.state != IssuanceState.PENDING:
-        raise StateConflictError(f"The request is {request.state} already.")
+        raise StateConflictError(f"The request is already {request.state}.")
     if now >= request.expires_at:
-        raise StateConflictError("The request has expired. Ask again.")
+        raise StateConflictError("The request has expired. Make a new one.")
 
 
 def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
@@ -414,21 +429,24 @@ def _refuse_faults(plan: IssuancePlan, principal: Operator | Service) -> None:
     if (fault := find_text_fault(plan.label, 100)) is not None:
         faults.append(Fault("/label", fault))
     if plan.expires_in_days is not None and not 1 <= plan.expires_in_days <= 3650:
-        faults.append(Fault("/expires_in_days", "1 to 3650, or nothing"))
+        faults.append(Fault("/expires_in_days", "1 to 3650, or omitted"))
     faults += _find_delivery_faults(plan, principal)
     if faults:
-        raise RequestInvalidError("The request cannot be made like that.", faults)
+        raise RequestInvalidError("Invalid issuance request. Correct the listed fields.", faults)
 
 
 def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> Iterator[Fault]:
-    """What is sealed is sealed to somebody. A production key is shown to nobody, but to a person under break-glass."""
+    """Yield the faults of a delivery.
+
+    Sealed delivery needs a recipient. Only an operator under break-glass may be shown a production key.
+    """
     is_sealed = plan.delivery is Delivery.SEALED
     if isinstance(principal, Operator) and is_sealed:
-        yield Fault("/delivery", "sealed is for services that ask over REST, and collect there")
+        yield Fault("/delivery", "sealed delivery is only for services that request and collect keys over REST")
     elif is_sealed and not plan.recipient_public_key:
         yield Fault("/recipient_public_key", "sealed delivery needs the recipient's public key")
     elif plan.recipient_public_key and not is_sealed:
-        yield Fault("/delivery", "a recipient's public key goes with sealed delivery and no other")
+        yield Fault("/delivery", "a recipient's public key requires sealed delivery")
     elif is_sealed and (fault := find_recipient_fault(plan.recipient_public_key)) is not None:
         yield Fault("/recipient_public_key", fault)
     if (
@@ -436,8 +454,8 @@ def _find_delivery_faults(plan: IssuancePlan, principal: Operator | Service) -> 
         and plan.delivery is Delivery.SHOW_ONCE
         and plan.environment is Environment.PRODUCTION
     ):
-        yield Fault("/delivery", "in production a service is given a key sealed, or in the secret backend")
+        yield Fault("/delivery", "in production a service receives a key sealed or in the secret backend only")
 
 
-def _about(request: IssuanceRequest) -> dict[str, JsonValue]:
+def _audit_details(request: IssuanceRequest) -> dict[str, JsonValue]:
     return {"request_id": request.request_id}

@@ -1,7 +1,7 @@
-"""When a new pepper version begins to make the digests: once every live process that judges keys has it loaded.
+"""Decide when a new pepper version starts to make digests: once every live process that judges keys has loaded it.
 
-Until then it only proves. A process that cannot reach the secret backend so delays the change, and no key fails it;
-one that starts later loads every version before it serves.
+Until then the version only proves existing digests. A process that cannot reach the secret backend delays the switch,
+and no key fails because of it. A process that starts later loads every version before it serves.
 """
 
 from datetime import datetime, timedelta
@@ -15,11 +15,11 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import live_reporters
 
 PROPAGATION: Final = timedelta(seconds=30)
-"""So long at least a new version proves before it makes digests: processes look for new ones every few seconds."""
+"""Minimum time in which a new version only proves. Processes check for new versions every few seconds."""
 
 
 def list_staged() -> list[PepperVersion]:
-    """The versions of the served sets that do not make digests yet, the oldest first."""
+    """Return the versions of the served sets that do not make digests yet, the oldest first."""
     rows = PepperVersion.objects.filter(
         pepper_set__in=list_served_sets(), retired_at__isnull=True, hashes_from_at__isnull=True
     )
@@ -27,9 +27,9 @@ def list_staged() -> list[PepperVersion]:
 
 
 def list_lagging(row: PepperVersion) -> list[str]:
-    """The live reporters that serve its set and have not loaded it yet.
+    """Return the ids of live reporters that serve the set and have not loaded the version yet.
 
-    One that says nothing of peppers, being of an earlier release, is taken for one of them.
+    A reporter of an earlier release reports no peppers and counts as one that has not loaded it.
     """
     return [
         reporter.reporter_id
@@ -38,15 +38,15 @@ def list_lagging(row: PepperVersion) -> list[str]:
     ]
 
 
-def is_everywhere(row: PepperVersion, now: datetime) -> bool:
-    """Whether digests may be made with it: nobody would have to say that it cannot judge them."""
+def is_loaded_everywhere(row: PepperVersion, now: datetime) -> bool:
+    """Whether the version may make digests: every process could judge them."""
     return row.is_staged and now >= row.created_at + PROPAGATION and not list_lagging(row)
 
 
 def begin_hashing(grant: Grant, row: PepperVersion) -> None:
-    """New digests are made with it from now on, and used keys move to it. It has to be everywhere.
+    """Make new digests with this version from now on; keys move to it when used. Requires `is_loaded_everywhere`.
 
-    Raises StateConflictError when somebody else was faster.
+    Raises StateConflictError if another writer came first.
     """
     with recorded(grant, Permission.KEYS_REHASH, "pepper.in_use", pepper_set=row.pepper_set, number=row.number):
         row.compare_and_swap(hashes_from_at=grant.at)

@@ -1,10 +1,10 @@
-"""New pepper versions, and the end of old ones. On the host only: the service itself may read peppers, and no more.
+"""Create new pepper versions and retire old ones. Runs on the host only: the service itself can only read peppers.
 
 rotate_pepper        a new version proves from now on, and makes the digests once every process has it, see
-                     `services.pepper_propagation`
-(re-hash)            each key moves to it when it is next used, see `services.rehashing`
-retire_pepper        refused while anything living leans on the old one
-destroy_pepper       its material, by hand, once no backup can bring back a database that needs it
+                     `services.pepper_rotation.propagation`
+(re-hash)            each key moves to it when it is next used, see `services.keys.rehashing`
+retire_pepper        refused while anything living depends on the old one
+destroy_pepper       erases its material, manually, once no backup can bring back a database that needs it
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.webhooks.endpoints import sealed_versions
 
 KEPT_AFTER_RETIREMENT: Final = timedelta(days=30)
-"""So long a retired version's material stays: a database restored from before the retirement needs it again."""
+"""Retention of a retired version's material. A database restored from before the retirement needs it again."""
 
-MOST_APART: Final = 90
-"""Versions from the oldest in use to the newest: beyond 100 a Vault's mount would erase the oldest (`max_versions`)."""
+MAX_VERSION_SPAN: Final = 90
+"""Maximum span from the oldest version in use to the newest. Vault erases the oldest beyond 100 (`max_versions`)."""
 
 
 # --- a new one ------------------------------------------------------------------------------------------------
 
 
 def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
-    """The new version's row. May be killed anywhere and run again: a version without a row is adopted.
+    """Create a new version and return its row. Safe to kill and run again: a version without a row is adopted.
 
-    Raises StateConflictError while the one before is still on its way to every process, or when too many are in use;
-    BackendUnavailableError; and IntegrityError when the set's newest version is not ours.
+    Raises StateConflictError while the previous version is still propagating, or when too many versions are in use.
+    Raises BackendUnavailableError, and IntegrityError if the set's newest version belongs to another installation.
     """
     _require_served(pepper_set)
     rows = list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
@@ -54,35 +54,43 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
         raise IntegrityError("The service was not set up.", internal=f"no {pepper_set} pepper; run manage.py setup")
     newest, oldest = rows[-1], next(row for row in rows if row.retired_at is None)
     if newest.is_staged:
-        raise StateConflictError(f"Version {newest.number} is on its way to every process. {_waits_for(newest)}")
-    if newest.number - oldest.number >= MOST_APART:
-        raise StateConflictError(f"Version {oldest.number} is in use still: retire the old ones first.")
+        raise StateConflictError(
+            f"Version {newest.number} is not in use by every process yet. {_describe_lagging(newest)}"
+        )
+    if newest.number - oldest.number >= MAX_VERSION_SPAN:
+        raise StateConflictError(
+            f"Version {oldest.number} is still in use, {MAX_VERSION_SPAN} or more behind the newest. "
+            "Retire old versions first."
+        )
     number = _adopt(pepper_set, newest.number) or _make(pepper_set, newest.number)
     check_value = Peppers(pepper_set, {number: read_pepper(pepper_set, number)}).check_value(number)
     row = PepperVersion(pepper_set=pepper_set, number=number, check_value=check_value, created_at=datetime.now(UTC))
     try:
         with recorded(grant, Permission.PEPPERS_WRITE, "pepper.rotated", pepper_set=pepper_set, number=number):
-            # Under the lock of the one before, so that of two at once the second finds the first one's row.
+            # Lock the previous version, so that the second of two concurrent runs sees the first one's row.
             PepperVersion.objects.select_for_update(no_key=True).get(pk=newest.pk)
             if PepperVersion.objects.filter(pepper_set=pepper_set, number__gt=newest.number).exists():
-                raise StateConflictError("Somebody else has made a new version at the same moment.")
+                raise StateConflictError("Another run has created a new version concurrently. Check pepper_status.")
             row.save()
     except DatabaseIntegrityError as error:
-        raise StateConflictError("Somebody else makes a new version at the same moment.") from error
+        raise StateConflictError("Another run is creating a new version concurrently. Check pepper_status.") from error
     return row
 
 
-def _waits_for(row: PepperVersion) -> str:
+def _describe_lagging(row: PepperVersion) -> str:
     lagging = ", ".join(list_lagging(row))
     return (
         f"Not loaded yet by: {lagging}. Can they reach the secret backend?"
         if lagging
-        else "The worker takes it into use by itself."
+        else "The worker activates it automatically."
     )
 
 
 def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
-    """A version of ours that an earlier run left without a row. Raises IntegrityError on one that is not ours."""
+    """Return the version that an earlier run left without a row.
+
+    Raises IntegrityError if it is not this installation's.
+    """
     beyond = [
         stored.version
         for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)
@@ -93,21 +101,23 @@ def _adopt(pepper_set: PepperSet, newest: int) -> int | None:
     labels = secret_backend().read(Mount.PEPPERS, pepper_set, beyond[0]).labels
     if (labels.get("pepper_set"), labels.get("number")) != (pepper_set.value, str(beyond[0])):
         raise IntegrityError(
-            "Somebody else has written where the peppers are.",
-            internal=f"{pepper_set} pepper {beyond[0]} is not ours: find out who wrote it, and have it destroyed",
+            "Another program has written to the pepper storage.",
+            internal=f"{pepper_set} pepper {beyond[0]} is foreign: find out who wrote it, and have it destroyed",
         )
     require_own_pepper(pepper_set, beyond[0])
     return beyond[0]
 
 
 def _make(pepper_set: PepperSet, newest: int) -> int:
-    """A version after all that there ever were, destroyed ones included."""
+    """Store a version numbered after all existing ones, including destroyed ones."""
     known = [stored.version for stored in secret_backend().versions(Mount.PEPPERS, pepper_set)]
     number = max([newest, *known]) + 1
     try:
         put_pepper(pepper_set, number)
     except BackendConflictError as error:
-        raise StateConflictError("Somebody else makes a new version at the same moment. Run it again.") from error
+        raise StateConflictError(
+            "Another run is creating a new version concurrently. Run the command again."
+        ) from error
     return number
 
 
@@ -116,7 +126,7 @@ def _make(pepper_set: PepperSet, newest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PepperUsage:
-    """What can still prove something by a version, or is sealed under it; each set of rows to be listed."""
+    """What still depends on a version, for proof or sealing. Each set of rows can be listed."""
 
     keys: QuerySet[Key]
     service_tokens: QuerySet[ServiceToken]
@@ -124,23 +134,23 @@ class PepperUsage:
     webhook_endpoints: Sequence[int]
     sealed_answers: int
 
-    def words(self) -> str:
-        """What leans on it, counted; empty when nothing does."""
+    def format_counts(self) -> str:
+        """Format the counts, such as "2 keys, 1 service tokens"; empty if nothing depends on it."""
         counts = {
             "keys": self.keys.count(),
             "service tokens": self.service_tokens.count(),
             "customer access tokens": self.customer_tokens.count(),
             "sealed webhook secrets": len(self.webhook_endpoints),
-            "sealed answers to retries": self.sealed_answers,
+            "sealed replies": self.sealed_answers,
         }
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 class PepperInUseError(StateConflictError):
-    """Something that lives leans on it."""
+    """Something living still depends on the version."""
 
 
-def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
+def find_pepper_usage(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsage:
     environment = _environment(pepper_set)
     living = Key.objects.filter(pepper_version=number).exclude(state__in=DEAD_STATES)
     good = {"pepper_version": number, "revoked_at__isnull": True, "expires_at__gt": now}
@@ -156,10 +166,10 @@ def find_leaning(pepper_set: PepperSet, number: int, now: datetime) -> PepperUsa
 
 
 def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Nothing is proved by that version any more: its dead keys are `credential_invalid` from then on.
+    """Retire a version: it proves nothing any more, and its dead keys become `credential_invalid`.
 
-    Repeatable. Raises PepperInUseError, saying what to do, while anything that lives leans on it; StateConflictError
-    on the newest, and while a newer one does not make the digests for long enough; NotFoundError.
+    Repeatable. Raises PepperInUseError, with what to do, while anything living depends on it. Raises StateConflictError
+    for the newest version, and until a newer one has made the digests for long enough. Raises NotFoundError.
     """
     _require_served(pepper_set)
     row = _find_version(pepper_set, number)
@@ -168,35 +178,39 @@ def retire_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVer
     _require_succeeded(row, grant.at)
     try:
         with recorded(grant, Permission.PEPPERS_WRITE, "pepper.retired", pepper_set=pepper_set, number=number):
-            _hold_off_writers()
+            _block_writers()
             _require_unused(row, grant.at)
             row.compare_and_swap(retired_at=grant.at)
     except OperationalError as error:
-        raise StateConflictError("Keys are being written this moment. Run it again.", internal=str(error)) from error
+        raise StateConflictError(
+            "Keys are being written right now. Run the command again.", internal=str(error)
+        ) from error
     return row
 
 
 def destroyable_from(row: PepperVersion) -> datetime | None:
-    """From when on its material may be destroyed; None where it is not retired."""
+    """Return when the version's material may be destroyed; None unless it is retired."""
     return None if row.retired_at is None else row.retired_at + KEPT_AFTER_RETIREMENT
 
 
 def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVersion:
-    """Erases a retired version in the backend, for ever: no backup of the database from before its retirement works
-    any more. Repeatable, also where a restored Vault has brought it back.
+    """Erase a retired version in the secret backend, permanently.
 
-    Raises StateConflictError, saying from when it may be, before 30 days are over; NotFoundError; IntegrityError where
-    another installation wrote it; and BackendUnavailableError: run it again.
+    Database backups from before its retirement become unusable. Repeatable, also after a restored Vault brought the
+    version back.
+
+    Raises StateConflictError, with the earliest time, within 30 days of retirement. Raises NotFoundError,
+    IntegrityError if another installation wrote the version, and BackendUnavailableError: run it again.
     """
     _require_served(pepper_set)
     row = _find_version(pepper_set, number)
     destroyable_at = destroyable_from(row)
     if destroyable_at is None:
-        raise StateConflictError("Only a retired version is destroyed: retire it first.")
+        raise StateConflictError("Only a retired version can be destroyed. Retire it first.")
     if grant.at < destroyable_at:
         raise StateConflictError(
-            f"It may be destroyed from {destroyable_at:%Y-%m-%d %H:%M} UTC on: until then it is kept for a database "
-            "that is restored from a backup of before its retirement."
+            f"The version may be destroyed from {destroyable_at:%Y-%m-%d %H:%M} UTC. Until then a database restored "
+            "from a backup made before its retirement needs it."
         )
     require_own_pepper(pepper_set, number)
     secret_backend().destroy(Mount.PEPPERS, row.pepper_set, row.number)
@@ -209,7 +223,10 @@ def destroy_pepper(grant: Grant, pepper_set: PepperSet, number: int) -> PepperVe
 
 
 def _require_succeeded(row: PepperVersion, now: datetime) -> None:
-    """A process may hash with the old one until it has heard of the new, and then finish what it has begun."""
+    """Raise StateConflictError unless a newer version makes the digests everywhere.
+
+    A process may hash with the old version until it learns of the new one, and then finishes what it began.
+    """
     newer = list(
         PepperVersion.objects.filter(
             pepper_set=row.pepper_set, number__gt=row.number, retired_at__isnull=True
@@ -217,33 +234,34 @@ def _require_succeeded(row: PepperVersion, now: datetime) -> None:
     )
     if not newer:
         raise StateConflictError(
-            f"It is the newest {row.pepper_set} pepper: make a new one first (rotate_pepper --set {row.pepper_set})."
+            f"This is the newest {row.pepper_set} pepper. Create a new one first: rotate_pepper --set {row.pepper_set}."
         )
     successor = next((each for each in newer if not each.is_staged), None)
     if successor is None:
         raise StateConflictError(
-            f"It makes the digests still: version {newer[0].number} is on its way. {_waits_for(newer[0])}"
+            f"This version still makes the digests: version {newer[0].number} is not in use yet. "
+            f"{_describe_lagging(newer[0])}"
         )
     settled_at = successor.hashes_from_at + PROPAGATION
     if now < settled_at:
-        raise StateConflictError(f"Processes may still need it: run this again after {settled_at:%H:%M:%S} UTC.")
+        raise StateConflictError(f"Processes may still need it. Run the command again after {settled_at:%H:%M:%S} UTC.")
 
 
 def _require_unused(row: PepperVersion, now: datetime) -> None:
-    leaning = find_leaning(PepperSet(row.pepper_set), row.number, now).words()
-    if leaning:
+    usage = find_pepper_usage(PepperSet(row.pepper_set), row.number, now).format_counts()
+    if usage:
         raise PepperInUseError(
-            f"It is in use: {leaning}. A key moves to the newest pepper when it is used; rotate or revoke those that "
-            f"are not used (pepper_status --list). Sealed webhook secrets are moved by the worker, customer access "
-            "tokens and sealed answers end by themselves."
+            f"The version is in use: {usage}. A key moves to the newest pepper when it is used; rotate or revoke "
+            "unused keys (pepper_status --list). The worker reseals webhook secrets. Customer access tokens and sealed "
+            "replies expire."
         )
 
 
-def _hold_off_writers() -> None:
-    """Inside the transaction: who counts sees every digest that was written, and nobody writes one meanwhile.
+def _block_writers() -> None:
+    """Block writers inside the transaction, so that the count sees every digest and no new one is written.
 
-    It waits for less than it takes PostgreSQL to look for a deadlock: it is this one that gives way. (SQLite has one
-    writer at a time.)
+    The timeout is shorter than PostgreSQL's deadlock check, so this transaction gives way. SQLite has one writer at a
+    time.
     """
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
@@ -259,7 +277,10 @@ _LOCK = (
 
 
 def _count_sealed_answers(environment: Environment | None, number: int, now: datetime) -> int:
-    """Answers name no environment: another one's of the same number count too, for the quarter of an hour they live."""
+    """Count sealed replies under this version number.
+
+    A reply does not record its environment, so another environment's replies count too. They live for 15 minutes.
+    """
     if environment is None:
         return 0
     rows = IdempotentRequest.objects.filter(sealed__isnull=False, sealed_until__gt=now)
@@ -269,7 +290,7 @@ def _count_sealed_answers(environment: Environment | None, number: int, now: dat
 def _find_version(pepper_set: PepperSet, number: int) -> PepperVersion:
     row: PepperVersion | None = PepperVersion.objects.filter(pepper_set=pepper_set, number=number).first()
     if row is None:
-        raise NotFoundError(f"There is no {pepper_set} pepper {number}.")
+        raise NotFoundError(f"Unknown {pepper_set} pepper version {number}. Use one that pepper_status lists.")
     return row
 
 
@@ -279,4 +300,4 @@ def _environment(pepper_set: PepperSet) -> Environment | None:
 
 def _require_served(pepper_set: PepperSet) -> None:
     if pepper_set not in list_served_sets():
-        raise NotFoundError(f"This process does not serve {pepper_set} (KEYVAULT_ENVIRONMENTS).")
+        raise NotFoundError(f"This process does not serve {pepper_set}. Check KEYVAULT_ENVIRONMENTS.")

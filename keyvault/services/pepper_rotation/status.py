@@ -1,4 +1,4 @@
-"""How the peppers are: per set and version, who leans on it, and whether this process has the right one. Reads only."""
+"""Report the pepper versions: what depends on each, and whether this process has loaded it. Reads only."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import DEAD_STATES
 from keyvault.models import Key, PepperVersion, ServiceToken
 from keyvault.services.pepper_rotation.propagation import list_lagging
-from keyvault.services.pepper_rotation.rotation import destroyable_from, find_leaning
+from keyvault.services.pepper_rotation.rotation import destroyable_from, find_pepper_usage
 from keyvault.services.peppers.ring import list_served_sets, load_peppers, read_checked, require_own_pepper
 from keyvault.services.secrets.backend import secret_backend
 
@@ -23,9 +23,9 @@ DORMANT_DAYS = 30
 class PepperState:
     """One version. `living` includes `dormant`; both count keys, or service tokens in their set.
 
-    `stored`: whether the secret backend has it, None where it did not say. `is_loaded`: whether this process has it,
-    checked. `lagging`: the live reporters for which a new version waits, which only proves until then. `fault`: what is
-    wrong and what to do; empty when nothing is.
+    `stored`: whether the secret backend has it; None if the backend did not answer. `is_loaded`: whether this process
+    has it and checked it. `lagging`: the live reporters that a new version waits for; until then it only proves.
+    `fault`: what is wrong and what to do, or empty.
     """
 
     pepper_set: PepperSet
@@ -48,8 +48,11 @@ class PepperState:
 
 @dataclass(frozen=True, slots=True)
 class RowlessVersion:
-    """One that the secret backend has and the database does not know: of a rotation that was killed, of after the
-    backup that the database was restored from, or, as `fault` says then, another installation's."""
+    """A version that the secret backend has and the database does not.
+
+    An interrupted rotation left it, or the database was restored from an earlier backup, or it is another
+    installation's, as `fault` then states.
+    """
 
     pepper_set: PepperSet
     number: int
@@ -58,7 +61,7 @@ class RowlessVersion:
 
 @dataclass(frozen=True, slots=True)
 class DormantKey:
-    """A living key that was not used for so long that it will not move to a newer pepper by itself."""
+    """A living key unused for so long that it will not move to a newer pepper by itself."""
 
     pepper_set: PepperSet
     number: int
@@ -67,13 +70,13 @@ class DormantKey:
     credential_id: str
     last_used_at: datetime | None
 
-    def words(self) -> str:
+    def format_line(self) -> str:
         used = "never used" if self.last_used_at is None else f"last used {self.last_used_at:%Y-%m-%d %H:%M} UTC"
         return f"key {self.key_id} of {self.merchant_id}, credential {self.credential_id}, {used}"
 
 
 def list_pepper_states(now: datetime, dormant_days: int = DORMANT_DAYS) -> list[PepperState]:
-    """Of the sets that this process serves, the oldest version first."""
+    """Return the versions of the sets that this process serves, oldest first."""
     return [
         _describe(row, stored, now, dormant_days)
         for pepper_set in list_served_sets()
@@ -83,7 +86,7 @@ def list_pepper_states(now: datetime, dormant_days: int = DORMANT_DAYS) -> list[
 
 
 def list_rowless() -> list[RowlessVersion]:
-    """Of the sets that this process serves; of those whose backend does not say, none."""
+    """Return rowless versions of the served sets. A set whose backend does not answer yields none."""
     found = []
     for pepper_set in list_served_sets():
         known = set(PepperVersion.objects.filter(pepper_set=pepper_set).values_list("number", flat=True))
@@ -102,13 +105,13 @@ def _find_owner_fault(pepper_set: PepperSet, number: int) -> str:
 
 
 def describe_version(row: PepperVersion, now: datetime) -> PepperState:
-    """One of a set that this process serves."""
+    """Describe one version of a set that this process serves."""
     return _describe(row, _find_stored(PepperSet(row.pepper_set)), now, DORMANT_DAYS)
 
 
 def list_dormant_keys(pepper_set: PepperSet, number: int, now: datetime, dormant_days: int) -> Iterator[DormantKey]:
-    """Each to be rotated, or revoked, before the version can be retired."""
-    rows = _dormant(find_leaning(pepper_set, number, now).keys, now, dormant_days)
+    """Yield the keys that must be rotated or revoked before the version can be retired."""
+    rows = _dormant(find_pepper_usage(pepper_set, number, now).keys, now, dormant_days)
     for key in rows.select_related("credential__account", "use").iterator():
         use = getattr(key, "use", None)
         yield DormantKey(
@@ -122,7 +125,7 @@ def list_dormant_keys(pepper_set: PepperSet, number: int, now: datetime, dormant
 
 
 def _dormant(keys: QuerySet[Key], now: datetime, dormant_days: int) -> QuerySet[Key]:
-    """Not used for so long; one that never was counts from its making."""
+    """Select keys unused for `dormant_days`. A key that was never used counts from its creation."""
     since = now - timedelta(days=dormant_days)
     return keys.filter(Q(use__last_at__lt=since) | Q(use__isnull=True, created_at__lt=since))
 
@@ -131,14 +134,14 @@ def _describe(
     row: PepperVersion, stored: Mapping[int, VersionState] | None, now: datetime, dormant_days: int
 ) -> PepperState:
     pepper_set = PepperSet(row.pepper_set)
-    leaning = find_leaning(pepper_set, row.number, now)
+    usage = find_pepper_usage(pepper_set, row.number, now)
     is_loaded, is_hashing, fault = _check(row)
     is_stored = None if stored is None else stored.get(row.number) is VersionState.LIVE
     if row.destroyed_at is not None and is_stored:
         again = f"retire_pepper --set {pepper_set} --version {row.number} --destroy"
-        fault = f"It was destroyed, and is in the secret backend again (a restored Vault?): run {again}."
+        fault = f"It was destroyed but is in the secret backend again (a restored Vault?). Run {again}."
     elif row.retired_at is None and is_stored is False and not fault:
-        fault = "It is missing from the secret backend, and only in memory: restore it before a process ends."
+        fault = "It is missing from the secret backend and only in memory. Restore it before a process stops."
     return PepperState(
         pepper_set=pepper_set,
         number=row.number,
@@ -146,10 +149,10 @@ def _describe(
         hashes_from_at=row.hashes_from_at,
         is_hashing=is_hashing,
         lagging=list_lagging(row) if row.is_staged and row.retired_at is None else [],
-        living=leaning.keys.count() + leaning.service_tokens.count(),
-        dormant=_dormant(leaning.keys, now, dormant_days).count(),
+        living=usage.keys.count() + usage.service_tokens.count(),
+        dormant=_dormant(usage.keys, now, dormant_days).count(),
         dead=_count_dead(pepper_set, row.number, now),
-        leaning=leaning.words(),
+        leaning=usage.format_counts(),
         is_loaded=is_loaded,
         stored=is_stored,
         retired_at=row.retired_at,
@@ -160,7 +163,7 @@ def _describe(
 
 
 def _check(row: PepperVersion) -> tuple[bool, bool, str]:
-    """Whether this process has the version, whether it hashes with it, and what is wrong with it."""
+    """Return whether this process has loaded the version, whether it hashes with it, and the version's fault."""
     if row.retired_at is not None:
         return False, False, ""
     try:
@@ -174,7 +177,7 @@ def _check(row: PepperVersion) -> tuple[bool, bool, str]:
 
 
 def _fault_of(row: PepperVersion) -> str:
-    """The version's own fault, where the set as a whole does not load; nothing where another one's is in the way."""
+    """Return the version's own fault when its set does not load; empty if another version is the cause."""
     try:
         read_checked(row)
     except KeyvaultError as error:
@@ -190,7 +193,7 @@ def _find_stored(pepper_set: PepperSet) -> Mapping[int, VersionState] | None:
 
 
 def _count_dead(pepper_set: PepperSet, number: int, now: datetime) -> int:
-    """Keys, or service tokens, that prove nothing any more whatever becomes of the pepper."""
+    """Count keys, or service tokens, that prove nothing any more with or without the pepper."""
     if pepper_set is PepperSet.SERVICE:
         ended = Q(revoked_at__isnull=False) | Q(expires_at__lte=now)
         return ServiceToken.objects.filter(ended, pepper_version=number).count()

@@ -1,12 +1,12 @@
-"""The nightly look at everything that the secret backend holds, beside the rows that say what it should.
+"""Compare everything in the secret backend with the database every night.
 
-What is ours and dead is destroyed: a worker that was stopped in the middle of a write may finish it long after its
-key was given up. What belongs to a living key and is not as its row says is put right, or told of where that cannot
-be. What nobody can attribute is told of and never touched.
+A copy of a dead key is destroyed: a stopped worker may complete its write long after the key was discarded. A copy of a
+living key that differs from its row is corrected, or reported if that is impossible. A copy that cannot be attributed
+is reported and never touched.
 
-It takes nothing from an issuance or a rotation in progress. A key's row is written before its string; so of each
-version the string's labels are read first and the row after. And a key that is dead stays dead, which triggers see to,
-so that its copy is of no use to anybody. Killed anywhere and run again, it does the rest.
+Issuances and rotations in progress are unaffected. A key's row is written before its string, so the reconciler reads a
+version's labels first and the row afterwards. Triggers ensure that a dead key stays dead, so its copy is useless. The
+run may be killed at any point and run again.
 """
 
 import logging
@@ -47,28 +47,28 @@ _log = logging.getLogger(__name__)
 NIGHT = time(2, tzinfo=UTC)
 
 _FAILURES = 3
-"""Paths in a row that the backend does not answer for: then it is away, and the rest waits for another time."""
+"""Consecutive paths without a reply after which the backend counts as away and the run ends."""
 
 _BATCH = 200
 
 
 def reconcile_due() -> None:
-    """The environments whose night has come. One that could not be finished is taken up again soon."""
+    """Reconcile the environments that are due. An unfinished run is retried soon."""
     for environment in map(Environment, settings.ENVIRONMENTS):
         now = datetime.now(UTC)
         lease = leases.claim(f"reconcile:{environment}", now)
         if lease is None:
             continue
         try:
-            report = reconcile(environment, keep=partial(_renew, lease))
+            report = reconcile(environment, renew=partial(_renew, lease))
         except KeyvaultError as error:
             leases.postpone(lease, now, error.internal or error.detail)
-            _log.warning("reconciling was put off", extra={"environment": environment, "why": error.internal})
+            _log.warning("reconciliation postponed", extra={"environment": environment, "why": error.internal})
         else:
             if report.is_complete:
                 leases.release(lease, due_at=next_night(datetime.now(UTC)))
             else:
-                leases.postpone(lease, datetime.now(UTC), "the secret backend was away, or refused us")
+                leases.postpone(lease, datetime.now(UTC), "the secret backend was unavailable or denied access")
 
 
 def _renew(lease: Lease) -> None:
@@ -85,22 +85,24 @@ def reconcile(
     *,
     is_dry_run: bool = False,
     principal: System = WORKER,
-    keep: Callable[[], None] = lambda: None,
+    renew: Callable[[], None] = lambda: None,
 ) -> ReconciliationReport:
-    """All of one environment. `keep` is called again and again, and may raise to end it.
+    """Reconcile one environment. `renew` is called repeatedly, and may raise to end the run.
 
-    A path's fault is counted and the next one looked at; a backend that is away or refuses us ends it, and the report
-    says that it is not complete.
+    Errors are isolated per path and counted. A backend that is away or denies access ends the run, and the report is
+    then not complete.
     """
-    run = _Run(environment, is_dry_run, principal, keep)
+    run = _ReconciliationRun(environment, is_dry_run, principal, renew)
     try:
-        run.look_at_backend()
-        run.look_at_rows()
+        run.check_backend()
+        run.check_rows()
         run.report.is_complete = True
     except DependencyUnavailableError as error:
-        _log.warning("reconciling ended early", extra={"environment": environment, "why": error.internal})
+        _log.warning("reconciliation ended early", extra={"environment": environment, "why": error.internal})
     except BackendDeniedError as error:
-        _log.error("reconciling was refused", extra={"environment": environment, "why": error.internal})
+        _log.error(
+            "the secret backend denied the reconciliation", extra={"environment": environment, "why": error.internal}
+        )
         run.report_refusal(error)
     if not is_dry_run:
         grant = authorize(principal, P.BACKEND_RECONCILE, now=datetime.now(UTC))
@@ -110,43 +112,45 @@ def reconcile(
     return run.report
 
 
-class _Run(ReconciliationNotice):
-    """One look at one environment."""
+class _ReconciliationRun(ReconciliationNotice):
+    """One run over one environment."""
 
-    def __init__(self, environment: Environment, is_dry_run: bool, principal: System, keep: Callable[[], None]) -> None:
+    def __init__(
+        self, environment: Environment, is_dry_run: bool, principal: System, renew: Callable[[], None]
+    ) -> None:
         super().__init__(environment, is_dry_run, principal)
-        self.mount, self.keep = MOUNT[environment], keep
+        self.mount, self.renew = MOUNT[environment], renew
         self._unanswered = 0
 
     # --- from the backend to the rows -----------------------------------------------------------------------
 
-    def look_at_backend(self) -> None:
+    def check_backend(self) -> None:
         for path in secret_backend().list_paths(self.mount):
-            self.keep()
+            self.renew()
             self.report.paths += 1
-            with self._one_by_one(path):
-                self._look_at_path(path)
+            with self._isolated(path):
+                self._check_path(path)
 
-    def _look_at_path(self, path: str) -> None:
+    def _check_path(self, path: str) -> None:
         if (credential := self._find_credential(path)) is not None:
             for version in self._versions(path):
-                self._look_at_version(credential, version)
+                self._check_version(credential, version)
             if offboarding.may_be_forgotten(credential):
                 self._forget(credential)
         elif (connection := provider_connections.find_by_path(self.environment, path)) is not None:
-            self._look_at_connection(connection)
+            self._check_connection(connection)
         else:
-            self.report_unattributed(path, None, "no credential or connection of ours has this path")
+            self.report_unattributed(path, None, "no credential or connection of this service has this path")
 
     def _versions(self, path: str) -> Iterator[StoredVersion]:
-        """Those that are not destroyed."""
+        """Yield the versions that are not destroyed."""
         for version in secret_backend().versions(self.mount, path):
             self.report.versions += 1
             if version.state is not VersionState.DESTROYED:
                 yield version
 
     def _labels(self, path: str, number: int) -> Mapping[str, str] | None:
-        """None: it ended this moment. What cannot be understood has none, and so is nobody's."""
+        """Return a version's labels. None: it was just deleted. Unreadable data has no labels and is unattributed."""
         try:
             return secret_backend().read(self.mount, path, number).labels
         except BackendMissingError:
@@ -154,11 +158,11 @@ class _Run(ReconciliationNotice):
         except BackendInvalidError:
             return {}
 
-    def _look_at_version(self, credential: Credential, version: StoredVersion) -> None:
+    def _check_version(self, credential: Credential, version: StoredVersion) -> None:
         path, number = credential.backend_path, version.version
         if version.state is VersionState.DELETED:
             if not credential.keys.filter(backend_version=number).exists():
-                self.report_unattributed(path, number, "it is deleted, and no key of ours names it")
+                self.report_unattributed(path, number, "it is deleted, and no key refers to it")
             return
         labels = self._labels(path, number)
         if labels is None:
@@ -168,12 +172,12 @@ class _Run(ReconciliationNotice):
             self.report_unattributed(path, number, key)
             return
         for other in credential.keys.filter(backend_version=number, material=Material.HELD).exclude(pk=key.pk):
-            self.report_missing(other)  # The number was used again: the storage was set back.
+            self.report_missing(other)  # the version number was reused: the storage was set back
         if key.state in DEAD_STATES:
             self._destroy_orphan(key, number)
 
     def _attribute(self, credential: Credential, labels: Mapping[str, str]) -> Key | str:
-        """The key whose string it is, or why nobody can tell."""
+        """Return the key that the string belongs to, or why it cannot be attributed."""
         if labels.get("credential_id") != credential.credential_id:
             return "it was not written for this credential"
         if labels.get("environment") != self.environment:
@@ -184,41 +188,41 @@ class _Run(ReconciliationNotice):
         return key
 
     def _destroy_orphan(self, key: Key, number: int) -> None:
-        """Its row says first that it is due, as of every copy that is destroyed."""
+        """Destroy a dead key's copy. The row records that it is due first, as for every destroyed copy."""
 
         def destroy(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.state not in DEAD_STATES:
                 raise StateConflictError("The key is not dead.", internal=f"{fresh!r} was dead a moment ago")
             if fresh.backend_version != number or fresh.material != Material.DESTROY_DUE:
-                destroy_string(grant, fresh)  # another version that it still owes
+                destroy_string(grant, fresh)  # another version that is still due
                 self._mark(grant, fresh, lease, "key.orphan_found", Material.DESTROY_DUE, number)
             destroy_string(grant, fresh)
 
         if self._with_copy(key, destroy):
             self.report.destroyed += 1
-            self.report.tell("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
+            self.report.add_finding("orphan destroyed", key.credential.backend_path, number, key_id=key.key_id)
 
-    def _look_at_connection(self, connection: ProviderConnection) -> None:
-        """All of it is ours, or a person looks at it first."""
+    def _check_connection(self, connection: ProviderConnection) -> None:
+        """Settle or forget a connection's path, but only if every version is this connection's. Otherwise report it."""
         path, own = connection.backend_path, provider_connections.connection_id(connection)
         found = list(self._versions(path))
-        strange = [each.version for each in found if not self._is_of(own, path, each)]
-        for number in strange:
+        unattributed = [each.version for each in found if not self._is_of(own, path, each)]
+        for number in unattributed:
             self.report_unattributed(path, number, "it was not written for this connection, or is deleted")
-        if strange or self.report.is_dry_run:
+        if unattributed or self.report.is_dry_run:
             return
         grant = self.grant(connection.account)
         if connection.removed_at is None:
             if max((each.version for each in found), default=0) >= (connection.backend_version or 0):
                 provider_connections.settle_connection(grant, connection)
         else:
-            # Again, if it was forgotten once: a write may have come late.
+            # Repeated even if it was forgotten before: a write may have arrived late.
             provider_connections.forget_connection(grant, connection)
             self.report.forgotten += 1
-            self.report.tell("forgotten", path, None)
+            self.report.add_finding("forgotten", path, None)
 
     def _is_of(self, connection_id: str, path: str, version: StoredVersion) -> bool:
-        """What is deleted cannot be read, and we delete nothing of a connection's."""
+        """Whether a version was written for the connection. The service never soft-deletes one."""
         if version.state is not VersionState.LIVE:
             return False
         labels = self._labels(path, version.version)
@@ -227,50 +231,50 @@ class _Run(ReconciliationNotice):
     def _forget(self, credential: Credential) -> None:
         if self.report.is_dry_run or offboarding.forget_path(self.grant(credential.account), credential):
             self.report.forgotten += 1
-            self.report.tell("forgotten", credential.backend_path, None)
+            self.report.add_finding("forgotten", credential.backend_path, None)
 
     # --- from the rows to the backend -----------------------------------------------------------------------
 
-    def look_at_rows(self) -> None:
-        """Keys whose copy should be there, in the order of their ids."""
+    def check_rows(self) -> None:
+        """Check that the copies of living keys exist, in order of key id."""
         last = ""
         rows = Key.objects.select_related("credential__account__merchant").filter(
             material__in=[Material.HELD, Material.DELETED], credential__account__environment=self.environment
         )
         while batch := list(rows.filter(key_id__gt=last).order_by("key_id")[:_BATCH]):
             for key in batch:
-                self.keep()
-                with self._one_by_one(key.credential.backend_path):
-                    self._look_at_row(key)
+                self.renew()
+                with self._isolated(key.credential.backend_path):
+                    self._check_row(key)
             last = batch[-1].key_id
 
-        self._look_at_connections()
+        self._check_connections()
 
-    def _look_at_connections(self) -> None:
-        """Those whose credentials should be there."""
+    def _check_connections(self) -> None:
+        """Check that the credentials of provider connections exist."""
         rows = ProviderConnection.objects.select_related("account__merchant").filter(
             account__environment=self.environment, removed_at=None, settle_due_at=None, backend_version__isnull=False
         )
         last = 0
         while batch := list(rows.filter(pk__gt=last).order_by("pk")[:_BATCH]):
             for row in batch:
-                self.keep()
-                with self._one_by_one(row.backend_path):
+                self.renew()
+                with self._isolated(row.backend_path):
                     if self._state_of(row.backend_path, row.backend_version) is not VersionState.LIVE:
                         self.report_missing_connection(row)
             last = batch[-1].pk
 
-    def _look_at_row(self, key: Key) -> None:
+    def _check_row(self, key: Key) -> None:
         state = self._state_of(key.credential.backend_path, key.backend_version)
         if state is (VersionState.LIVE if key.material == Material.HELD else VersionState.DELETED):
             return
         fresh = get_key(key.key_id)
         if fresh is None or fresh.version != key.version:
-            self.report.left += 1  # Somebody is at it this moment.
+            self.report.left += 1  # another worker changed it meanwhile
         elif state is VersionState.DELETED:
-            self._put_right(key, Material.RESTORE_DUE)
+            self._correct(key, Material.RESTORE_DUE)
         elif state is VersionState.LIVE:
-            self._put_right(key, Material.DELETE_DUE)
+            self._correct(key, Material.DELETE_DUE)
         else:
             self.report_missing(key)
 
@@ -278,18 +282,18 @@ class _Run(ReconciliationNotice):
         found = secret_backend().versions(self.mount, path)
         return next((each.state for each in found if each.version == number), None)
 
-    def _put_right(self, key: Key, material: Material) -> None:
-        """A call that was overtaken by another one came late."""
+    def _correct(self, key: Key, material: Material) -> None:
+        """Correct a copy's visibility. A call that a newer one overtook arrived late."""
 
         def settle(grant: Grant, fresh: Key, lease: Lease) -> None:
             if fresh.version != key.version:
-                raise StateConflictError("Somebody else was faster.", internal=key.key_id)
+                raise StateConflictError("Another worker changed the key first.", internal=key.key_id)
             self._mark(grant, fresh, lease, "key.material_differs", material, fresh.backend_version)
             settle_string(grant, fresh, lease)
 
         if self._with_copy(key, settle):
             self.report.put_right += 1
-            self.report.tell(material.value, key.credential.backend_path, key.backend_version, key_id=key.key_id)
+            self.report.add_finding(material.value, key.credential.backend_path, key.backend_version, key_id=key.key_id)
 
     # --- whose it is ----------------------------------------------------------------------------------------
 
@@ -300,8 +304,8 @@ class _Run(ReconciliationNotice):
 
     # --- doing ----------------------------------------------------------------------------------------------
 
-    def _with_copy(self, key: Key, act: Callable[[Grant, Key, Lease], None]) -> bool:
-        """Under the lease on the key's copy, on its row as it is now. False: another worker has it."""
+    def _with_copy(self, key: Key, change: Callable[[Grant, Key, Lease], None]) -> bool:
+        """Run `change` under the copy's lease, on the key's current row. False: another worker has it."""
         if self.report.is_dry_run:
             return True
         lease = leases.claim(copy_subject(key), datetime.now(UTC), now_or_never=True)
@@ -310,13 +314,13 @@ class _Run(ReconciliationNotice):
             self.report.left += 1
             return False
         try:
-            act(self.grant(key.credential.account), fresh, lease)
+            change(self.grant(key.credential.account), fresh, lease)
         finally:
             leases.release(lease)
         return True
 
     def _mark(self, grant: Grant, key: Key, lease: Lease, event: str, material: Material, number: int | None) -> None:
-        """What is due stands in the row first."""
+        """Record in the row what is due before the backend is called."""
         account = key.credential.account
         with recorded(
             grant,
@@ -331,18 +335,18 @@ class _Run(ReconciliationNotice):
             key.compare_and_swap(material=material, backend_version=number)
 
     @contextmanager
-    def _one_by_one(self, path: str) -> Iterator[None]:
-        """One path's fault is not the next one's."""
+    def _isolated(self, path: str) -> Iterator[None]:
+        """Isolate errors per path: count them, and end the run after _FAILURES unanswered ones."""
         try:
             yield
         except BackendDeniedError:
             raise
         except StateConflictError:
-            self.report.left += 1  # Somebody was faster; the next night finds what is true then.
+            self.report.left += 1  # another worker came first; the next run checks it again
         except KeyvaultError as error:
             self.report.failed += 1
             self._unanswered += isinstance(error, DependencyUnavailableError)
-            self.report.tell("failed", path, None, why=error.internal or error.detail)
+            self.report.add_finding("failed", path, None, why=error.internal or error.detail)
             if self._unanswered >= _FAILURES:
                 raise
         else:

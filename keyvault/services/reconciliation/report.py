@@ -1,4 +1,4 @@
-"""What a look at the secret backend found: counted, listed, logged, and told to whom it concerns."""
+"""Count, list, log and announce what a reconciliation found."""
 
 import logging
 from dataclasses import asdict, dataclass, field
@@ -21,16 +21,16 @@ from keyvault.services.secrets.stored_copies import announce_missing, report_ref
 
 _log = logging.getLogger(__name__)
 
-MOST_TOLD = 1000
-"""Findings that an answer lists one by one; all are counted, and logged."""
+MAX_LISTED_FINDINGS = 1000
+"""Maximum findings listed in a report. All are counted and logged."""
 
 
 @dataclass(slots=True)
 class ReconciliationReport:
-    """What one environment's backend holds, and what was done about it (in a dry run: would be).
+    """What one environment's backend holds, and what was done about it (in a dry run: would be done).
 
-    `destroyed`: orphans of ours. `put_right`: copies that were hidden and should not be, or the other way round.
-    `missing`: copies that are gone. `strangers`: what nobody can attribute. `left`: somebody was at work on it.
+    `destroyed`: copies of dead keys. `put_right`: copies whose visibility was wrong. `missing`: copies that are gone.
+    `strangers`: unattributed copies. `left`: skipped because another worker was changing them.
     """
 
     environment: str
@@ -53,38 +53,41 @@ class ReconciliationReport:
     def counts(self) -> dict[str, JsonValue]:
         return {name: value for name, value in self.as_json().items() if name != "findings"}
 
-    def tell(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
-        """One finding, into the list and the log. A stranger's path is anything: whatever is secret in it is masked."""
+    def add_finding(self, what: str, path: str, number: int | None, **more: JsonValue) -> None:
+        """Add a finding to the list and the log. Secrets in an unattributed path are redacted."""
         finding: dict[str, JsonValue] = {"what": what, "path": clean_text(path, 200), "backend_version": number, **more}
         _log.log(
             logging.WARNING if what in {"stranger", "missing", "failed"} else logging.INFO,
-            "reconciling found something",
+            "reconciliation finding",
             extra={"finding": finding, "is_dry_run": self.is_dry_run},
         )
-        if len(self.findings) < MOST_TOLD:
+        if len(self.findings) < MAX_LISTED_FINDINGS:
             self.findings.append(finding)
 
 
 class ReconciliationNotice:
-    """What one look at one environment says, to whom and how often."""
+    """Report the findings of one run over one environment, each to its account and once."""
 
     def __init__(self, environment: Environment, is_dry_run: bool, principal: System) -> None:
         self.environment, self.principal = environment, principal
         self.report = ReconciliationReport(environment.value, is_dry_run)
 
     def report_unattributed(self, path: str, number: int | None, why: str) -> None:
-        """In the answer and the log each time; in the console once, where an account can be named."""
+        """Report a copy that cannot be attributed.
+
+        The reply and the log list it each time. The console shows it once, if an account is known.
+        """
         self.report.strangers += 1
-        self.report.tell("stranger", path, number, why=why)
+        self.report.add_finding("stranger", path, number, why=why)
         account = self._find_account(path)
         if account is not None:
             self._announce(account, clean_text(path.rpartition("/")[2], 64) or "?", path, number, why)
 
     def _announce(self, account: Account, subject: str, path: str, number: int | None, why: str) -> None:
-        """Once."""
+        """Announce a finding unless the same one was announced before."""
         payload: dict[str, JsonValue] = {"path": clean_text(path, 200), "backend_version": number, "why": why}
-        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
-        if self.report.is_dry_run or any(row.payload == payload for row in told):
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=subject)
+        if self.report.is_dry_run or any(row.payload == payload for row in announced):
             return
         grant = self.grant(account)
         with recorded(grant, P.BACKEND_RECONCILE, "backend.stranger_found", account=account, **payload):
@@ -93,14 +96,16 @@ class ReconciliationNotice:
     def report_refusal(self, error: BackendDeniedError) -> None:
         account = Account.objects.filter(environment=self.environment).order_by("pk").first()
         if account is not None and not self.report.is_dry_run:
-            report_refusal(self.grant(account), account, "the nightly look at what is stored", error)
+            report_refusal(self.grant(account), account, "the nightly reconciliation", error)
 
     def report_missing(self, key: Key) -> None:
         self.report.missing += 1
-        self.report.tell("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
+        self.report.add_finding("missing", key.credential.backend_path, key.backend_version, key_id=key.key_id)
         account = key.credential.account
-        told = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
-        if self.report.is_dry_run or any(row.payload.get("backend_version") == key.backend_version for row in told):
+        announced = Notice.objects.filter(kind=NoticeKind.BACKEND_STRANGER, account=account, subject=key.key_id)
+        if self.report.is_dry_run or any(
+            row.payload.get("backend_version") == key.backend_version for row in announced
+        ):
             return
         grant = self.grant(account)
         with recorded(grant, P.BACKEND_RECONCILE, "key.material_missing", account=account, key_id=key.key_id):
@@ -112,8 +117,8 @@ class ReconciliationNotice:
             self.report.left += 1
             return
         self.report.missing += 1
-        why = "credentials of a connection that the service did not destroy are gone"
-        self.report.tell("missing", row.backend_path, row.backend_version, why=why)
+        why = "a connection's credentials are gone, and the service did not destroy them"
+        self.report.add_finding("missing", row.backend_path, row.backend_version, why=why)
         self._announce(row.account, provider_connections.connection_id(row), row.backend_path, row.backend_version, why)
 
     def _find_account(self, path: str) -> Account | None:

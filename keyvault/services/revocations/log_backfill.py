@@ -1,10 +1,11 @@
-"""Appending to this host's journal what it lacks: what other hosts revoked, and what once could not be written.
+"""Append to this host's revocation journal what it lacks: other hosts' revocations and failed writes.
 
-Found in the change feed: rows behind the newest one that was looked at, up to where none can still appear below. That
-is as far as any verifier has confirmed; on SQLite, which has one writer, the newest row.
+The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
+still appear. On PostgreSQL that is the newest sequence that any verifier has confirmed. On SQLite, which has one
+writer, it is the newest row.
 
-And settling what nobody marked, of a commit that failed or a process that was killed: left as it is, it would count as
-a revocation after the machine went down.
+The backfill also settles lines without an outcome, left by a failed commit or a killed process. An unsettled line would
+count as a revocation after a machine restart.
 """
 
 import logging
@@ -40,67 +41,72 @@ from keyvault.services.revocations.replay import have_ended, read_counter
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 1000
-_NOTED_EVERY = 10_000
-"""Changes looked at between two notes of how far: so many are looked at again after a restart, at most."""
+_BATCH = 1000
+_PROGRESS_INTERVAL = 10_000
+"""Changes checked between two progress lines, and the maximum that a restart checks again."""
 
 _SETTLED_AFTER = timedelta(seconds=60)
-"""Nobody waits that long for a commit. One that comes later still is marked by its own process, and that counts."""
+"""Age after which an unsettled line is settled. A later commit is still marked by its own process, and that counts."""
 
 
 @dataclass(slots=True)
 class LogBackfill:
-    """What a process knows of the journal: read once, from the last note of how far, and then only what is new in it.
+    """This process's progress through the journal and the change feed.
 
-    `_known`: the ends that it has of changes that were not looked at yet.
+    The journal is read once from its last progress line; later only new lines are read. `_known`: journaled ends of
+    changes that were not checked yet.
     """
 
-    looked: int = 0
-    _noted: int = 0
+    position: int = 0
+    _noted_position: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
     _standing: StandingLines = field(default_factory=StandingLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def heal(self, now: datetime) -> int:
-        """How many ends it appended, of so many changes at a time. A journal that cannot be written is an alarm."""
+    def run(self, now: datetime) -> int:
+        """Run one bounded round. Return how many lines it appended. Raise an alarm if the journal is not writable."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
-            return self._heal(now)
+            return self._run(now)
         except OSError as error:
-            _log.exception("the revocation journal cannot be mended")
+            _log.exception("the revocation journal cannot be backfilled")
             _raise_alarm(error, now)
             return 0
         finally:
             self._lock.release()
 
-    def _heal(self, now: datetime) -> int:
+    def _run(self, now: datetime) -> int:
         self._open()
         self._catch_up()
         self._settle(now)
         last = _last_settled()
-        if last < self.looked:
-            # Or no verifier follows it any more, so that nothing is known to be settled.
+        if last < self.position:
+            # Either the database went back, or no verifier follows it and nothing is known to be settled.
             self._notice_return(read_counter())
-        if last <= self.looked:
+        if last <= self.position:
             return 0
-        changes = Change.objects.filter(sequence__gt=self.looked, sequence__lte=last, subject_kind__in=ENDING)
-        found = list(changes.order_by("sequence")[:_AT_ONCE])
-        upto = found[-1].sequence if len(found) == _AT_ONCE else last
-        missing = describe_ended(self._list_missing(found), upto, now)
-        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(upto)]
-        if missing or (looked and upto - self._noted >= _NOTED_EVERY):
+        changes = Change.objects.filter(sequence__gt=self.position, sequence__lte=last, subject_kind__in=ENDING)
+        found = list(changes.order_by("sequence")[:_BATCH])
+        end = found[-1].sequence if len(found) == _BATCH else last
+        missing = describe_ended(self._list_missing(found), end, now)
+        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(end)]
+        if missing or (looked and end - self._noted_position >= _PROGRESS_INTERVAL):
             append_lines([*missing, *looked], is_synced=bool(missing))
-        self._look(upto)
+        self._advance(end)
         return len(missing)
 
     def _settle(self, now: datetime) -> None:
-        """Not what a database that went back has not drawn yet: what lives there may have ended all the same."""
+        """Settle lines whose outcome is overdue.
+
+        Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
+        revoked.
+        """
         waiting = self._standing.list_waiting(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
-        if due and connection.vendor == "postgresql":  # SQLite draws the sequence of a failed transaction again
+        if due and connection.vendor == "postgresql":  # SQLite reuses the sequence of a failed transaction
             counter = read_counter()
             due = [unit for unit in due if unit[0].sequence <= counter]
         if due:
@@ -108,37 +114,37 @@ class LogBackfill:
             self._catch_up()
 
     def _notice_return(self, counter: int) -> None:
-        """Of a database that is behind what was looked at: a start would be refused, and this process runs already."""
-        if counter < self.looked:
-            _log.error("the database went back; stop everything, and run: manage.py replay_revocations")
-            self.looked = counter
+        """Detect a database that went back. Startup refuses one, but this process is already running."""
+        if counter < self.position:
+            _log.error("the database went back; stop all processes, and run: manage.py replay_revocations")
+            self.position = counter
 
     def _open(self) -> None:
-        """Begins again with another file: one that was put back, or made anew. Raises OSError where there is none."""
+        """Start over if the journal file was restored or replaced. Raises OSError if there is none."""
         status = os.stat(settings.JOURNAL)
         file, size = (status.st_dev, status.st_ino), status.st_size
         if size == 0:
             raise empty_error()
         if file != self._file or size < self._offset:
-            self.looked = self._noted = 0
+            self.position = self._noted_position = 0
             self._offset = find_last_look()
             self._standing, self._known, self._file = StandingLines(), {}, file
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Reads what every process of the host has appended meanwhile."""
+        """Read what any process of this host has appended since."""
         for offset, line in read_journal(self._offset):
             self._offset = offset
             for stands in () if line is None else self._standing.add(line):
                 if isinstance(stands, Looked):
-                    self._noted = max(self._noted, stands.sequence)
-                    self._look(stands.sequence)
+                    self._noted_position = max(self._noted_position, stands.sequence)
+                    self._advance(stands.sequence)
                 else:
                     self._known[stands.kind, stands.id] = stands
 
-    def _look(self, sequence: int) -> None:
-        self.looked = max(self.looked, sequence)
-        self._known = {subject: line for subject, line in self._known.items() if line.sequence > self.looked}
+    def _advance(self, sequence: int) -> None:
+        self.position = max(self.position, sequence)
+        self._known = {subject: line for subject, line in self._known.items() if line.sequence > self.position}
 
     def _list_missing(self, found: Sequence[Change]) -> list[Subject]:
         missing: list[Subject] = []
@@ -149,22 +155,22 @@ class LogBackfill:
         return missing
 
     def _has(self, row: RecordedModel) -> bool:
-        """Also as what it ended: a key that was revoked may be reported as compromised later on."""
+        """Whether the journal has the row's end. A revoked key may be reported as compromised later."""
         subject = row.alters()
         line = None if subject is None else self._known.get(subject)
         return line is not None and (not isinstance(row, Key) or line.state == row.state)
 
 
-_healer = LogBackfill()
+_backfill = LogBackfill()
 
 
 def backfill_log(now: datetime) -> int:
-    """One round of this process's healer."""
-    return _healer.heal(now)
+    """Run one round of this process's backfill. Return how many lines it appended."""
+    return _backfill.run(now)
 
 
 def _last_settled() -> int:
-    """The newest change below which none can still appear; 0: none is known to be."""
+    """Return the newest change below which none can still appear; 0 if none is known."""
     settled = Change.objects.all()
     if connection.vendor == "postgresql":
         confirmed = Verifier.objects.aggregate(newest=Max("confirmed_sequence"))["newest"]

@@ -1,4 +1,4 @@
-"""Making this host's journal of revocations: at the first start, or after an operator has accepted that it is lost."""
+"""Create this host's revocation journal, at the first start or after an operator accepts its loss."""
 
 from datetime import datetime
 
@@ -18,7 +18,7 @@ from keyvault.services.recording.revocation_log import any_account, append_lines
 from keyvault.services.recording.transaction import recorded
 
 _ISSUED = (Key, ServiceToken, CustomerToken)
-"""What may have been revoked. Their rows are never deleted."""
+"""Models that can be revoked. Their rows are never deleted."""
 
 
 def has_issued() -> bool:
@@ -27,14 +27,14 @@ def has_issued() -> bool:
 
 
 def is_lost() -> bool:
-    """Whether this host has no journal, though there is something that may have been revoked. Raises OSError."""
+    """Whether this host has no journal although the database has issued keys or tokens. Raises OSError."""
     return next(read_journal(), None) is None and has_issued()
 
 
 def open_journal(now: datetime) -> bool:
-    """Make the journal unless there is one; False where it is lost.
+    """Create the journal if there is none. Return False if it is lost.
 
-    Raises OSError where it cannot be read or written, IntegrityError before the set-up.
+    Raises OSError if it cannot be read or written, IntegrityError before setup.
     """
     if is_lost():
         return False
@@ -43,22 +43,22 @@ def open_journal(now: datetime) -> bool:
 
 
 def adopt_journal(now: datetime) -> None:
-    """Note in the journal of an earlier release which installation it belongs to. Raises OSError."""
+    """Write the installation id to the journal of an earlier release. Raises OSError."""
     append_lines([Opened(installation_id(), now)])
 
 
 def accept_loss(grant: Grant, operator: Operator, reason: str) -> None:
-    """Make a new journal where this host's is lost, with an audit entry and an alarm. The grant is for the platform.
+    """Create a new journal in place of a lost one, with an audit entry and an alarm. The grant is for the platform.
 
-    Raises RequestInvalidError without a reason, StateConflictError where nothing is lost, OSError where the journal
-    cannot be read or written.
+    Raises RequestInvalidError without a reason, StateConflictError if no journal is lost, OSError if the journal cannot
+    be read or written.
     """
     if (fault := find_reason_fault(reason)) is not None:
-        raise RequestInvalidError("To accept the loss of the journal needs a reason.", [Fault("/reason", fault)])
+        raise RequestInvalidError("Accepting the loss of the journal requires a reason.", [Fault("/reason", fault)])
     path = str(settings.JOURNAL)
     if not is_lost():
         raise StateConflictError(
-            f"The journal {path} is not lost: it has lines, or nothing was issued yet and the next start makes it. Run "
+            f"The journal {path} is not lost: it has lines, or nothing was issued and the next start creates it. Run "
             "manage.py replay_revocations without --accept-loss. Move a journal that is damaged or belongs to another "
             "installation away first."
         )
@@ -74,5 +74,5 @@ def accept_loss(grant: Grant, operator: Operator, reason: str) -> None:
     ):
         if (account := any_account()) is not None:
             announce(grant, NoticeKind.JOURNAL_LOSS_ACCEPTED, account, host_name(), why=why)
-    # After the commit: a journal that is there lets the service start, so its audit entry comes first.
+    # After the commit: a journal that exists lets the service start, so the audit entry comes first.
     make_journal(Opened(installation_id(), grant.at, operator.username, why))

@@ -1,4 +1,4 @@
-"""Holding the database against the journal of revocations, and ending again what a restored backup brought back."""
+"""Compare the database with the revocation journal, and revoke again what a restored backup brought back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ from keyvault.services.recording.revocation_log import ENDING, boot_id, read_jou
 from keyvault.services.recording.transaction import recorded
 
 _BATCH = 900
-"""Ids asked for at once; SQLite takes 999 parameters everywhere."""
+"""Ids in one query. SQLite accepts 999 parameters everywhere."""
 
 _ROUNDS = 5
-"""Times that a row is tried which somebody else writes meanwhile."""
+"""Maximum attempts on a row that another writer changes concurrently."""
 
 _LIVING: Mapping[str, Q] = {
     "key": ~Q(state__in=DEAD_STATES),
@@ -37,12 +37,12 @@ _LIVING: Mapping[str, Q] = {
 
 @dataclass(slots=True)
 class Comparison:
-    """What the journal says and the database does not.
+    """What the journal records and the database does not.
 
-    `lost`: had ended, and lives again (or is no longer known as compromised). `unknown`: ended, and in no row, so that
-    nothing can be proven with it either. `damaged`: numbers of lines. `highest`: the newest change that the journal
-    knows of; `counter`: the newest that the database has drawn. `installations`: those that the journal belongs to;
-    one of an earlier release does not say.
+    `lost`: revoked in the journal and alive in the database, or no longer known as compromised. `unknown`: revoked and
+    without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the journal.
+    `counter`: newest change sequence drawn by the database. `installations`: ids that the journal belongs to; a journal
+    of an earlier release has none.
     """
 
     highest: int = 0
@@ -56,7 +56,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """`left`: what could not be ended, since others were writing it all the time."""
+    """The result of a replay. `left`: not revoked, because concurrent writers kept changing the rows."""
 
     found: Comparison
     replayed: Sequence[Subject]
@@ -65,20 +65,20 @@ class Replay:
 
 
 def compare_journal() -> Comparison:
-    """Reads the whole journal: a million lines take seconds. Raises OSError when it cannot be read.
+    """Read the whole journal and compare it with the database. A million lines take seconds.
 
-    The database is asked about what could be of use to somebody again: not about customer tokens that have expired.
+    Expired customer tokens are skipped. Raises OSError if the journal cannot be read.
     """
     found = Comparison()
     for batch in _batches(found, datetime.now(UTC)):
         _compare_batch(batch, found)
-    # After the journal: others may be at work, and a line comes after its sequence was drawn.
+    # After the journal: other processes may be writing, and a sequence is drawn before its line is written.
     found.counter = read_counter()
     return found
 
 
 def have_ended(ends: Sequence[Ended]) -> bool:
-    """Whether the database says so of all of them, each as it was to end."""
+    """Whether the database records the end of all of them, each in its final state."""
     found = Comparison()
     for begin in range(0, len(ends), _BATCH):
         _compare_batch(ends[begin : begin + _BATCH], found)
@@ -86,10 +86,10 @@ def have_ended(ends: Sequence[Ended]) -> bool:
 
 
 def replay_revocations(grant: Grant) -> Replay:
-    """Ends again whatever has ended by the journal, each in a transaction of its own. Killed anywhere, run it again.
+    """Revoke again what the journal records as revoked, each in its own transaction. Safe to kill and run again.
 
-    First the sequence of changes goes on behind the newest one that the journal knows, so that no receipt goes back.
-    The grant is for the platform. Raises OSError when the journal cannot be read.
+    The change sequence first moves past the newest change in the journal, so that no receipt goes back. The grant is
+    for the platform. Raises OSError if the journal cannot be read.
     """
     found = compare_journal()
     if found.counter < found.highest:
@@ -103,7 +103,7 @@ def replay_revocations(grant: Grant) -> Replay:
 
 
 def read_counter() -> int:
-    """The newest sequence that this database has drawn for a change; 0: none yet."""
+    """Return the newest change sequence that this database has drawn; 0 if none."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute("SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM keyvault_change_sequence_seq")
@@ -114,7 +114,7 @@ def read_counter() -> int:
 
 
 def _move_counter(sequence: int) -> None:
-    """Forward only. Whoever draws one at the same time waits until this transaction has ended, or is ahead of it."""
+    """Move the sequence forward. A concurrent writer waits for this transaction or is already ahead."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute("LOCK TABLE keyvault_change IN SHARE ROW EXCLUSIVE MODE")
@@ -133,7 +133,7 @@ def _move_counter(sequence: int) -> None:
 
 
 def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
-    """The ends that stand, in the order of the journal; notes on the way what the lines themselves tell."""
+    """Yield the journaled ends in file order. Collect line counts, damage and installations in `found` on the way."""
     standing = StandingLines()
     batch: list[Ended] = []
     for line in _standing(standing, found):
@@ -173,7 +173,7 @@ def _compare(kind: str, ends: Mapping[str, Ended], found: Comparison) -> None:
     if compromised:
         weaker = rows.filter(pk__in=compromised, state=KeyState.DEACTIVATED)
         lost.update(weaker.values_list("pk", flat=True))
-    # The latest line about a thing is the one that counts.
+    # The latest line about a subject is the one that counts.
     found.lost.update({(kind, name): line for name, line in ends.items() if name in lost})
     found.unknown.update((kind, name) for name in ends if name not in known)
 
@@ -182,7 +182,7 @@ def _compare(kind: str, ends: Mapping[str, Ended], found: Comparison) -> None:
 
 
 def _end(grant: Grant, line: Ended) -> bool:
-    """Whether it has ended. Somebody else who writes the row meanwhile is waited for, some rounds."""
+    """Revoke again. Return whether it ended; a concurrent writer causes a bounded number of retries."""
     for _ in range(_ROUNDS):
         try:
             _END[line.kind](grant, line)
@@ -198,14 +198,14 @@ def _end_key(grant: Grant, line: Ended) -> None:
     if key is None or (key.state in DEAD_STATES and not (is_compromise and key.state == KeyState.DEACTIVATED)):
         return
     reason = RevocationReason(line.reason or RevocationReason.UNSPECIFIED)
-    reapply_revocation(_own(grant, key.credential.account), key, reason, journal=_told(line))
+    reapply_revocation(_account_grant(grant, key.credential.account), key, reason, journal=_line_details(line))
 
 
 def _end_service_token(grant: Grant, line: Ended) -> None:
     token: ServiceToken | None = ServiceToken.objects.filter(pk=line.id, revoked_at__isnull=True).first()
     if token is not None:
         event = "service_token.revocation_replayed"
-        with recorded(grant, P.REVOCATIONS_REPLAY, event, token_id=token.token_id, journal=_told(line)):
+        with recorded(grant, P.REVOCATIONS_REPLAY, event, token_id=token.token_id, journal=_line_details(line)):
             token.compare_and_swap(revoked_at=grant.at)
 
 
@@ -213,21 +213,28 @@ def _end_customer_token(grant: Grant, line: Ended) -> None:
     rows = CustomerToken.objects.select_related("account__merchant")
     token: CustomerToken | None = rows.filter(pk=line.id, revoked_at__isnull=True).first()
     if token is not None:
-        own, event = _own(grant, token.account), "customer_token.revocation_replayed"
+        account_grant, event = _account_grant(grant, token.account), "customer_token.revocation_replayed"
         with recorded(
-            own, P.REVOCATIONS_REPLAY, event, account=token.account, token_id=token.token_id, journal=_told(line)
+            account_grant,
+            P.REVOCATIONS_REPLAY,
+            event,
+            account=token.account,
+            token_id=token.token_id,
+            journal=_line_details(line),
         ):
             token.compare_and_swap(revoked_at=grant.at)
 
 
 def _end_merchant(grant: Grant, line: Ended) -> None:
-    """It gets nothing any more; what it has left ends by lines of its own, or by `offboard_merchant` run again."""
+    """Mark the merchant as offboarded. Its assets have lines of their own, or `offboard_merchant` is run again."""
     with transaction.atomic():
         list(Account.objects.select_for_update(no_key=True).filter(merchant_id=line.id).order_by("pk"))
         merchant: Merchant = Merchant.objects.select_for_update(no_key=True).get(pk=line.id)
         if merchant.status != MerchantStatus.OFFBOARDED:
             event = "merchant.offboarding_replayed"
-            with recorded(grant, P.REVOCATIONS_REPLAY, event, merchant_id=merchant.merchant_id, journal=_told(line)):
+            with recorded(
+                grant, P.REVOCATIONS_REPLAY, event, merchant_id=merchant.merchant_id, journal=_line_details(line)
+            ):
                 merchant.compare_and_swap(status=MerchantStatus.OFFBOARDED)
 
 
@@ -239,10 +246,10 @@ _END: Mapping[str, Callable[[Grant, Ended], None]] = {
 }
 
 
-def _own(grant: Grant, account: Account) -> Grant:
+def _account_grant(grant: Grant, account: Account) -> Grant:
     return authorize(grant.principal, P.REVOCATIONS_REPLAY, account, now=grant.at)
 
 
-def _told(line: Ended) -> dict[str, JsonValue]:
-    """What the journal says of it, for the audit log."""
+def _line_details(line: Ended) -> dict[str, JsonValue]:
+    """Describe the journal line for the audit log."""
     return {"at": line.at.astimezone(UTC).isoformat(), "sequence": line.sequence}

@@ -1,7 +1,7 @@
-"""Refused sign-ins, counted in memory and written to the audit log once a minute.
+"""Count refused sign-ins in memory and write them to the audit log once a minute.
 
-Anybody can make them, so their number is bounded, and a name is kept only where an operator has it: what was typed
-into the field of the name may be a password. A process that is killed loses the counts of its last minute.
+Anyone can cause refusals, so their number is bounded. A name is kept only if an operator has it: users sometimes type a
+password into the name field. A process that is killed loses the counts of its last minute.
 """
 
 import logging
@@ -22,9 +22,10 @@ from keyvault.services.usage.recorder import usage_log
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 60.0
+"""Interval between two flushes, in seconds."""
 
-MOST_PAIRS = 20
-"""Pairs of a name and an address of one minute. Further addresses are counted together, for each name."""
+MAX_PAIRS = 20
+"""Maximum pairs of name and address per minute. Further addresses are counted together for each name."""
 
 UNKNOWN = "unknown"
 OTHERS = "others"
@@ -34,7 +35,7 @@ _Pair = tuple[str, str]
 
 @dataclass(slots=True)
 class _Count:
-    """`locked`: how many of them were refused without a look at the password."""
+    """Refusals of one pair. `locked`: how many were refused without checking the password."""
 
     since: datetime
     refused: int = 0
@@ -42,23 +43,23 @@ class _Count:
 
 
 class SignInRefusals:
-    """The refused sign-ins of this process that are not yet written."""
+    """Unwritten sign-in refusals of this process."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew. In a forked child: what is pending is the parent's to write."""
+        """Reset, for example in a forked child. The parent writes its own pending counts."""
         self._counts: dict[_Pair, _Count] = {}
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._is_finalized = False
 
     def note(self, username: str | None, address: str | None, now: datetime, *, is_locked: bool) -> None:
-        """Count one. `username` is an operator's, or None; no I/O."""
+        """Count one refusal. `username` is an existing operator's, or None. Performs no I/O."""
         pair = (username or UNKNOWN, address or UNKNOWN)
         with self._lock:
-            if pair not in self._counts and len(self._counts) >= MOST_PAIRS:
+            if pair not in self._counts and len(self._counts) >= MAX_PAIRS:
                 pair = (pair[0], OTHERS)
             count = self._counts.setdefault(pair, _Count(now))
             count.refused += 1
@@ -66,7 +67,7 @@ class SignInRefusals:
             self._start()
 
     def flush(self) -> None:
-        """Write one audit entry for each pair. What a lost database did not take is kept."""
+        """Write one audit entry for each pair. After a database failure the rest is kept."""
         with self._lock:
             pending, self._counts = self._counts, {}
             self._timer = None
@@ -88,7 +89,7 @@ class SignInRefusals:
             self._try_flush()
 
     def _start(self) -> None:
-        """Set the timer of this minute. A process that reports its uses writes these too; others have no console."""
+        """Start this minute's timer in a process that reports usage; no other process serves the console."""
         if self._timer is not None or not usage_log.is_reporting:
             return
         self._timer = threading.Timer(FLUSH_SECONDS, self._try_flush)
@@ -96,7 +97,7 @@ class SignInRefusals:
         self._timer.start()
         if not self._is_finalized:
             self._is_finalized = True
-            # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+            # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
             Finalize(None, self.stop, exitpriority=0)
 
     def _try_flush(self) -> None:
@@ -104,7 +105,7 @@ class SignInRefusals:
             self.flush()
         except DatabaseError as error:
             _log.warning("refused sign-ins could not be written; they are kept", extra={"why": str(error)})
-        except Exception:  # noqa: BLE001  whatever it was, the next minute's may be written
+        except Exception:  # noqa: BLE001  the timer must survive; the next minute's may be written
             _log.exception("refused sign-ins could not be written")
         finally:
             connections.close_all()  # this thread's own
@@ -112,7 +113,7 @@ class SignInRefusals:
     def _take_back(self, pending: dict[_Pair, _Count]) -> None:
         with self._lock:
             for pair, count in pending.items():
-                known = pair in self._counts or len(self._counts) < MOST_PAIRS
+                known = pair in self._counts or len(self._counts) < MAX_PAIRS
                 kept = self._counts.setdefault(pair if known else (pair[0], OTHERS), _Count(count.since))
                 kept.since = min(kept.since, count.since)
                 kept.refused += count.refused
@@ -137,6 +138,6 @@ def _write(pair: _Pair, count: _Count) -> None:
 
 
 sign_in_refusals = SignInRefusals()
-"""This process's own."""
+"""This process's sign-in refusals."""
 
 os.register_at_fork(after_in_child=sign_in_refusals.forget)

@@ -1,8 +1,8 @@
-"""Sign-in to the console: every attempt is counted before its password is judged, and every outcome is audited.
+"""Sign operators in to the console: count every attempt before its password is checked, and audit every outcome.
 
-A device that an operator has signed in with before carries a signed cookie and is counted by itself. An attacker who
-locks a name or an address does not lock that device (OWASP, "Device Cookies"). Names that do not exist are counted,
-locked and answered like those that do.
+A device on which an operator has signed in before carries a signed cookie and has a counter of its own. An attacker who
+locks a name or an address does not lock that device (OWASP, "Device Cookies"). Unknown names are counted, locked and
+answered like existing ones.
 """
 
 import secrets
@@ -31,19 +31,19 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.refusals import sign_in_refusals
 
 DEVICE_LIFETIME = timedelta(days=90)
-"""How long a device is known after its last sign-in."""
+"""Lifetime of a device cookie after the device's last sign-in."""
 
 _DEVICE_SALT = "keyvault.services.sessions.sign_in.device"
 _NAME_SALT = "keyvault.services.sessions.sign_in.name"
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 class SignInRefusedError(PermissionMissingError):
-    """The name or the password is wrong, or the operator may not sign in: one answer for all three."""
+    """The name or the password is wrong, or the operator may not sign in. All three give the same reply."""
 
 
 class SignInLockedError(KeyvaultError):
-    """There were too many failures. The password was not looked at."""
+    """Too many failures. The password was not checked."""
 
     code = ErrorCode.RATE_LIMITED
 
@@ -54,7 +54,7 @@ class SignInLockedError(KeyvaultError):
 
 @dataclass(frozen=True, slots=True)
 class SignInAttempt:
-    """A submitted form. `address` is None when no trusted proxy vouches for one; `device` is "" without a cookie."""
+    """A submitted form. `address` is None unless a trusted proxy supplies one; `device` is "" without a cookie."""
 
     username: str
     password: Plaintext
@@ -64,7 +64,7 @@ class SignInAttempt:
 
 @dataclass(frozen=True, slots=True)
 class SignedIn:
-    """The operator, and the new value of the device's cookie."""
+    """The operator and the new value of the device cookie."""
 
     operator: Operator
     device: str
@@ -72,14 +72,14 @@ class SignedIn:
 
 @dataclass(frozen=True, slots=True)
 class _Counter:
-    """What an attempt is counted by: `kind` is name, address or device."""
+    """A failure counter. `kind` is "name", "address" or "device"."""
 
     kind: str
     key: str
 
 
 def sign_in(presented: SignInAttempt, now: datetime) -> SignedIn:
-    """Judge a name and a password, and record the outcome.
+    """Check a name and a password, and record the outcome.
 
     Raises SignInRefusedError, or SignInLockedError after 10 failures for 30 minutes.
     """
@@ -101,15 +101,15 @@ def sign_in(presented: SignInAttempt, now: datetime) -> SignedIn:
 
 
 def sign_out(grant: Grant) -> None:
-    """Record that an operator has ended a session."""
+    """Record that an operator ended a session."""
     with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_out"):
         pass
 
 
 def forget_expired_sessions(now: datetime) -> int:
-    """Delete sessions that have expired, some thousands at a time. Return how many there were."""
+    """Delete expired sessions, some thousands at a time. Return how many."""
     rows = Session.objects.filter(expire_date__lt=now).order_by("expire_date").values_list("pk", flat=True)
-    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MOST_FORGOTTEN])).delete()
+    deleted, _ = Session.objects.filter(pk__in=list(rows[:_MAX_DELETED])).delete()
     return deleted
 
 
@@ -119,8 +119,8 @@ def forget_expired_sessions(now: datetime) -> int:
 def _counters(row: Operator | None, presented: SignInAttempt, device: str | None) -> list[_Counter]:
     if device is not None:
         return [_Counter("device", f"kv:sign-in:device:{device}")]
-    # With the operator's version, so that a reset password starts with a full count; hashed, because what stands in
-    # the field of the name may be a password.
+    # The operator's version makes a reset password start a new counter. The name is hashed because it may be a
+    # password.
     name = f"{presented.username}\0{'' if row is None else row.version}"
     counters = [_Counter("name", f"kv:sign-in:name:{salted_hmac(_NAME_SALT, name, algorithm='sha256').hexdigest()}")]
     source = source_of(presented.address)
@@ -128,7 +128,10 @@ def _counters(row: Operator | None, presented: SignInAttempt, device: str | None
 
 
 def _take(row: Operator | None, presented: SignInAttempt, device: str | None, now: datetime) -> list[_Counter]:
-    """Count the attempt. Return what it locks, if it fails. Raises SignInLockedError, and then counts nothing."""
+    """Count the attempt and return the counters that a failure locks.
+
+    Raises SignInLockedError, and then counts nothing.
+    """
     locking: list[_Counter] = []
     taken: list[_Counter] = []
     for counter in _counters(row, presented, device):
@@ -159,7 +162,7 @@ def _locked(seconds: int, now: datetime) -> SignInLockedError:
 
 
 def _stored_hash(row: Operator | None) -> str:
-    """Without an operator a hash that nothing fits, for which Django computes one all the same."""
+    """Return the stored hash. An unknown name gets an unusable one, for which Django spends the same time."""
     return UNUSABLE_PASSWORD_PREFIX if row is None else row.password
 
 
@@ -177,20 +180,20 @@ def _name_of(row: Operator | None) -> str | None:
 def _record_sign_in(
     row: Operator, presented: SignInAttempt, device: str | None, now: datetime, *, is_hash_weak: bool
 ) -> None:
-    """Audit the sign-in. Raises SignInRefusedError if the operator was changed since the password was judged."""
+    """Audit the sign-in. Raises SignInRefusedError if the operator changed since the password was checked."""
     grant = authorize(operator_principal(row), Permission.SESSIONS_WRITE, now=now)
-    address, told = presented.address or "unknown", "new" if device is None else "known"
-    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=told):
+    address, known = presented.address or "unknown", "new" if device is None else "known"
+    with recorded(grant, Permission.SESSIONS_WRITE, "operator.signed_in", address=address, device=known):
         if is_hash_weak:
             row.compare_and_swap(password=make_password(presented.password.reveal()), last_login=now)
         elif not row.swap_beside({"version": row.version}, last_login=now):
-            raise SignInRefusedError("Somebody changed this operator just now. Sign in again.")
+            raise SignInRefusedError("This operator was changed just now. Sign in again.")
 
 
 def _record_lock(counter: _Counter, row: Operator | None, address: str | None, now: datetime) -> None:
-    """Audit a lock and raise an alarm, one for each operator and one for all addresses until it is marked as seen.
+    """Audit a lock and raise an alarm: one per operator, and one for all addresses, until an operator marks it as seen.
 
-    The lock of a name that no operator has leaves no entry of its own: anybody can make any number of those.
+    The lock of an unknown name leaves no entry of its own, because anyone can cause any number of those.
     """
     grant = authorize(CONSOLE, Permission.SESSIONS_WRITE, now=now)
     seen: dict[str, Any] = {"address": address or "unknown", "failures": SIGN_IN_FAILURES}
@@ -227,18 +230,18 @@ def _write_device(row: Operator, device: str) -> str:
 
 
 def _read_device(row: Operator, cookie: str) -> str | None:
-    """Return the device that the cookie names, or None: forged, expired, another operator's, or of an earlier state."""
+    """Return the device in the cookie. None: forged, expired, another operator's, or from before a password change."""
     if not row.is_active:
         return None
     try:
-        told = signing.loads(cookie, salt=_DEVICE_SALT, max_age=DEVICE_LIFETIME)
+        claims = signing.loads(cookie, salt=_DEVICE_SALT, max_age=DEVICE_LIFETIME)
     except signing.BadSignature:
         return None
-    if told["operator"] != row.pk or not constant_time_compare(told["bound"], _binding(row)):
+    if claims["operator"] != row.pk or not constant_time_compare(claims["bound"], _binding(row)):
         return None
-    return str(told["device"])
+    return str(claims["device"])
 
 
 def _binding(row: Operator) -> str:
-    """Return what ties the cookie to the operator's password and version, as sessions are tied."""
+    """Return a digest that binds the cookie to the operator's password and version, as Django binds sessions."""
     return salted_hmac(_DEVICE_SALT, row.get_session_auth_hash(), algorithm="sha256").hexdigest()[:32]

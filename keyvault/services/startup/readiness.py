@@ -1,4 +1,4 @@
-"""Whether this process can judge: each thing that a verdict needs, by name."""
+"""Check whether this process can judge keys, by the name of each dependency."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,12 @@ from keyvault.services.peppers.ring import list_served_sets, pepper_health
 
 
 def find_readiness() -> Mapping[str, bool]:
-    """The database with its rules in force, the peppers, and the change feed where the process judges from memory.
-    Never raises. Ready is where all of it is."""
+    """Return the state of each dependency by name. The process is ready if all are True; never raises.
+
+    The dependencies are the database with its triggers, the peppers, and the change feed if this process follows it.
+    """
     checks = {"database": _is_database_ready()}
-    # Without the database nothing vouches for a pepper, not even for one in memory.
+    # Without the database no pepper can be checked, not even one in memory.
     loaded = pepper_health() if checks["database"] else dict.fromkeys(list_served_sets(), False)
     checks |= {f"peppers_{pepper_set}": ready for pepper_set, ready in loaded.items()}
     followed = is_feed_followed()
@@ -21,7 +23,7 @@ def find_readiness() -> Mapping[str, bool]:
 
 
 def readiness_body(checks: Mapping[str, bool]) -> tuple[int, dict[str, object]]:
-    """Status and body of the answer."""
+    """Return the status and the body of the reply."""
     ready = all(checks.values())
     states = {name: "ok" if fine else "failing" for name, fine in checks.items()}
     return 200 if ready else 503, {"status": "ready" if ready else "not_ready", "checks": states}

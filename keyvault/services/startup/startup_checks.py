@@ -1,4 +1,4 @@
-"""What a process makes sure of before it serves: rather not start than run wrong."""
+"""Check what a process needs before it serves. A process that could give wrong verdicts does not start."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
-    """As `require_ready`, for the beginning of a process: it ends with one line that says why."""
+    """Run `require_ready` at process start. Exit with one line that gives the reason."""
     try:
         require_ready(needs_peppers=needs_peppers)
     except ImproperlyConfigured as error:
@@ -34,25 +34,24 @@ def start_or_exit(who: str, *, needs_peppers: bool = True) -> None:
 
 
 def require_ready(*, needs_peppers: bool = True) -> None:
-    """Opens the secret backend, loads and checks every pepper of what it serves, and looks for the database's rules.
+    """Check the schema, load every served pepper, and check the triggers and the revocation journal.
 
-    A set that the backend does not give now is loaded when it does (/readyz asks); until then whatever needs it is
-    answered 503, and the other environment goes on. A database that is behind the journal of revocations serves
-    nobody, nor does one without its journal, nor one with the schema of another release. A process that judges nothing
-    needs no peppers.
+    A set that the backend cannot supply now is loaded later (/readyz triggers it). Requests that need it get a 503
+    until then, and the other environment is unaffected. The process refuses a database that is behind its revocation
+    journal, has lost the journal, or has another release's schema. A process that judges no keys needs no peppers.
 
-    Raises ImproperlyConfigured, saying in words what is wrong, with which pepper, and what to do.
+    Raises ImproperlyConfigured with what is wrong, with which pepper, and what to do.
     """
-    with _database_in_words():
+    with _explain_database_errors():
         require_schema()
         if needs_peppers:
             _load_peppers()
-        require_rules()
+        require_triggers()
         require_current()
 
 
 @contextmanager
-def _database_in_words() -> Iterator[None]:
+def _explain_database_errors() -> Iterator[None]:
     try:
         yield
     except (OperationalError, ProgrammingError, InterfaceError) as error:
@@ -65,13 +64,15 @@ def _database_in_words() -> Iterator[None]:
 
 
 def require_schema() -> None:
-    """Raises ImproperlyConfigured unless the database's migrations are those of this release. One query of Django's
-    own table of migrations, after one that looks for the table."""
+    """Raise ImproperlyConfigured unless the database's migrations are those of this release.
+
+    One query checks that Django's migration table exists, and one reads it.
+    """
     loader = MigrationLoader(connection)
     applied = set(loader.applied_migrations)
     if not applied:
         raise ImproperlyConfigured("the database is not set up; run: manage.py setup")
-    # With the squashed ones resolved, as `migrate` would apply them.
+    # The loader resolves squashed migrations as `migrate` does.
     missing = sorted(set(loader.graph.nodes) - applied)
     if missing:
         many = "1 migration" if len(missing) == 1 else f"{len(missing)} migrations"
@@ -79,7 +80,7 @@ def require_schema() -> None:
             f"the database is behind this release: it lacks {many}, such as {'.'.join(missing[0])}; "
             "run: manage.py setup"
         )
-    # Whatever was squashed long ago is unknown too, but older than the newest one.
+    # Migrations squashed long ago are unknown too, but older than the newest one.
     newest: dict[str, str] = {}
     for app, name in loader.graph.nodes:
         newest[app] = max(name, newest.get(app, ""))
@@ -97,24 +98,28 @@ def _load_peppers() -> None:
             load_peppers(pepper_set)
         except BackendError as error:
             why = error.internal or error.detail
-            _log.error("not ready: peppers cannot be read yet; see vault_doctor", extra={"set": pepper_set, "why": why})
+            _log.error(
+                "not ready: peppers cannot be read yet; run: manage.py vault_doctor",
+                extra={"set": pepper_set, "why": why},
+            )
         except KeyvaultError as error:
             raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
 
 
-def require_rules() -> None:
-    """Raises ImproperlyConfigured unless every trigger of ours is in force."""
+def require_triggers() -> None:
+    """Raise ImproperlyConfigured unless every trigger is installed and enabled."""
     missing = missing_triggers(connection)
     if missing:
         raise ImproperlyConfigured(
-            f"the database lacks {len(missing)} of its rules, such as {min(missing)}; run: manage.py setup"
+            f"the database lacks {len(missing)} of its triggers, such as {min(missing)}; run: manage.py setup"
         )
 
 
 def require_current() -> None:
-    """Refuses a database that a backup has put back, or that a replica was behind with: keys revoked since would be
-    good again. Makes the journal of an installation that has issued nothing; refuses to start without one that is
-    lost. Raises ImproperlyConfigured.
+    """Refuse a database restored from a backup, or failed over to a lagging replica: revoked keys would be valid again.
+
+    Creates the journal of an installation that has issued nothing. Raises ImproperlyConfigured, also if the journal is
+    lost.
     """
     path = settings.JOURNAL
     try:
@@ -122,26 +127,26 @@ def require_current() -> None:
     except OSError as error:
         raise ImproperlyConfigured(f"the revocation journal {path} cannot be read: {error.strerror}") from error
     if found.damaged:
-        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {words_of_damage(found.damaged)}")
+        raise ImproperlyConfigured(f"the revocation journal {path} is damaged: {format_journal_damage(found.damaged)}")
     _require_own(found.installations)
     if found.lost:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: {len(found.lost)} that were revoked live again, "
+            f"the database is behind the revocation journal {path}: {len(found.lost)} revoked items are valid again, "
             f"such as {' '.join(min(found.lost))}; run: manage.py replay_revocations"
         )
     if found.counter < found.highest:
         raise ImproperlyConfigured(
-            f"the database is behind the revocation journal {path}: it ends at change {found.counter}, the journal "
-            f"knows of {found.highest}; run: manage.py replay_revocations"
+            f"the database is behind the revocation journal {path}: its newest change is {found.counter}, the "
+            f"journal's is {found.highest}; run: manage.py replay_revocations"
         )
     if found.lines and not found.installations:
         _append(adopt_journal)
 
 
 def _require_own(installations: set[str]) -> None:
-    """Raises ImproperlyConfigured where the journal is lost, or another installation's."""
+    """Raise ImproperlyConfigured if the journal is lost or belongs to another installation."""
     if not _append(open_journal):
-        raise ImproperlyConfigured(words_of_loss())
+        raise ImproperlyConfigured(format_journal_loss())
     ours = installation_id()
     if theirs := sorted(installations - {ours}):
         raise ImproperlyConfigured(
@@ -151,7 +156,7 @@ def _require_own(installations: set[str]) -> None:
 
 
 def _append(write: Callable[[datetime], T]) -> T:
-    """Calls it with the time. Raises ImproperlyConfigured."""
+    """Call `write` with the current time. Raises ImproperlyConfigured."""
     try:
         return write(datetime.now(UTC))
     except OSError as error:
@@ -162,20 +167,20 @@ def _append(write: Callable[[datetime], T]) -> T:
         raise ImproperlyConfigured("the service was not set up; run: manage.py setup") from error
 
 
-def words_of_loss() -> str:
-    """Why nothing starts without the journal, and what to do."""
+def format_journal_loss() -> str:
+    """Explain why nothing starts without the journal, and what to do."""
     return (
         f"the revocation journal {settings.JOURNAL} is missing or empty, and this database has issued keys or tokens: "
-        "those revoked since a backup was made could be good again. Put the journal back from its own backup, or on a "
-        "new host copy another host's, and run: manage.py replay_revocations; when it is lost for good, run: "
+        "those revoked since a backup was made could be valid again. Restore the journal from its own backup, or on a "
+        "new host copy another host's, and run: manage.py replay_revocations; if it is permanently lost, run: "
         "manage.py replay_revocations --accept-loss --by NAME --reason WHY"
     )
 
 
-def words_of_damage(lines: Sequence[int]) -> str:
-    """What is wrong, and what somebody has to do about it by hand."""
-    told = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
+def format_journal_damage(lines: Sequence[int]) -> str:
+    """Explain which lines are damaged, and the manual repair."""
+    numbers = ", ".join(map(str, lines[:5])) + (" and others" if len(lines) > 5 else "")
     return (
-        f"line {told} is not as it was written. Run: manage.py replay_revocations, which ends what the other lines "
-        "tell of. Then see by hand to what the damaged ones named, keep a copy of the file, and take them out"
+        f"line {numbers} is not as it was written. Run: manage.py replay_revocations, which applies the intact "
+        "lines. Then check manually what the damaged lines named, keep a copy of the file, and remove those lines"
     )

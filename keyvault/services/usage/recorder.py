@@ -1,12 +1,12 @@
-"""Who used which key, when: noted in memory on the request path, written a moment later by a thread.
+"""Record who used which key and when: counted in memory on the request path, written shortly after by a thread.
 
-Silence is observed, not assumed: each process that verifies is a reporter, and says in the same transaction
-as its counts up to when it has reported. A reporter that goes without a farewell is lost, and with it
-perhaps some uses; whoever waits for silence starts again from that moment.
+Silence is observed, not assumed. Each process that verifies keys is a reporter. It writes its counts together with a
+watermark: the time up to which the counts are complete. A reporter that exits without deregistering is marked lost, and
+some uses may be lost with it. Any wait for silence restarts from that moment.
 
-Each reporter goes by its own host's clock, and is judged by the engine's: hosts are taken to agree within
-LOST_AFTER, as any that keep time by NTP do. One that is further off, before or behind, is taken for lost at
-every look, so that silence waits until its clock is right; a smaller error is at most an error of as much.
+A reporter uses its own host's clock, and the engine judges it by the engine's clock. Clocks must agree within
+LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
+Silence then cannot be established until the clock is corrected. A smaller difference shifts times by at most itself.
 """
 
 import logging
@@ -38,16 +38,22 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
+"""Interval between two reports, in seconds."""
+
 LOST_AFTER = timedelta(seconds=10)
-"""A live reporter reports every FLUSH_SECONDS; one this late, or this far ahead, is taken for dead."""
+"""Maximum difference between a live reporter's watermark and now, late or early. It reports every FLUSH_SECONDS."""
 
 KEPT_FOR = timedelta(days=400)
-"""More than a year: what uses a key once a year is still known, and the pause between two such uses."""
+"""Retention of use per minute. More than a year, so that a yearly use and the gap between two of them stay known."""
 
 _GONE_KEPT_FOR = timedelta(days=7)
-_MOST_FORGOTTEN = 5_000
+"""Retention of reporters that deregistered or were lost."""
 
-_MOST_BUCKETS = 20_000
+_MAX_DELETED = 5_000
+"""Maximum buckets deleted in one run."""
+
+_MAX_BUCKETS = 20_000
+"""Buckets in memory after which new sources are no longer kept apart."""
 
 
 def utc_now() -> datetime:
@@ -55,16 +61,17 @@ def utc_now() -> datetime:
 
 
 Uses = Sequence[Any]
-"""Of one bucket, without secrets: a key's id, an endpoint's name, the source (an address in its canonical form, or a
-token's id), user agent, the page's origin, a word of Outcome, how many there were, and the first and the last, in
-seconds of the epoch. The bucket's minute is that of the last.
+"""One bucket's counts as a tuple, without secrets.
 
-Not by name: ten thousand a second are counted on the request path, and written as they are.
+The items are: key id, endpoint name, source (canonical address or token id), user agent, page origin, outcome value,
+count, first use and last use. Times are in seconds since the epoch. The minute of the last use is the bucket's minute.
+
+Positional for speed: the request path counts ten thousand a second, and they are written as they are.
 """
 
 
 class Use(NamedTuple):
-    """One bucket: a key, seen in one minute from one source, on one endpoint, with one outcome."""
+    """Identity of a bucket: one key in one minute from one source, on one endpoint, with one outcome."""
 
     key_id: str
     endpoint: str
@@ -77,7 +84,7 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class UsageLog:
-    """The uses of this process that are not yet written. Made once for each process that verifies."""
+    """Unwritten uses of this process. Create one for each process that verifies keys."""
 
     now: Callable[[], datetime] = utc_now
     reporter_id: str = field(
@@ -89,21 +96,21 @@ class UsageLog:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
-    _unsure: "_Report | None" = None
-    """Not known to be written: it was refused, or its answer was lost."""
+    _unconfirmed: "_Report | None" = None
+    """The last report, if its write failed or its outcome is unknown."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def note(
         self, key_id: str, *, source: str, user_agent: str, endpoint: str, outcome: UseOutcome, origin: str = ""
     ) -> None:
-        """Some microseconds and no I/O. Of a flood of distinct sources only the first are told apart.
+        """Count one use. Takes microseconds, performs no I/O and never raises.
 
-        What a client says about itself is noted without the secrets that it may have put there. Never raises: a
-        database that is away costs the client nothing, and the use is kept for the next try.
+        In a flood of distinct sources only the first ones are kept apart. Secrets in client-supplied text are redacted.
+        If the database is unavailable the use is kept for the next flush.
 
-        The time is taken under the lock that `flush` takes its own under: no use is older than a watermark
-        that was given without it.
+        The lock orders this timestamp against the watermark in `flush`: no later use can be older than a written
+        watermark.
         """
         source, user_agent, endpoint, origin = (
             clean_text(source[:READ_AT_MOST], 64),
@@ -116,28 +123,30 @@ class UsageLog:
             _add(self._counts, (key_id, endpoint, source, user_agent, origin, outcome.value, 1, at, at))
 
     def note_secret_use(self, token_id: str) -> None:
-        """A customer token was accepted: its holder has it, so the answer that showed it need not be kept."""
+        """Note that a customer token was accepted: its holder has it, so the stored reply with it may be shredded."""
         with self._lock:
             self._secrets_used.add(token_id)
 
     def add_source(self, take: Callable[[], Collection[Uses]]) -> None:
-        """`take` is asked before each report for what it has counted since the last time, and lets go of it. It must
-        hand over every use whose time is before its call: no use is older than a watermark that was given without
-        it."""
+        """Register a callable that returns, and releases, what it counted since its last call.
+
+        `take` runs before each report. It must return every use with a time before the call, because the watermark
+        covers them.
+        """
         self._sources.append(take)
 
     def start(self) -> None:
-        """Reports from now on, before the first verdict is given. Repeatable."""
+        """Start reporting. Call it before the first verdict; repeated calls do nothing."""
         with self._lock:
             if self._thread is not None:
                 return
-            self._introduce(self.now())
+            self._register(self.now())
             self._thread = threading.Thread(target=self._report, name="usage", daemon=True)
             self._thread.start()
-        # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
 
-    def _introduce(self, now: datetime) -> None:
+    def _register(self, now: datetime) -> None:
         UsageReporter.objects.create(
             reporter_id=self.reporter_id,
             started_at=now,
@@ -148,40 +157,40 @@ class UsageLog:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether its thread is at work."""
+        """Whether the reporting thread is running."""
         return self._thread is not None
 
     def stop(self) -> None:
-        """The farewell: writes what is left and says that nothing more will come."""
+        """Write what is left and deregister the reporter."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
             self._thread = None
-            self.flush(farewell=True)
+            self.flush(is_final=True)
 
     def forget(self) -> None:
-        """In a forked child, which is a reporter of its own: what is pending is the parent's to write."""
+        """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
         self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
-    def flush(self, *, farewell: bool = False) -> None:
-        """Writes the counts and the watermark in one transaction; a failed one keeps the counts for the next.
+    def flush(self, *, is_final: bool = False) -> None:
+        """Write the counts and the watermark in one transaction. A failed flush keeps the counts.
 
-        One at a time: a second one's watermark would vouch for counts that the first may yet fail to write. What may
-        have been written, but whose answer was lost, is told again as it was, and then not added again.
+        One flush runs at a time: a second one's watermark would cover counts that the first may still fail to write. A
+        report that may have been written is sent again unchanged, and the database ignores a report it already has.
         """
         with self._flushing:
-            report = self._take(farewell)
+            report = self._take(is_final)
             try:
-                self._send_unsure()
+                self._send_unconfirmed()
             except Exception:
                 self._keep(report.counted, report.used)
                 raise
             self._reports += 1
-            self._unsure = report._replace(number=self._reports)
-            self._send_unsure()
+            self._unconfirmed = report._replace(number=self._reports)
+            self._send_unconfirmed()
 
-    def _take(self, farewell: bool) -> "_Report":
-        """What there is to tell now."""
+    def _take(self, is_final: bool) -> "_Report":
+        """Take everything that is pending."""
         with self._lock:
             through = self.now()
             noted, self._counts = self._counts, {}
@@ -189,27 +198,27 @@ class UsageLog:
         counted: list[Collection[Uses]] = [noted.values()]
         try:
             for take in self._sources:
-                counted.append(take())  # noqa: PERF401  what one has told is kept when the next one cannot
+                counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
             self._keep(counted, used)
             raise
-        return _Report(self.reporter_id, 0, through, farewell, counted, used)
+        return _Report(self.reporter_id, 0, through, is_final, counted, used)
 
-    def _send_unsure(self) -> None:
-        report = self._unsure
+    def _send_unconfirmed(self) -> None:
+        report = self._unconfirmed
         if report is None:
             return
         is_known = _write(report)
-        self._unsure = None
-        # By itself: evidence never waits for it, and what it leaves is shredded when its time is over.
+        self._unconfirmed = None
+        # Separate from the report: evidence never waits for it, and a secret it misses is shredded when it expires.
         if report.used or any(map(len, report.counted)):
             shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
         if self.is_reporting and not is_known:
-            # A host that slept for so long that its reporter was forgotten.
-            self._introduce(report.through)
+            # The host slept for so long that this reporter's row was deleted.
+            self._register(report.through)
 
     def _keep(self, counted: Iterable[Collection[Uses]], used: set[str]) -> None:
-        """For the next try. The lock, for which the request path waits, is held for what was noted meanwhile alone."""
+        """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
         kept: dict[Use, Uses] = {}
         for some in _in_portions(chain.from_iterable(counted)):
             for row in some:
@@ -225,7 +234,7 @@ class UsageLog:
         try:
             while not self._stop.wait(FLUSH_SECONDS):
                 self._try_flush()
-                self._look_after_peppers()
+                self._maintain_peppers()
                 close_old_connections()
         finally:
             connections.close_all()  # this thread's own
@@ -234,39 +243,41 @@ class UsageLog:
         try:
             self.flush()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("usage could not be written; it is kept for the next try", extra={"why": error})
-        except Exception:  # noqa: BLE001  whatever it was, the next try may do better
-            _log.exception("usage could not be written; it is kept for the next try")
+            _log.warning("usage could not be written; it is kept for the next attempt", extra={"why": error})
+        except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
+            _log.exception("usage could not be written; it is kept for the next attempt")
 
-    def _look_after_peppers(self) -> None:
-        """What else of this process is done off the request path, and needs the database only."""
+    def _maintain_peppers(self) -> None:
+        """Run this process's other background work that only needs the database."""
         try:
             pending_rehashes.write(self.now())
             load_peppers.poll()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("peppers could not be looked after", extra={"why": error})
-        except Exception:  # noqa: BLE001  whatever it was, the next try may do better
-            _log.exception("peppers could not be looked after; digests are renewed at the next proof of each key")
+            _log.warning("pepper maintenance failed", extra={"why": error})
+        except Exception:  # noqa: BLE001  the thread must survive; the next run may succeed
+            _log.exception("pepper maintenance failed; digests are renewed when each key is next proved")
 
 
 T = TypeVar("T")
 
 
-def _in_portions(all_of_them: Iterable[T]) -> Iterator[list[T]]:
-    """Some hundred at a time, each a tenth of a millisecond's work, with a pause after each: a request waits for what
-    holds the interpreter, and those behind it until there was time to spare again."""
-    left = iter(all_of_them)
-    while portion := list(islice(left, _AT_ONCE)):
+def _in_portions(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield some hundred items at a time, with a pause after each portion.
+
+    A portion takes a tenth of a millisecond. The pause releases the interpreter, which requests wait for.
+    """
+    remaining = iter(items)
+    while portion := list(islice(remaining, _PORTION_SIZE)):
         yield portion
         sleep(_PAUSE_SECONDS)
 
 
 def _add(counts: dict[Use, Uses], row: Uses) -> None:
-    """Bounded: beyond that who it was is no longer told apart; how many there were is."""
+    """Add one row to the counts, with bounded memory. Beyond the bound only totals are kept, not their sources."""
     *bucket, times, first, last = row
     use = Use._make((*bucket, last // 60))
     known = counts.get(use)
-    if known is None and len(counts) >= _MOST_BUCKETS:
+    if known is None and len(counts) >= _MAX_BUCKETS:
         use = use._replace(source="", user_agent="", origin="")
         known = counts.get(use)
     if known is not None:
@@ -276,30 +287,33 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
 
 
 class _Report(NamedTuple):
-    """What a reporter says: its counts, `through` when these are all, and whether that is its last word. `used` are
-    secrets that were used."""
+    """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
+
+    `used`: ids of customer tokens whose secrets were used.
+    """
 
     reporter_id: str
     number: int
     through: datetime
-    is_farewell: bool
+    is_final: bool
     counted: Sequence[Collection[Uses]]
     used: set[str]
 
 
 def _write(report: _Report) -> bool:
-    """Adds to what stands there; order-independent, so that late and early reporters agree. Whether the reporter is
-    known; all in one transaction. A report that was written before adds nothing.
+    """Add a report to the stored counts in one transaction. Return whether the reporter's row exists.
 
-    Every reporter takes its own row first and then the others in the same order, all buckets before all keys, so that
-    none waits in a ring.
+    Additions commute, so late and early reporters agree. A report that was already written adds nothing.
+
+    To prevent deadlocks, each reporter locks its own row first and then the others in one fixed order: all buckets
+    before all keys.
     """
-    stopped_at = report.through if report.is_farewell else None
+    stopped_at = report.through if report.is_final else None
     peppers = load_peppers.newest_versions()
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
         pieces = [_encode(portion) for portion in _in_portions(rows)]
-        (told,) = execute(
+        (reply,) = execute(
             _REPORT.encode(),
             [
                 report.reporter_id.encode(),
@@ -310,7 +324,7 @@ def _write(report: _Report) -> bool:
                 b"[%b]" % b",".join(pieces),
             ],
         )
-        return told.ntuples > 0
+        return reply.ntuples > 0
     with transaction.atomic():
         reporter = UsageReporter.objects.filter(reporter_id=report.reporter_id)
         if not reporter.filter(report__gte=report.number).exists():
@@ -338,14 +352,14 @@ def _add_to_rows(rows: Sequence[Uses]) -> None:
 
 
 def _at(seconds: float) -> str | None:
-    """As SQLite has it."""
+    """Convert epoch seconds to SQLite's datetime representation."""
     return connection.ops.adapt_datetimefield_value(datetime.fromtimestamp(seconds, UTC))
 
 
 _ALLOWED: Final = UseOutcome.ALLOWED.value
-"""An enum takes its time to find its members, and these are thousands of rows."""
+"""A plain string: looking up an enum member is too slow for thousands of rows."""
 
-_AT_ONCE: Final = 250
+_PORTION_SIZE: Final = 250
 _PAUSE_SECONDS: Final = 0.001
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -367,8 +381,11 @@ _ADD_TO_KEY = """
         first_at = CASE WHEN excluded.first_at < was.first_at THEN excluded.first_at ELSE was.first_at END,
         last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END
 """
-"""In SQL, which SQLite and PostgreSQL share here: Django adds to a row in several statements, each reporter does it
-each second for every key in use, and SQLite would have no time left for other writers."""
+"""Upserts in SQL that SQLite and PostgreSQL share.
+
+Django needs several statements per row. Each reporter does this every second for every key in use, and SQLite would
+have no time left for other writers.
+"""
 
 _BUCKETS = """
     SELECT key_id, endpoint, source, user_agent, origin, outcome, count, first_at, last_at, minute FROM used
@@ -410,37 +427,39 @@ _REPORT = """
 """
 _REPORT = _REPORT.replace("<buckets>", _ADD_TO_BUCKET.replace(_ROWS, _BUCKETS))
 _REPORT = _REPORT.replace("<keys>", _ADD_TO_KEY.replace(_ROWS, _KEYS))
-"""In one statement, since each costs a wait and the interpreter's time; PostgreSQL unpacks the JSON, groups it (it adds
-to no row twice in one statement) and sorts it, by bytes, as every reporter does whatever the database's own way is.
+"""The whole report in one statement, because each statement costs a round trip and interpreter time.
 
-It promises no order between the parts of a statement but where one needs what another has done: each counts the rows
-of the part before it, which has to be over then.
+PostgreSQL unpacks the JSON and groups it, because one statement cannot update a row twice. It sorts bytewise, so that
+every reporter uses the same order whatever the database's collation is.
+
+PostgreSQL does not order the parts of a statement unless one depends on another. Each part therefore counts the rows of
+the part before it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Up to when every live reporter has reported (None: none is live), and when one was last found lost."""
+    """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost."""
 
     through: datetime | None
     lost_at: datetime | None
 
 
 def note_lost(now: datetime) -> None:
-    """Marks reporters that cannot be believed as lost: a dead one must not hold up silence for ever, and one whose
-    clock is ahead must not vouch for what has not been yet. For the engine's turn.
+    """Mark reporters as lost whose watermark is too old or in the future. The engine calls this on each run.
 
-    One that is alive takes the mark away with its next report: it has kept its counts.
+    A dead reporter must not block silence forever, and one with a fast clock must not cover time that has not passed. A
+    live reporter clears the mark with its next report; it has kept its counts.
     """
     cannot_vouch = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
     lost = live_reporters().filter(cannot_vouch)
-    # Asked first: a write takes SQLite's one lock, and mostly there is nothing to write.
+    # Check first: an update takes SQLite's only write lock, and usually there is nothing to update.
     if lost.exists() and (count := lost.update(lost_at=now)):
-        _log.warning("reporters of usage are lost, or their clocks are off", extra={"count": count})
+        _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})
 
 
 def observe(now: datetime | None = None) -> Observation:
-    """Reads only. Nothing is observed that lies after `now`, whatever a reporter's clock says."""
+    """Return the observation. Reads only. It never extends past `now`, whatever a reporter's clock shows."""
     through = live_reporters().aggregate(through=Min("flushed_through_at"))["through"]
     if through is not None and now is not None:
         through = min(through, now)
@@ -448,14 +467,14 @@ def observe(now: datetime | None = None) -> Observation:
 
 
 def live_reporters() -> QuerySet[UsageReporter]:
-    """Those that neither said farewell nor were found lost."""
+    """Select reporters that have neither deregistered nor been marked lost."""
     return UsageReporter.objects.filter(stopped_at__isnull=True, lost_at__isnull=True)
 
 
 def longest_gap_seconds(key_id: str) -> int:
-    """The longest pause between two minutes in which the key was used, of those kept; 0 when it was not.
+    """Return the longest gap between two minutes of allowed use, in seconds; 0 without use.
 
-    Of allowed uses alone: a client that is refused every minute says nothing of another that comes once a month.
+    Denied uses do not count: a client that is denied every minute says nothing about one that is allowed once a month.
     """
     minutes = UseBucket.objects.filter(key_id=key_id, outcome=UseOutcome.ALLOWED).order_by("minute")
     longest, before = 0, None
@@ -467,15 +486,15 @@ def longest_gap_seconds(key_id: str) -> int:
 
 
 def forget_old(now: datetime) -> None:
-    """Deletes minutes of more than 400 days ago, some thousands at a time, and reporters that are long gone.
+    """Delete buckets older than 400 days, some thousands at a time, and reporters gone for 7 days.
 
-    Kept for good: a key's total with its first and last use, suspected exposures, and when a reporter was last
-    lost, for that restarts a silence. Evidence has its own copy of what it rests on.
+    Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
+    because that restarts a silence. Evidence stores its own copy of what it relies on.
     """
     old = (
         UseBucket.objects.filter(minute__lt=now - KEPT_FOR).exclude(outcome__in=EXPOSURES).values_list("pk", flat=True)
     )
-    UseBucket.objects.filter(pk__in=list(old[:_MOST_FORGOTTEN])).delete()
+    UseBucket.objects.filter(pk__in=list(old[:_MAX_DELETED])).delete()
     long_ago, last_lost_at = now - _GONE_KEPT_FOR, observe().lost_at
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     if last_lost_at is not None:
@@ -483,6 +502,6 @@ def forget_old(now: datetime) -> None:
 
 
 usage_log = UsageLog()
-"""This process's own."""
+"""This process's usage log."""
 
 os.register_at_fork(after_in_child=usage_log.forget)

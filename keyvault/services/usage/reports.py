@@ -1,4 +1,4 @@
-"""Who uses a key, for people and for the engine: reads of what `usage` wrote."""
+"""Read who uses a key, for people and for the rotation engine. `usage.recorder` writes these rows."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from keyvault.models import Key, KeyUse, UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
-"""What tells who holds a key. Suspected exposures are told of by themselves."""
+"""Outcomes that show who holds a key. Suspected exposures are reported separately."""
 
 _NETWORK_BITS = {4: 24, 6: 48}
-"""What one site usually has."""
+"""Prefix length of one site's network by IP version, in bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class User:
-    """One who uses a key, in one way. A use that `is_probe` was a test call of our own, and counts for nothing."""
+class KeyUser:
+    """One source that uses a key in one way. An `is_probe` use is the service's own test call and is not counted."""
 
     source: str
     user_agent: str
@@ -56,7 +56,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class NetworkUse:
-    """Real use of a key from one network, or by one calling token; `sources` is how many were seen in it."""
+    """Real use of a key from one network, or by one calling token. `sources`: distinct sources seen in it."""
 
     network: str
     sources: int
@@ -67,7 +67,10 @@ class NetworkUse:
 
 @dataclass(frozen=True, slots=True)
 class VersionUse:
-    """Real use of a key by one version of one shop or app: pages are told by their origin, apps by what they say."""
+    """Real use of a key by one version of a shop or app.
+
+    The origin identifies web pages. The user agent identifies apps.
+    """
 
     origin: str
     user_agent: str
@@ -79,7 +82,7 @@ class VersionUse:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Tries of a suspended key from one source. `is_known`: it had really used the key before."""
+    """Attempts to use a suspended key from one source. `is_known`: the source had really used the key before."""
 
     source: str
     count: int
@@ -89,7 +92,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The last try of a key since it was suspended, and the last one from a source that had used it before."""
+    """The last attempt since a key was suspended, and the last one from a source that had used it before."""
 
     last_at: datetime | None = None
     last_known_at: datetime | None = None
@@ -97,7 +100,7 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The use of a key, all told. `count` and the first two times are of allowed calls and of no others."""
+    """Total use of a key. `count`, `first_at` and `last_at` cover allowed calls only."""
 
     count: int
     first_at: datetime | None
@@ -108,7 +111,7 @@ class Usage:
 
 
 def describe_use(key: Key) -> Usage:
-    """How much it was used, and the last time for each way in which it was presented."""
+    """Return how much a key was used, and the last time of each outcome."""
     use = KeyUse.objects.filter(key=key).first()
     return Usage(
         count=0 if use is None else use.count,
@@ -121,14 +124,14 @@ def describe_use(key: Key) -> Usage:
 
 
 def list_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES) -> list[JsonValue]:
-    """`find_users`, as it is answered and cited."""
+    """Return `find_users` as JSON, for replies and evidence."""
     return [user.as_json() for user in find_users(key_id, outcomes=outcomes)]
 
 
-def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[User]:
-    """By source, user agent, endpoint, origin and outcome; the latest first.
+def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int = 50) -> list[KeyUser]:
+    """Return uses grouped by source, user agent, endpoint, origin and outcome, the latest first.
 
-    Evidence asks for what it rests on; people are shown everything, probes marked.
+    Evidence passes the outcomes that it relies on. People see every outcome, with probes marked.
     """
     rows = (
         _buckets(key_id, outcomes)
@@ -137,7 +140,7 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
         .order_by("-last", "source", "user_agent", "endpoint", "origin", "outcome")[:limit]
     )
     return [
-        User(
+        KeyUser(
             row["source"],
             row["user_agent"],
             row["endpoint"],
@@ -152,7 +155,7 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
-    """Where a key is really used from; the latest first."""
+    """Return the networks that really use a key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
         .values("source")
@@ -162,11 +165,11 @@ def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
     for row in rows.iterator():
         name = network_of(row["source"])
         one = NetworkUse(name, 1, row["total"], row["first"], row["last"])
-        found[name] = _together(found[name], one) if name in found else one
+        found[name] = _merge(found[name], one) if name in found else one
     return sorted(found.values(), key=lambda use: use.last_at, reverse=True)[:limit]
 
 
-def _together(one: NetworkUse, other: NetworkUse) -> NetworkUse:
+def _merge(one: NetworkUse, other: NetworkUse) -> NetworkUse:
     return NetworkUse(
         one.network,
         one.sources + other.sources,
@@ -177,7 +180,7 @@ def _together(one: NetworkUse, other: NetworkUse) -> NetworkUse:
 
 
 def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
-    """Which shops and app versions use a public key; the latest first."""
+    """Return the shop and app versions that use a public key, the latest first."""
     rows = (
         _buckets(key_id, SIGNS_OF_LIFE)
         .values("origin", "user_agent")
@@ -193,7 +196,7 @@ def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
 
 
 def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
-    """When the key was last seen with one of these outcomes. The latest time is in the latest minute."""
+    """Return when the key was last seen with one of these outcomes. The latest minute holds the latest time."""
     found = [
         _buckets(key_id, (outcome,)).filter(minute=minute).aggregate(at=Max("last_at"))["at"]
         for outcome in outcomes
@@ -203,9 +206,9 @@ def find_last(key_id: str, outcomes: Iterable[UseOutcome] = SIGNS_OF_LIFE) -> da
 
 
 def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
-    """Tries of a suspended key, by source; the latest first. Our own probes are none."""
+    """Return attempts to use a suspended key by source, the latest first. The service's own probes are excluded."""
     rows = (
-        _tries(key_id, since)
+        _attempts_since(key_id, since)
         .values("source")
         .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
         .order_by("-last", "source")[:50]
@@ -214,26 +217,26 @@ def list_attempts(key_id: str, since: datetime) -> list[Attempt]:
 
 
 def find_attempts(key_id: str, since: datetime) -> Attempts:
-    """What a tripwire has to know of the time since the key was suspended, however many sources try it."""
-    tries = _tries(key_id, since)
-    last_at = tries.aggregate(at=Max("last_at"))["at"]
+    """Return what a tripwire needs about the time since suspension, independent of the number of sources."""
+    attempts = _attempts_since(key_id, since)
+    last_at = attempts.aggregate(at=Max("last_at"))["at"]
     if last_at is None:
         return Attempts()
-    return Attempts(last_at, tries.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
+    return Attempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
 
 
-def _tries(key_id: str, since: datetime) -> QuerySet[UseBucket]:
+def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
     whole_minute = since.replace(second=0, microsecond=0)
     return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=whole_minute, last_at__gte=since)
 
 
 def _is_known(key_id: str, before: datetime) -> Exists:
-    """That the bucket's source really used the key before this time."""
+    """Match buckets whose source really used the key before this time."""
     return Exists(_buckets(key_id, SIGNS_OF_LIFE).filter(source=OuterRef("source"), first_at__lt=before))
 
 
 def network_of(source: str) -> str:
-    """The /24 of an IPv4 address, the /48 of an IPv6 one; whatever else a source is called stays as it is."""
+    """Return the /24 of an IPv4 address or the /48 of an IPv6 address; return any other source unchanged."""
     try:
         address = ip_address(source)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The whole judgement of a presented key, for the doors that look keys up in the database."""
+"""Judge a presented key by every rule, for the entry points that look keys up in the database."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class DatabaseSources:
-    """Every record is read anew, and limits are counted where the process's limiter counts them."""
+    """Judgement inputs from the database: records are always read, and the process's limiter counts the limits."""
 
     brand: str = settings.KEY_PREFIX
     base_urls: Mapping[Environment, str] = BASE_URLS
@@ -47,15 +47,15 @@ class DatabaseSources:
         return take_pepper(peppers, version)
 
     def find_key(self, key_id: str, address: str | None) -> KeyRecord | None:
-        with failed_proofs().look_up(address), _answering():
+        with failed_proofs().look_up(address), _stale_on_failure():
             return find_key_record(key_id)
 
     def find_customer(self, token_id: str) -> CustomerRecord | None:
-        with _answering():
+        with _stale_on_failure():
             return find_customer_record(token_id)
 
     def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
-        with _answering():
+        with _stale_on_failure():
             endpoints_own, row = endpoint_limit(record.account_id, record.environment, endpoint)
         return record_buckets(record, endpoint, endpoints_own, "" if row is None else f"{row.pk}.{row.version}")
 
@@ -70,8 +70,8 @@ class DatabaseSources:
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
-    """A database that does not answer leaves nothing to vouch for."""
+def _stale_on_failure() -> Iterator[None]:
+    """Convert a database failure into VerifierStaleError: without fresh key data the request is denied."""
     try:
         yield
     except (OperationalError, InterfaceError) as error:
@@ -83,11 +83,11 @@ _sources = DatabaseSources()
 
 
 def judge_presented(presented: VerificationRequest, now: datetime) -> Judgement:
-    """Every rule in the order of the contract's table of verdicts; the first that fails answers.
+    """Judge a request by every rule, in the order of the contract's table of verdicts. The first failing rule decides.
+
+    Fails closed: a database failure, or a pepper that this process has not loaded yet, yields `verifier_stale`.
 
     Raises NotFoundError for an environment that this process does not serve.
-    A database that does not answer leaves nothing to vouch for: `verifier_stale`, never a yes. So does a pepper that
-    this process has not loaded yet.
     """
     if presented.environment not in settings.ENVIRONMENTS:
         raise NotFoundError(f"This process does not serve {presented.environment}.")
@@ -102,7 +102,7 @@ def judge_presented(presented: VerificationRequest, now: datetime) -> Judgement:
 def explain_described(
     presented: VerificationRequest, key_id: str, customer_token_id: str | None, now: datetime
 ) -> Judgement | None:
-    """What a request would be answered if it came with this key, as `judge_described`. None: there is no such key."""
+    """Predict the verdict for a described request with this key, as `judge_described` does. None: unknown key."""
     record = find_key_record(key_id)
     if record is None:
         return None
@@ -113,7 +113,7 @@ def explain_described(
 def record_buckets(
     record: KeyRecord, endpoint: Endpoint, endpoints_own: Limit | None, endpoint_setting: str
 ) -> tuple[Bucket, ...]:
-    """`endpoints_own` and where it is set, as `services.catalog.endpoint_limit` found them."""
+    """Return the buckets to spend from. `endpoints_own` and `endpoint_setting` come from `endpoint_limit`."""
     return account_buckets(
         record.account_id,
         record.kind,
@@ -135,11 +135,13 @@ def note_use(
     origin: str | None = None,
     is_probe: bool = False,
 ) -> None:
-    """Notes what a door has judged: real use is evidence, a try on a suspended key restarts its quarantine and alerts.
+    """Record the uses that a judgement proves.
 
-    A key in a URL, or a private one from a browser, is noted as a suspected exposure. Of a public key the page's
-    origin is noted too. What `is_probe`, a test call of our own, is noted as that and as nothing else. Nothing is
-    noted before proof: whoever merely names a key id leaves no trace on the key.
+    An allowed use is evidence. An attempt on a suspended key restarts its quarantine and raises an alert. A key in a
+    URL, or a private key from a browser, is recorded as a suspected exposure. For a public key the page's origin is
+    recorded too. An `is_probe` judgement, the service's own test call, is recorded only as a probe.
+
+    Nothing is recorded before proof: a request that only names a key id leaves no trace on the key.
     """
     holder, found = judgement.holder, list(_outcomes(judgement))
     if is_probe:
@@ -154,14 +156,14 @@ def note_use(
 
 
 _ALERTS = {
-    UseOutcome.EXPOSED_IN_URL: "a key stands in a URL",
-    UseOutcome.EXPOSED_IN_BROWSER: "a private key came with an Origin",
-    UseOutcome.REFUSED: "suspended key was tried",
+    UseOutcome.EXPOSED_IN_URL: "a key was sent in a URL",
+    UseOutcome.EXPOSED_IN_BROWSER: "a private key was sent with an Origin header",
+    UseOutcome.REFUSED: "a suspended key was presented",
 }
 
 
 def _outcomes(judgement: Judgement) -> Iterator[tuple[str, UseOutcome]]:
-    """What is proved of which key. One that was good, but denied for another reason, is in somebody's hands still."""
+    """Yield what the judgement proves about each key. A valid key denied for another reason is still in use."""
     if judgement.exposed_key_id is not None:
         yield judgement.exposed_key_id, UseOutcome.EXPOSED_IN_URL
     holder, record = judgement.holder, judgement.record

@@ -1,7 +1,7 @@
-"""What was refused, and by which rule: noted in memory on the request path, written a moment later by a thread.
+"""Record refused requests and the deciding rule: in memory on the request path, written shortly after by a thread.
 
-For whoever is asked why with a request id. It is no evidence and part of no verdict, so it may be lost: memory is
-bounded, and so is what a flood can have written, of requests without any proof or with one revoked key again and again.
+Support staff look a refusal up by its request id. It is neither evidence nor part of a verdict, so losing one is
+acceptable. Memory is bounded. So are the rows that a flood can cause, be it unproved requests or one revoked key.
 """
 
 import logging
@@ -28,32 +28,40 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
+"""Interval between two flushes, and the period of the limits below, in seconds."""
+
 KEPT_FOR = timedelta(days=30)
+"""Retention of a refusal with a proved key."""
+
 UNPROVED_KEPT_FOR = timedelta(days=1)
+"""Retention of a refusal without one."""
 
-_MOST_PENDING = 2_000
-_MOST_UNPROVED = 5
-"""Of one flush: whoever proves nothing shall not fill the disk."""
+_MAX_PENDING = 2_000
+"""Maximum unwritten refusals in memory."""
 
-_MOST_OF_A_KEY = 10
-"""Of one flush and for one reason: a revoked key that is still in use everywhere is refused as often as it was
-allowed."""
+_MAX_UNPROVED = 5
+"""Maximum rows per flush and error code without a proved key, so that unauthenticated requests cannot fill the disk."""
 
-_MOST_LINES = 50
-_MOST_LINES_OF_ALL = 200
-"""Of the same, in the log, which the request path writes itself: a tenth of a millisecond each. They depend neither on
-the database nor on whoever writes to it."""
+_MAX_PER_KEY = 10
+"""Maximum rows per flush, key and error code. Clients may go on using a revoked key at full rate."""
 
-_AT_ONCE = 100
+_MAX_LINES = 50
+_MAX_TOTAL_LINES = 200
+"""Maximum log lines per period and reason, and in total. The request path writes them, a tenth of a millisecond each.
+
+These limits do not depend on the database or on the thread that writes to it.
+"""
+
+_WRITE_BATCH = 100
 _PAUSE_SECONDS = 0.001
-"""Verdicts wait for whatever holds the interpreter: so it is let go after so many."""
+"""Rows between two pauses, and the pause in seconds. The pause releases the interpreter to pending verdicts."""
 
-_MOST_FORGOTTEN = 5_000
+_MAX_DELETED = 5_000
 
 
 @dataclass(slots=True)
-class _Noted:
-    """A denial as it was given. `key_id` and `merchant_id` "" before proof."""
+class _RefusalEntry:
+    """One denial. `key_id` and `merchant_id` are "" before proof."""
 
     denial: Denial
     trace: Sequence[Check]
@@ -66,7 +74,7 @@ class _Noted:
     source: str
     at: datetime
 
-    def tell(self) -> None:
+    def log(self) -> None:
         _log.info(
             "denied",
             extra={
@@ -78,7 +86,7 @@ class _Noted:
         )
 
     def as_row(self) -> Refusal:
-        """Without the secrets that a client may have put into what it says."""
+        """Return the row to store, with secrets in client-supplied text redacted."""
         return Refusal(
             request_id=self.request_id[:32],
             at=self.at,
@@ -97,12 +105,12 @@ class _Noted:
 
 @dataclass(slots=True)
 class RefusalLog:
-    """The refusals of this process that are not yet written."""
+    """Unwritten refusals of this process."""
 
     clock: Callable[[], float] = monotonic
-    _pending: list[_Noted] = field(default_factory=list)
+    _pending: list[_RefusalEntry] = field(default_factory=list)
     _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many there were of each key ("" of none) and for each reason in the period between two flushes."""
+    """Refusals in this period by key id ("" without one) and error code."""
     _lines: int = 0
     _period: int = 0
     _dropped: int = 0
@@ -122,14 +130,14 @@ class RefusalLog:
         source: str,
         at: datetime,
     ) -> None:
-        """Notes a denied judgement, and tells the log; a grant leaves nothing. No I/O but the log's, never an error."""
+        """Record and log a denied judgement; ignore a grant. Performs no I/O except logging, and never raises."""
         verdict = judgement.verdict
         if not isinstance(verdict, Denial):
             return
         try:
             holder = judgement.holder or verdict.holder
             key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)
-            noted = _Noted(
+            entry = _RefusalEntry(
                 verdict,
                 judgement.trace,
                 key_id,
@@ -141,32 +149,32 @@ class RefusalLog:
                 source[:READ_AT_MOST],
                 at,
             )
-            if self._add(noted):
-                noted.tell()
-        except Exception:  # noqa: BLE001  the answer is given, whatever becomes of its record
-            _log.exception("a refusal could not be noted")
+            if self._add(entry):
+                entry.log()
+        except Exception:  # noqa: BLE001  recording must not affect the reply
+            _log.exception("a refusal could not be recorded")
 
     def flush(self) -> None:
-        """Writes what is pending. What a lost database did not take is kept, as far as there is room."""
+        """Write what is pending. After a database failure keep as many as fit."""
         with self._flushing:
             with self._lock:
                 pending, self._pending = self._pending, []
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                _log.warning("too many refusals at once: some are not kept", extra={"dropped": dropped})
-            for start in range(0, len(pending), _AT_ONCE):
-                portion = pending[start : start + _AT_ONCE]
+                _log.warning("too many refusals: some were dropped", extra={"dropped": dropped})
+            for start in range(0, len(pending), _WRITE_BATCH):
+                portion = pending[start : start + _WRITE_BATCH]
                 try:
-                    Refusal.objects.bulk_create([noted.as_row() for noted in portion], ignore_conflicts=True)
+                    Refusal.objects.bulk_create([entry.as_row() for entry in portion], ignore_conflicts=True)
                 except (OperationalError, InterfaceError):
-                    self._take_back(pending[start:])
+                    self._put_back(pending[start:])
                     raise
-                except Exception:  # noqa: BLE001  whatever it was, the other portions may be written
+                except Exception:  # noqa: BLE001  the other portions may be written
                     _log.exception("refusals could not be written", extra={"count": len(portion)})
                 sleep(_PAUSE_SECONDS)
 
     def stop(self) -> None:
-        """The farewell: writes what is left."""
+        """Stop the thread and write what is left."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -174,36 +182,39 @@ class RefusalLog:
             self._try_flush()
 
     def forget(self) -> None:
-        """In a forked child: what is pending is the parent's to write, and so is its thread."""
-        self.__init__(self.clock)  # type: ignore[misc]  # of this very class, which nobody inherits from
+        """Reset in a forked child. The parent writes its own pending refusals and owns the thread."""
+        self.__init__(self.clock)  # type: ignore[misc]  # the class is never subclassed
 
-    def _add(self, noted: _Noted) -> bool:
-        """Whether the log is to have it. By time and not by flushes: a database that hangs silences nobody."""
-        about = noted.key_id, noted.denial.code
-        most = _MOST_OF_A_KEY if noted.key_id else _MOST_UNPROVED
+    def _add(self, entry: _RefusalEntry) -> bool:
+        """Queue a refusal if there is room. Return whether to log it.
+
+        The log budget is per period of time, not per flush, so a hanging database does not silence the log.
+        """
+        reason = entry.key_id, entry.denial.code
+        limit = _MAX_PER_KEY if entry.key_id else _MAX_UNPROVED
         period = int(self.clock() / FLUSH_SECONDS)
         with self._lock:
             if period != self._period:
                 self._period, self._lines = period, 0
                 self._seen.clear()
-            self._seen[about] += 1
-            times = self._seen[about]
-            if times <= most and len(self._pending) < _MOST_PENDING:
-                self._pending.append(noted)
+            self._seen[reason] += 1
+            times = self._seen[reason]
+            if times <= limit and len(self._pending) < _MAX_PENDING:
+                self._pending.append(entry)
                 self._start()
             else:
                 self._dropped += 1
-            is_told = times <= _MOST_LINES and self._lines < _MOST_LINES_OF_ALL
-            self._lines += is_told
-            return is_told
+            is_logged = times <= _MAX_LINES and self._lines < _MAX_TOTAL_LINES
+            self._lines += is_logged
+            return is_logged
 
     def _start(self) -> None:
-        """A process that reports its uses writes its refusals too; no other one has a door."""
+        """Start the writer in a process that reports usage; no other process has an entry point."""
         if self._thread is not None or not usage_log.is_reporting:
             return
         self._thread = threading.Thread(target=self._write, name="refusals", daemon=True)
         self._thread.start()
-        # Not atexit, which is not called in Granian's forked worker; this is called there and everywhere else.
+        # atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
         Finalize(None, self.stop, exitpriority=0)
 
     def _write(self) -> None:
@@ -219,13 +230,13 @@ class RefusalLog:
         try:
             self.flush()
         except (OperationalError, InterfaceError) as error:
-            _log.warning("refusals could not be written; they are kept as far as there is room", extra={"why": error})
-        except Exception:  # noqa: BLE001  whatever it was, the next ones may be written
+            _log.warning("refusals could not be written; as many as fit are kept", extra={"why": error})
+        except Exception:  # noqa: BLE001  the thread must survive; the next flush may succeed
             _log.exception("refusals could not be written")
 
-    def _take_back(self, pending: list[_Noted]) -> None:
+    def _put_back(self, pending: list[_RefusalEntry]) -> None:
         with self._lock:
-            room = max(0, _MOST_PENDING - len(self._pending))
+            room = max(0, _MAX_PENDING - len(self._pending))
             self._dropped += len(pending[room:])
             self._pending = pending[:room] + self._pending
 
@@ -235,15 +246,17 @@ def find_refusal(request_id: str) -> Refusal | None:
 
 
 def forget_old(now: datetime) -> int:
-    """Deletes refusals of more than 30 days ago, and of more than a day ago where nothing was proved: anybody makes
-    those. Some thousands at a time. How many there were."""
+    """Delete refusals older than 30 days, or older than 1 day without proof, because anyone can cause those.
+
+    Deletes some thousands at a time. Returns how many.
+    """
     rows = Refusal.objects.filter(Q(at__lt=now - KEPT_FOR) | Q(at__lt=now - UNPROVED_KEPT_FOR, key_id=""))
-    old = rows.order_by("at").values_list("pk", flat=True)[:_MOST_FORGOTTEN]
+    old = rows.order_by("at").values_list("pk", flat=True)[:_MAX_DELETED]
     deleted, _ = Refusal.objects.filter(pk__in=list(old)).delete()
     return deleted
 
 
 refusal_log = RefusalLog()
-"""This process's own."""
+"""This process's refusal log."""
 
 os.register_at_fork(after_in_child=refusal_log.forget)

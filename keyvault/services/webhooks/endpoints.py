@@ -1,7 +1,7 @@
-"""Where the merchants' accounts are told of what happens: endpoints, and the secrets that sign for them.
+"""Manage the webhook endpoints of merchants' accounts, and the secrets that sign their messages.
 
-A secret is shown once and kept sealed under the environment's peppers, so that the database alone signs nothing, and
-no process that does not serve the environment does.
+A secret is shown once and stored sealed under the environment's peppers. The database alone can therefore sign nothing,
+and neither can a process that does not serve the environment.
 """
 
 import secrets
@@ -31,20 +31,20 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.wire.destinations import Destination, parse_url
 from keyvault.wire.webhooks import mint_secret
 
-MOST_ENDPOINTS = 5
-"""Of an account, enabled at the same time."""
+MAX_ENDPOINTS = 5
+"""Maximum enabled endpoints of one account."""
 DEFAULT_OVERLAP_HOURS, LONGEST_OVERLAP_HOURS = 24, 168
 CATCH_UP = timedelta(days=7)
-"""What was given up in so long is sent after all, once the endpoint is enabled again."""
+"""Age up to which given-up messages are sent again when the endpoint is enabled."""
 
 _P = Permission.WEBHOOKS_WRITE
 
 
 def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpoint, Plaintext]:
-    """An endpoint, and its secret, which is not shown again.
+    """Add an endpoint. Return it and its secret, which is not shown again.
 
-    Raises RequestInvalidError on a URL that we would not send to, StateConflictError on one that the account has
-    already, or has too many beside.
+    Raises RequestInvalidError for a URL that is not a permitted destination. Raises StateConflictError if the account
+    already has the URL or has too many endpoints.
     """
     destination = _read_url(url)
     refresh_peppers(PEPPER_SET[Environment(account.environment)])
@@ -55,36 +55,39 @@ def add_endpoint(grant: Grant, account: Account, url: str) -> tuple[WebhookEndpo
         secret=_sealed(account, destination.url, secret),
         created_at=grant.at,
     )
-    taken = f"The account has this endpoint already: {destination.host}."
+    duplicate = f"The account already has this endpoint: {destination.host}."
     if WebhookEndpoint.objects.filter(account=account, url=destination.url).exists():
-        raise StateConflictError(taken)
+        raise StateConflictError(duplicate)
     try:
         with recorded(grant, _P, "webhook_endpoint.added", account=account, host=destination.host):
             require_staying(account)
             _require_room(account)
             endpoint.save()
     except IntegrityError as error:
-        raise StateConflictError(taken) from error
+        raise StateConflictError(duplicate) from error
     return endpoint, secret
 
 
 def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = DEFAULT_OVERLAP_HOURS) -> Plaintext:
-    """The new secret, not shown again. The one before signs beside it for the overlap.
+    """Rotate the signing secret and return the new one, which is not shown again. Both sign during the overlap.
 
-    Raises StateConflictError while one runs: a third secret would silence the one that the merchant still has. After a
-    leak the overlap is 0, and that is taken at any time.
+    An overlap of 0, for use after a leak, is accepted at any time. Raises StateConflictError while an overlap runs: a
+    third secret would invalidate the one that the merchant still uses. Raises RequestInvalidError for an overlap out of
+    range.
     """
     if overlap_hours and endpoint.previous_until is not None and grant.at < endpoint.previous_until:
         end = f"{endpoint.previous_until:%Y-%m-%d %H:%M} UTC"
-        raise StateConflictError(f"The secret is being rotated already: two sign until {end}.")
+        raise StateConflictError(
+            f"The secret is already being rotated: two secrets sign until {end}. Wait, or set the overlap to 0 hours."
+        )
     if not 0 <= overlap_hours <= LONGEST_OVERLAP_HOURS:
         raise RequestInvalidError(
-            "The overlap does not fit.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
+            f"Invalid overlap of {overlap_hours} hours.", [Fault("/overlap_hours", f"0 to {LONGEST_OVERLAP_HOURS}")]
         )
     refresh_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     secret = mint_secret(secrets.token_bytes)
     until = grant.at + timedelta(hours=overlap_hours)
-    details = {**_about(endpoint), "overlap_hours": overlap_hours}
+    details = {**_audit_details(endpoint), "overlap_hours": overlap_hours}
     with recorded(grant, _P, "webhook_endpoint.secret_rotated", account=endpoint.account, **details):
         endpoint.compare_and_swap(
             secret=_sealed(endpoint.account, endpoint.url, secret),
@@ -95,15 +98,17 @@ def rotate_secret(grant: Grant, endpoint: WebhookEndpoint, overlap_hours: int = 
 
 
 def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
-    """Nothing is sent there any more; what was on its way is given up, until it is enabled again."""
+    """Disable an endpoint. Its pending messages are given up until it is enabled again."""
     if endpoint.disabled_at is not None:
-        raise StateConflictError("The endpoint is disabled already.")
-    with recorded(grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_about(endpoint)):
+        raise StateConflictError("The endpoint is already disabled.")
+    with recorded(
+        grant, _P, "webhook_endpoint.disabled", account=endpoint.account, why=why, **_audit_details(endpoint)
+    ):
         write_disabled(endpoint, why, grant.at)
 
 
 def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
-    """Inside the `recorded` block of whoever disables it."""
+    """Write the disabled state. Call it inside the caller's `recorded` block."""
     endpoint.compare_and_swap(disabled_at=now, disabled_why=why[:300])
     WebhookDelivery.objects.filter(endpoint=endpoint, state=DeliveryState.DUE).update(
         state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled"
@@ -111,10 +116,10 @@ def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
 
 
 def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
-    """Messages go there again, those first that were given up lately; how many those are."""
+    """Enable an endpoint. Return how many recently given-up messages are due again."""
     if endpoint.disabled_at is None:
-        raise StateConflictError("The endpoint is enabled already.")
-    with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_about(endpoint)):
+        raise StateConflictError("The endpoint is already enabled.")
+    with recorded(grant, _P, "webhook_endpoint.enabled", account=endpoint.account, **_audit_details(endpoint)):
         require_staying(endpoint.account)
         _require_room(endpoint.account)
         endpoint.compare_and_swap(disabled_at=None, disabled_why="")
@@ -124,15 +129,15 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
 
 
 def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:
-    """A message that means nothing, on the way that all messages go. Raises StateConflictError where none goes."""
+    """Send a test message by the normal route. Raises StateConflictError if the endpoint is disabled."""
     if endpoint.disabled_at is not None:
-        raise StateConflictError("The endpoint is disabled: nothing is sent there.")
-    with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_about(endpoint)):
+        raise StateConflictError("The endpoint is disabled. Enable it before sending a test.")
+    with recorded(grant, _P, "webhook_endpoint.tested", account=endpoint.account, **_audit_details(endpoint)):
         return announce_to(grant, endpoint, NoticeKind.WEBHOOK_TEST, str(endpoint.pk))
 
 
 def list_to_reseal() -> list[WebhookEndpoint]:
-    """Those whose secrets are sealed under an older pepper than new ones are; of the environments served here."""
+    """Return endpoints of the served environments with secrets sealed under an older pepper than the current."""
     found = []
     for environment in map(Environment, settings.ENVIRONMENTS):
         peppers = load_peppers(PEPPER_SET[environment])
@@ -143,20 +148,20 @@ def list_to_reseal() -> list[WebhookEndpoint]:
 
 
 def reseal_secrets(grant: Grant, endpoint: WebhookEndpoint) -> None:
-    """The same secrets, sealed under the newest pepper, so that the older one can be retired."""
+    """Seal the same secrets under the newest pepper, so that the older one can be retired."""
     peppers, context = _peppers(endpoint.account), _context(endpoint.account, endpoint.url)
     sealed = {
         name: seal(peppers, unseal(peppers, bytes(old), context), context, secrets.token_bytes)
         for name in ("secret", "previous_secret")
         if (old := getattr(endpoint, name))
     }
-    details = {**_about(endpoint), "pepper_version": peppers.current_version}
+    details = {**_audit_details(endpoint), "pepper_version": peppers.current_version}
     with recorded(grant, Permission.KEYS_REHASH, "webhook_endpoint.resealed", account=endpoint.account, **details):
         endpoint.compare_and_swap(**sealed)
 
 
 def sealed_versions(endpoint: WebhookEndpoint) -> set[int]:
-    """The pepper versions that it takes to open its secrets."""
+    """Return the pepper versions that unseal the endpoint's secrets."""
     return {sealed_with(bytes(sealed)) for sealed in (endpoint.secret, endpoint.previous_secret) if sealed}
 
 
@@ -165,7 +170,7 @@ def list_endpoints(account: Account) -> Iterable[WebhookEndpoint]:
 
 
 def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
-    """What is known of it; never its secret."""
+    """Describe an endpoint, without its secret."""
     counts = Counter(WebhookDelivery.objects.filter(endpoint=endpoint).values_list("state", flat=True))
     return {
         "endpoint": endpoint.pk,
@@ -178,7 +183,7 @@ def describe_endpoint(endpoint: WebhookEndpoint) -> dict[str, Any]:
 
 
 def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]:
-    """What a message is signed with, the newest first. Raises NotFoundError where another process is to send it."""
+    """Return the secrets that sign a message, newest first. Raises NotFoundError if another process must send it."""
     refresh_peppers(PEPPER_SET[Environment(endpoint.account.environment)])
     sealed = [endpoint.secret]
     if endpoint.previous_secret is not None and endpoint.previous_until is not None and endpoint.previous_until > now:
@@ -188,29 +193,29 @@ def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]
 
 
 def host_of(endpoint: WebhookEndpoint) -> str:
-    """What may be told of a URL everywhere: merchants put secrets of theirs into the rest of it."""
+    """Return the only part of a URL that may be shown. Merchants put secrets into the rest."""
     return endpoint.url.split("/", 3)[2]
 
 
-def _about(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
+def _audit_details(endpoint: WebhookEndpoint) -> dict[str, JsonValue]:
     return {"endpoint": endpoint.pk, "host": host_of(endpoint)}
 
 
 def _read_url(url: str) -> Destination:
-    fault = "no key string: it would be kept and shown"
+    fault = "must not contain a key string, because the URL is stored and displayed"
     if SHAPED.search(url) is None:
         try:
             return parse_url(url.strip(), settings.WEBHOOK_NETWORKS)
         except ValueError as error:
             fault = str(error)
-    raise RequestInvalidError("Nothing can be sent there.", [Fault("/url", fault)])
+    raise RequestInvalidError("Invalid webhook URL.", [Fault("/url", fault)])
 
 
 def _require_room(account: Account) -> None:
-    """Under the account's lock, so that two at once are counted one after the other."""
+    """Raise StateConflictError at the maximum. Locks the account, so that concurrent additions are counted in turn."""
     Account.objects.select_for_update().get(pk=account.pk)
-    if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MOST_ENDPOINTS:
-        raise StateConflictError(f"An account has at most {MOST_ENDPOINTS} enabled endpoints: disable one first.")
+    if WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True).count() >= MAX_ENDPOINTS:
+        raise StateConflictError(f"An account can have at most {MAX_ENDPOINTS} enabled endpoints. Disable one first.")
 
 
 def _sealed(account: Account, url: str, secret: Plaintext) -> bytes:
@@ -222,5 +227,5 @@ def _peppers(account: Account) -> Peppers:
 
 
 def _context(account: Account, url: str) -> bytes:
-    """The endpoint, by what never changes of it: its secret opens in its own row only."""
+    """Return the sealing context: immutable facts of the endpoint, so that a secret only opens in its own row."""
     return f"webhook_endpoint|{account}|{url}".encode()

@@ -5,7 +5,7 @@ import time
 from keyvault.management.json_command import call
 from keyvault.management.service import SERVER
 from keyvault.services.change_feed.receipts import (
-    LONGEST_WAIT_SECONDS,
+    MAX_WAIT_SECONDS,
     Receipt,
     VerifierProgress,
     VerifierStanding,
@@ -31,7 +31,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
         f"responder reports key {leaked.key_id} as leaked: {revoked['state']}, change {revoked['sequence']}, "
         f"answered in {took:.0f} ms; nobody had to approve"
     )
-    receipt, _ = wait_for_receipt(revoked["sequence"], LONGEST_WAIT_SECONDS)
+    receipt, _ = wait_for_receipt(revoked["sequence"], MAX_WAIT_SECONDS)
     report.step(f"its receipt, {tell_receipt(receipt)}")
     for verifier in receipt.of(VerifierProgress.CONFIRMED):
         report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")

@@ -16,7 +16,7 @@ from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.usage.recorder import observe
 from keyvault.services.usage.reports import find_attempts, find_last, list_users
-from keyvault.services.webhooks.deliveries import find_telling
+from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
 from rotation.domain.policy import DeliveryChannel
 from rotation.domain.states import Facts, KeyFacts
@@ -85,7 +85,7 @@ def _find_telling(rotation: Rotation) -> tuple[bool, bool]:
     """
     if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
         return True, False
-    told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
+    told = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
     return told.delivered_at is not None, told.has_failed
 
 

@@ -20,7 +20,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Notice, Operator
 from keyvault.services.limits.sign_in_attempts import attempts
 from keyvault.services.merchants.operators import disable_operator, reset_password
-from keyvault.services.sessions.refusals import MOST_PAIRS, sign_in_refusals
+from keyvault.services.sessions.refusals import MAX_PAIRS, sign_in_refusals
 from tests.admin.desk import Desk, browser, dump, text_of
 from tests.factories import PASSWORD, grant, make_operator
 
@@ -311,12 +311,12 @@ def test_sign_in_refusals_keep_no_name_that_is_not_an_operator_s(desk: Desk) -> 
 
 def test_sign_in_refusals_of_many_names_and_addresses_are_bounded(desk: Desk) -> None:
     """An attack from many addresses makes a bounded number of entries a minute, and keeps the names under attack."""
-    for number in range(3 * MOST_PAIRS):
+    for number in range(3 * MAX_PAIRS):
         sign_in_refusals.note(None, f"192.0.2.{number}", datetime.now(UTC), is_locked=False)
     fail(1, address="198.51.100.1")
     told = flush_refusals()
-    assert len(told) == MOST_PAIRS + 2
-    assert sum(each["count"] for each in told) == 3 * MOST_PAIRS + 1
+    assert len(told) == MAX_PAIRS + 2
+    assert sum(each["count"] for each in told) == 3 * MAX_PAIRS + 1
     assert [(each["operator"], each["address"]) for each in told[-2:]] == [("unknown", "others"), ("tam", "others")]
 
 

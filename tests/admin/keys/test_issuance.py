@@ -14,7 +14,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import BreakGlass, IssuanceApproval, IssuanceRequest
 from keyvault.services.issuance.requests import reject_issuance, request_issuance
 from keyvault.services.keys.records import prove_service_token
-from keyvault.services.maintenance import burn_due
+from keyvault.services.maintenance import discard_due
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, text_of
 from tests.factories import (
     PRODUCTION,
@@ -210,7 +210,7 @@ def test_issuance_asked_by_a_service_is_collected_by_nobody_here(desk: Desk) -> 
 def test_issuance_burned_says_so(desk: Desk) -> None:
     row = asked_by_service(desk, Delivery.SHOW_ONCE, at=now() - COLLECT_WITHIN)
     issue_request(row, at=now() - COLLECT_WITHIN)
-    burn_due()
+    discard_due()
     text = text_of(browser(desk.auditor).get(address("keyvault_issuancerequest_change", row.pk)))
     assert "badge-burned" in text
     assert "Nobody collected the key in time" in text

@@ -44,7 +44,7 @@ def test_pepper_pages_say_what_leans_on_each_version(desk: Desk) -> None:
 
 def test_pepper_page_alarms_when_the_backend_has_lost_it(desk: Desk) -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
-    assert "It is missing from the secret backend, and only in memory" in shown(desk)
+    assert "It is missing from the secret backend and only in memory" in shown(desk)
 
 
 def test_pepper_pages_show_only_the_sets_that_the_process_serves(desk: Desk) -> None:

@@ -14,8 +14,8 @@ from keyvault.models import Account, Change, Confirmation, Verifier
 from keyvault.services.change_feed import receipts
 from keyvault.services.change_feed.receipts import (
     LARGEST_SEQUENCE,
-    LONGEST_WAIT_SECONDS,
-    MOST_WAITERS,
+    MAX_WAIT_SECONDS,
+    MAX_WAITERS,
     Receipt,
     VerifierProgress,
     find_account_of,
@@ -190,7 +190,7 @@ def test_wait_in_vain_lasts_as_asked_and_at_most_the_longest(
     make_verifier()
     receipt, allowed = wait_for_receipt(sequence, asked)
     assert not receipt.is_complete
-    assert allowed == waited <= LONGEST_WAIT_SECONDS
+    assert allowed == waited <= MAX_WAIT_SECONDS
     assert clock.slept == pytest.approx(waited)
 
 
@@ -203,12 +203,12 @@ def test_wait_for_what_is_complete_does_not_sleep(sequence: int, clock: Clock) -
 def test_wait_beside_too_many_others_is_answered_at_once(sequence: int, clock: Clock) -> None:
     """Waits never take all of a server's threads from its verdicts; and a place is given back."""
     make_verifier()
-    for _ in range(MOST_WAITERS):
+    for _ in range(MAX_WAITERS):
         assert receipts._waiters.acquire(blocking=False)
     try:
         receipt, allowed = wait_for_receipt(sequence, 5)
     finally:
-        receipts._waiters.release(MOST_WAITERS)
+        receipts._waiters.release(MAX_WAITERS)
     assert (receipt.is_complete, allowed, clock.slept) == (False, 0, 0)
     assert wait_for_receipt(sequence, 5)[1] == 5
     assert wait_for_receipt(sequence, 5)[1] == 5

@@ -157,7 +157,7 @@ def test_collection_recipient_is_part_of_what_is_approved(scene: Scene, asker: A
     approve(first)
     lift_triggers()
     QuerySet(IssuanceRequest).filter(pk=first.pk).update(recipient_public_key=other)
-    with pytest.raises(StateConflictError, match="not what was approved"):
+    with pytest.raises(StateConflictError, match="differs from the approved plan"):
         issue_request(fresh(first))
     assert not Key.objects.exists()
 
@@ -168,7 +168,7 @@ def test_collection_recipient_exchanged_after_the_approval_gets_nothing(scene: S
     thief = X25519PrivateKey.generate().public_key().public_bytes_raw()
     lift_triggers()
     QuerySet(IssuanceRequest).filter(pk=request.pk).update(recipient_public_key=spelled(thief))
-    with pytest.raises(StateConflictError, match="not what was approved"):
+    with pytest.raises(StateConflictError, match="differs from the approved plan"):
         collect(asker.service, fresh(request))
 
 
@@ -259,7 +259,7 @@ def test_collection_by_the_person_behind_the_token_is_refused(scene: Scene, aske
     """What a service asked for no person collects, not even the one who answers for it."""
     request = asked_and_issued(asker.service, scene.sandbox, delivery=delivery)
     allowed = grant(scene.admin, P.ISSUANCE_COLLECT, scene.sandbox)
-    with pytest.raises(StateConflictError, match="A service asked"):
+    with pytest.raises(StateConflictError, match="A service requested"):
         issuance.collect_key(allowed, request)
     with pytest.raises(NotFoundError):
         collection.read_handover(allowed, request)
@@ -298,10 +298,10 @@ def test_collection_of_a_key_that_was_ended_gives_nothing(scene: Scene, asker: A
     assert request.key is not None
     allowed = grant(scene.responder, P.KEYS_REVOKE, scene.sandbox)
     end(allowed, request.key, *([RevocationReason.SUPERSEDED] if end is revoke_key else []))
-    with pytest.raises(StateConflictError, match="gone"):
+    with pytest.raises(StateConflictError, match="ended before it was collected"):
         collect(asker.service, fresh(request))
     maintenance.destroy_due()
-    with pytest.raises(StateConflictError, match="gone"):
+    with pytest.raises(StateConflictError, match="ended before it was collected"):
         collect(asker.service, fresh(request))
 
 
@@ -311,7 +311,7 @@ def test_collection_of_a_key_that_was_ended_gives_nothing(scene: Scene, asker: A
 def burn(request: IssuanceRequest, at: datetime | None = None) -> None:
     assert request.issued_at is not None
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at or request.issued_at + COLLECT_WITHIN)
-    collection.burn_uncollected(allowed, request)
+    collection.discard_uncollected(allowed, request)
 
 
 def test_collection_merchant_is_told_of_the_burning(scene: Scene, asker: Asker) -> None:
@@ -321,7 +321,7 @@ def test_collection_merchant_is_told_of_the_burning(scene: Scene, asker: Asker) 
     assert burned is not None
     assert ended is not None
     report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), ended)
-    maintenance.burn_due()
+    maintenance.discard_due()
     notice = Notice.objects.get(kind=NoticeKind.KEY_REVOKED)
     assert (notice.subject, notice.account, notice.is_alarm) == (burned.key_id, scene.sandbox, False)
     assert notice.payload == {
@@ -340,7 +340,7 @@ def test_collection_key_that_nobody_collected_is_burned_after_three_days(
     assert request.key is not None
     text = read_string(request.key)
     before = last_ids()
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert written_since(before) == (["issuance.burned", "key.burned"], [("key", request.key.pk)])
     assert fresh(request).state == S.BURNED
     key = Key.objects.get()
@@ -350,7 +350,7 @@ def test_collection_key_that_nobody_collected_is_burned_after_three_days(
     versions = secret_backend().versions(Mount.SANDBOX, key.credential.backend_path)
     assert [version.state for version in versions] == ["destroyed"]
     before = last_ids()
-    maintenance.burn_due()
+    maintenance.discard_due()
     maintenance.destroy_due()
     assert written_since(before) == ([], [])
     with pytest.raises(StateConflictError, match="not collected in time"):
@@ -362,7 +362,7 @@ def test_collection_key_in_the_secret_backend_is_never_burned(scene: Scene, aske
     request = asked_and_issued(
         asker.service, scene.sandbox, delivery=Delivery.SECRET_BACKEND, at=now() - 2 * COLLECT_WITHIN
     )
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert fresh(request).state == S.ISSUED
     with pytest.raises(StateConflictError, match="may still be collected"):
         burn(request)
@@ -375,7 +375,7 @@ def test_collection_public_key_is_never_burned(scene: Scene, asker: Asker, deliv
     request = asked_and_issued(asker.service, scene.sandbox, delivery=delivery, kind=KeyKind.PUBLIC, at=long_ago)
     assert request.key is not None
     shown = read_public_string(request.key)
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert Key.objects.get().state == "active"
     with pytest.raises(StateConflictError, match="may still be collected"):
         burn(request, now())
@@ -396,7 +396,7 @@ def test_collection_uncollected_key_that_is_in_use_goes_on_and_is_told_of(
     use(request.key)
     before = last_ids()
     for _ in range(2):
-        maintenance.burn_due()
+        maintenance.discard_due()
     assert written_since(before) == ([], [])
     assert (fresh(request).state, Key.objects.get().state) == (S.ISSUED, "active")
     with pytest.raises(StateConflictError, match="in use"):
@@ -413,7 +413,7 @@ def test_collection_of_more_used_keys_than_one_sweep_holds_tells_of_each(
     scene: Scene, asker: Asker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guarantee: keys in use that nobody has seen to hide no other from whoever reads the log."""
-    monkeypatch.setattr(issuance, "_AT_ONCE", 2)
+    monkeypatch.setattr(issuance, "_LIST_LIMIT", 2)
     monkeypatch.setattr(maintenance, "_used_uncollected", maintenance.UsedUncollected())
     requests = [asked_and_issued(asker.service, scene.sandbox, at=now() - COLLECT_WITHIN) for _ in range(5)]
     for request in requests:
@@ -422,7 +422,7 @@ def test_collection_of_more_used_keys_than_one_sweep_holds_tells_of_each(
 
     def sweep() -> list[str]:
         caplog.clear()
-        maintenance.burn_due()
+        maintenance.discard_due()
         return [each.__dict__["request_id"] for each in caplog.records if "uncollected" in each.getMessage()]
 
     told = [sweep() for _ in range(4)]
@@ -444,7 +444,7 @@ def test_collection_used_key_that_was_revoked_since_closes_its_request(
     assert request.key is not None
     use(request.key)
     revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), request.key, RevocationReason.SUPERSEDED)
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert fresh(request).state == S.BURNED
     assert Key.objects.get().reason == "superseded"
     assert "an uncollected key was used" not in caplog.text
@@ -460,7 +460,7 @@ def test_collection_ends_at_the_second_whether_swept_or_not(scene: Scene, asker:
     with pytest.raises(StateConflictError, match="not collected in time"):
         collect(asker.service, fresh(request), end)
     assert opened(collect(asker.service, fresh(request), end - MOMENT)).reveal()
-    with pytest.raises(StateConflictError, match="may still be collected, or was"):
+    with pytest.raises(StateConflictError, match="was collected, or may still be"):
         burn(fresh(request), end)
 
 
@@ -469,7 +469,7 @@ def test_collection_operator_s_key_burns_too(scene: Scene) -> None:
     issue_request(request, at=now() - COLLECT_WITHIN)
     with pytest.raises(StateConflictError, match="not collected in time"):
         issuance.collect_key(grant(scene.tam, P.ISSUANCE_COLLECT, scene.sandbox), fresh(request))
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert fresh(request).state == S.BURNED
 
 
@@ -481,7 +481,7 @@ def test_collection_burning_ends_a_suspended_key_and_leaves_a_dead_one(scene: Sc
         suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), request.key)
     else:
         revoke_key(grant(scene.admin, P.KEYS_REVOKE, scene.sandbox), request.key, RevocationReason.SUPERSEDED)
-    maintenance.burn_due()
+    maintenance.discard_due()
     key = Key.objects.get()
     assert (key.state, key.material) == ("deactivated", Material.DESTROY_DUE)
     assert key.reason == ("cessation_of_operation" if was == "suspended" else "superseded")
@@ -501,16 +501,16 @@ def test_collection_burning_killed_in_the_middle_is_done_again(
     with monkeypatch.context() as patch:
         patch.setattr(collection, "discard_key", die)
         with pytest.raises(KeyboardInterrupt):
-            maintenance.burn_due()
+            maintenance.discard_due()
     assert dump_tables() == before
-    maintenance.burn_due()
+    maintenance.discard_due()
     assert fresh(request).state == S.BURNED
 
 
 def test_collection_pinned_process_burns_its_own_environment_s_only(scene: Scene, asker: Asker) -> None:
     requests = [asked_and_issued(asker.service, place, at=now() - COLLECT_WITHIN) for place in _both(scene)]
     with override_settings(ENVIRONMENTS=("production",)):
-        maintenance.burn_due()
+        maintenance.discard_due()
     assert [fresh(request).state for request in requests] == [S.ISSUED, S.BURNED]
 
 

@@ -159,7 +159,7 @@ def _expire(scene: Scene, request: IssuanceRequest) -> object:
 
 def _burn(scene: Scene, request: IssuanceRequest) -> None:
     at = (request.issued_at or now()) + COLLECT_WITHIN
-    collection.burn_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
+    collection.discard_uncollected(grant(WORKER, P.ISSUANCE_EXECUTE, request.account, at=at), request)
 
 
 TURNS: dict[str, tuple[IssuanceState, Callable[[Scene, IssuanceRequest], object]]] = {
@@ -358,7 +358,7 @@ def test_issuance_approver_sees_the_request_but_never_collects(scene: Scene) -> 
     request = in_state(scene, S.ISSUED)
     with pytest.raises(PermissionMissingError):
         grant(scene.approver, P.ISSUANCE_COLLECT, scene.production)
-    with pytest.raises(StateConflictError, match="Only whoever asked"):
+    with pytest.raises(StateConflictError, match="Only the person who"):
         requests.collect_key(grant(scene.admin, P.ISSUANCE_COLLECT, scene.production), request)
     assert fresh(request).state == S.ISSUED
 
@@ -366,7 +366,7 @@ def test_issuance_approver_sees_the_request_but_never_collects(scene: Scene) -> 
 def test_issuance_withdrawn_by_another_is_refused(scene: Scene) -> None:
     """Others may reject; only whoever asked withdraws."""
     request = request_key(scene.production)
-    with pytest.raises(StateConflictError, match="Only whoever asked"):
+    with pytest.raises(StateConflictError, match="Only the person who"):
         requests.withdraw_issuance(grant(scene.admin, P.ISSUANCE_WITHDRAW, scene.production), request)
 
 

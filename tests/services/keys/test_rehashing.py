@@ -206,7 +206,7 @@ def test_rehash_is_written_by_the_thread_that_reports_usage(scene: Scene) -> Non
     key, text = issue(scene.sandbox)
     rotate()
     assert verdict(text) is None
-    UsageLog()._look_after_peppers()
+    UsageLog()._maintain_peppers()
     assert fresh(key).pepper_version == 2
 
 

@@ -132,7 +132,7 @@ def test_reporter_says_with_each_watermark_what_it_has_loaded(scene: Scene) -> N
     load_peppers.cache_clear()
     load_peppers(SANDBOX)
     log = UsageLog()
-    log._introduce(now())
+    log._register(now())
     assert UsageReporter.objects.get().peppers == {"sandbox": 1, "production": 0, "service": 0}
     load_peppers(PRODUCTION)
     row = rotate()

@@ -24,7 +24,7 @@ from keyvault.services.keys.lifecycle import revoke_key, suspend_key
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.maintenance import renew_peppers
 from keyvault.services.pepper_rotation import rotation
-from keyvault.services.pepper_rotation.propagation import PROPAGATION, is_everywhere
+from keyvault.services.pepper_rotation.propagation import PROPAGATION, is_loaded_everywhere
 from keyvault.services.pepper_rotation.rotation import (
     KEPT_AFTER_RETIREMENT,
     PepperInUseError,
@@ -83,8 +83,8 @@ def test_rotated_pepper_proves_at_once_and_hashes_after_the_propagation(monkeypa
     assert (sorted(peppers.versions), peppers.current_version) == ([1, 2], 1)
     assert peppers.versions[1] == old.versions[1] != peppers.versions[2]
     assert load_peppers(PRODUCTION).current_version == 1
-    assert not is_everywhere(row, row.created_at + PROPAGATION - timedelta(seconds=1))
-    assert is_everywhere(row, row.created_at + PROPAGATION)
+    assert not is_loaded_everywhere(row, row.created_at + PROPAGATION - timedelta(seconds=1))
+    assert is_loaded_everywhere(row, row.created_at + PROPAGATION)
     hasten(monkeypatch)
     renew_peppers()
     load_peppers.poll()
@@ -103,7 +103,7 @@ def test_rotated_pepper_makes_the_digests_once_its_time_has_come(scene: Scene) -
 def test_pepper_rotated_again_while_it_is_on_its_way_is_refused() -> None:
     have_peppers()
     rotate()
-    with pytest.raises(StateConflictError, match="on its way to every process"):
+    with pytest.raises(StateConflictError, match="not in use by every process yet"):
         rotate()
     assert len(stored_versions()) == 2
 
@@ -129,7 +129,7 @@ def test_pepper_rotation_over_a_stranger_s_version_is_refused(scene: Scene) -> N
     """What somebody else wrote is never hashed with: they know it."""
     theirs = Plaintext(base64.b64encode(bytes(32)).decode())
     secret_backend().put(Mount.PEPPERS, SANDBOX, theirs, {"pepper_set": "production"}, expected_version=1)
-    with pytest.raises(IntegrityError, match="Somebody else has written"):
+    with pytest.raises(IntegrityError, match="Another program has written"):
         rotate()
     secret_backend().destroy(Mount.PEPPERS, SANDBOX, 2)
     assert rotate().number == 3
@@ -323,14 +323,14 @@ def test_database_restored_from_before_a_retirement_starts_and_verifies(scene: S
 
 
 def test_newest_pepper_is_not_retired(scene: Scene) -> None:
-    with pytest.raises(StateConflictError, match="make a new one first"):
+    with pytest.raises(StateConflictError, match="Create a new one first"):
         retire(SANDBOX, 1)
 
 
 def test_pepper_is_not_retired_while_processes_may_still_hash_with_it() -> None:
     have_peppers()
     rotate()
-    with pytest.raises(StateConflictError, match="makes the digests still: version 2 is on its way"):
+    with pytest.raises(StateConflictError, match="still makes the digests: version 2 is not in use yet"):
         retire(SANDBOX, 1)
 
 
@@ -406,7 +406,7 @@ def test_destruction_that_failed_is_run_again(scene: Scene, monkeypatch: pytest.
 
 
 def test_pepper_that_is_not_retired_is_not_destroyed(scene: Scene) -> None:
-    with pytest.raises(StateConflictError, match="retire it first"):
+    with pytest.raises(StateConflictError, match="Retire it first"):
         destroy(SANDBOX, 1)
     with pytest.raises(NotFoundError):
         destroy(SANDBOX, 9)

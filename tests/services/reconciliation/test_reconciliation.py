@@ -513,12 +513,12 @@ def test_upkeep_that_is_refused_stops_there_and_alarms_once(
     monkeypatch.setattr(LocalKeystore, call, refuse)
     maintenance.destroy_due()
     maintenance.settle_due()
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert (len(asked), denials()) == (1, ["sandbox"])
     WorkLease.objects.update(due_at=None)
     maintenance.destroy_due()
     maintenance.settle_due()
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert (len(asked), denials()) == (2, ["sandbox"])
 
 
@@ -569,7 +569,7 @@ def test_reconcile_that_lost_its_lease_stops(scene: Scene) -> None:
         raise StateConflictError("Another worker took this over.")
 
     with pytest.raises(StateConflictError):
-        reconcile(SANDBOX, keep=lost)
+        reconcile(SANDBOX, renew=lost)
 
 
 def test_next_night_is_at_two_and_always_to_come() -> None:
@@ -590,10 +590,10 @@ def test_upkeep_of_a_slow_backend_ends_in_time_and_goes_on_next_time(
     """Copies of a mass revocation keep no worker from issuing and rotating."""
     for _ in range(3):
         mark(issue(scene.sandbox)[0], material=Material.DESTROY_DUE)
-    monkeypatch.setattr(maintenance, "_UPKEEP_SECONDS", 0)
+    monkeypatch.setattr(maintenance, "_MAINTENANCE_SECONDS", 0)
     maintenance.destroy_due()
     assert destroyed() == 0
-    monkeypatch.setattr(maintenance, "_UPKEEP_SECONDS", 20)
+    monkeypatch.setattr(maintenance, "_MAINTENANCE_SECONDS", 20)
     maintenance.destroy_due()
     assert destroyed() == 3
 
@@ -645,8 +645,8 @@ def test_upkeep_forgets_the_paths_of_a_merchant_that_has_left(scene: Scene) -> N
     credential = gone(scene)
     assert remembered(credential)
     before = last_ids()
-    maintenance.leave_due()
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
+    maintenance.forget_paths_due()
     assert not remembered(credential)
     assert written_since(before) == (["credential.forgotten"], [("credential", credential.pk)])
     assert Credential.objects.get().forgotten_at is not None
@@ -657,10 +657,10 @@ def test_upkeep_forgets_nothing_before_every_copy_is_destroyed(scene: Scene) -> 
     make_merchant("globex")
     stays, _ = issue(account("globex"))
     offboard_merchant(grant(scene.admin, P.MERCHANTS_OFFBOARD), scene.merchant, "contract ended")
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert remembered(key.credential)
     maintenance.destroy_due()
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert not remembered(key.credential)
     assert remembered(stays.credential)
 
@@ -677,10 +677,10 @@ def test_upkeep_forgets_later_what_it_could_not_now(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalKeystore, call, fail)
-        maintenance.leave_due()
+        maintenance.forget_paths_due()
     assert remembered(credential)
     WorkLease.objects.update(due_at=None)
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert not remembered(credential)
 
 
@@ -693,10 +693,10 @@ def test_upkeep_killed_while_forgetting_forgets_again(scene: Scene, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(offboarding, "recorded", die)
         with pytest.raises(KeyboardInterrupt):
-            maintenance.leave_due()
+            maintenance.forget_paths_due()
     assert Credential.objects.get().forgotten_at is None
     WorkLease.objects.update(until=None)
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert (remembered(credential), Credential.objects.get().forgotten_at is None) == (False, False)
 
 
@@ -704,7 +704,7 @@ def test_upkeep_never_forgets_a_path_with_something_of_a_strangers(scene: Scene)
     """Guarantee: erasing what we remember of a merchant never erases what somebody else has put there."""
     credential = gone(scene)
     write(credential.backend_path, {})
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     reconcile(SANDBOX)
     assert remembered(credential)
     assert Credential.objects.get().forgotten_at is None
@@ -713,7 +713,7 @@ def test_upkeep_never_forgets_a_path_with_something_of_a_strangers(scene: Scene)
 def test_reconcile_forgets_again_what_came_late(scene: Scene) -> None:
     """A worker wrote after the path was forgotten."""
     credential = gone(scene)
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     write_late(Key.objects.select_related("credential__account").get())
     assert found(reconcile(SANDBOX)) == {"destroyed": 1, "forgotten": 1}
     assert not remembered(credential)
@@ -794,7 +794,7 @@ def test_reconcile_backend_not_finished_exits_with_an_error(scene: Scene, monkey
 
 
 def test_report_lists_a_bounded_number_of_findings(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciliation_report, "MOST_TOLD", 3)
+    monkeypatch.setattr(reconciliation_report, "MAX_LISTED_FINDINGS", 3)
     for number in range(5):
         write(f"nowhere/{number}", {})
     report = reconcile(Environment.SANDBOX)

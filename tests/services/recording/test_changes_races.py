@@ -471,7 +471,7 @@ def test_follower_of_a_database_that_is_restarted_vouches_for_nothing_meanwhile_
             connection.close()
             await_that(lambda: memory.applied == [key("before")], "the change")
             server.stop(how)
-            await_that(lambda: memory.follower._is_out, "the outage")
+            await_that(lambda: memory.follower._is_failing, "the outage")
             vouched = len(memory.confirmed)
             await_that(lambda: not memory.follower.is_fresh, "the end of its freshness")
             assert len(memory.confirmed) == vouched

@@ -292,8 +292,8 @@ def test_healing_appends_what_the_journal_lacks_and_then_nothing(
     path.unlink()
     path.with_name("kept").rename(path)
     settle()
-    healer = LogBackfill()
-    assert healer.heal(now()) == 2
+    backfill = LogBackfill()
+    assert backfill.run(now()) == 2
     assert set(ended()) == {
         ("key", here.key_id, "deactivated", "superseded"),
         ("key", there.key_id, "compromised", "key_compromise"),
@@ -301,8 +301,8 @@ def test_healing_appends_what_the_journal_lacks_and_then_nothing(
     }
     size = path.stat().st_size
     with django_assert_max_num_queries(2):
-        assert healer.heal(now()) == 0
-    assert LogBackfill().heal(now()) == 0, "another process finds how far it is in the journal"
+        assert backfill.run(now()) == 0
+    assert LogBackfill().run(now()) == 0, "another process finds how far it is in the journal"
     assert path.stat().st_size == size
 
 
@@ -314,8 +314,8 @@ def test_healing_in_a_new_process_reads_from_the_last_note_on(scene: Scene, path
     path.write_bytes(path.read_bytes().replace(b"superseded", b"superseeed", 1))
     key = revoke(scene)
     settle()
-    healer = LogBackfill()
-    assert (healer.heal(now()), healer.looked) == (0, read_counter())
+    backfill = LogBackfill()
+    assert (backfill.run(now()), backfill.position) == (0, read_counter())
     assert ended() == [("key", key.key_id, "deactivated", "superseded")]
 
 
@@ -324,13 +324,13 @@ def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
 ) -> None:
     append_lines([Looked(read_counter() + 1000)])
     settle()
-    healer = LogBackfill()
-    assert (healer.heal(now()), healer.looked) == (0, read_counter())
+    backfill = LogBackfill()
+    assert (backfill.run(now()), backfill.position) == (0, read_counter())
     assert "the database went back" in caplog.text
     caplog.clear()
     revoke(scene)
     settle()
-    assert (healer.heal(now()), caplog.text) == (0, "")
+    assert (backfill.run(now()), caplog.text) == (0, "")
 
 
 def test_healing_repeats_an_end_whose_commit_nobody_noted(scene: Scene, path: Path) -> None:
@@ -338,7 +338,7 @@ def test_healing_repeats_an_end_whose_commit_nobody_noted(scene: Scene, path: Pa
     key = revoke(scene)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     settle()
-    assert LogBackfill().heal(now()) == 1
+    assert LogBackfill().run(now()) == 1
     *_, healed = lines()
     assert (healed.id, healed.unit) == (key.key_id, "")
 
@@ -349,40 +349,40 @@ def test_healing_notes_that_a_revoked_key_was_compromised(scene: Scene, path: Pa
     lifecycle.report_compromise(grant(scene.admin, P.KEYS_REPORT_COMPROMISE, scene.sandbox), key)
     path.write_bytes(before)
     settle()
-    healer = LogBackfill()
-    assert healer.heal(now()) == 1
+    backfill = LogBackfill()
+    assert backfill.run(now()) == 1
     assert ended()[-1] == ("key", key.key_id, "compromised", "key_compromise")
 
 
 def test_healing_sees_what_its_own_host_wrote_meanwhile(scene: Scene) -> None:
-    healer = LogBackfill()
+    backfill = LogBackfill()
     revoke(scene)
     settle()
-    assert healer.heal(now()) == 0
+    assert backfill.run(now()) == 0
     revoke(scene)
     settle()
-    assert healer.heal(now()) == 0
+    assert backfill.run(now()) == 0
     assert len(ended()) == 2
 
 
 def test_healing_begins_again_with_a_journal_that_was_made_anew(scene: Scene, path: Path) -> None:
     key = revoke(scene)
     settle()
-    healer = LogBackfill()
-    assert healer.heal(now()) == 0
+    backfill = LogBackfill()
+    assert backfill.run(now()) == 0
     renew_journal(path)
-    assert healer.heal(now()) == 1
+    assert backfill.run(now()) == 1
     assert ended() == [("key", key.key_id, "deactivated", "superseded")]
 
 
 def test_healing_goes_so_far_at_a_time(scene: Scene, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keyvault.services.revocations.log_backfill._AT_ONCE", 2)
+    monkeypatch.setattr("keyvault.services.revocations.log_backfill._BATCH", 2)
     revoked = {revoke(scene).key_id for _ in range(3)}
     renew_journal(path)
     settle()
-    healer, rounds = LogBackfill(), 0
-    while healer.looked < read_counter():
-        healer.heal(now())
+    backfill, rounds = LogBackfill(), 0
+    while backfill.position < read_counter():
+        backfill.run(now())
         rounds += 1
     assert rounds > 2
     assert {name for _, name, _, _ in ended()} == revoked
@@ -394,13 +394,13 @@ def test_healing_that_cannot_write_is_an_alarm_and_goes_on_later(
     revoke(scene)
     renew_journal(path)
     settle()
-    healer = LogBackfill()
+    backfill = LogBackfill()
     with monkeypatch.context() as full:
         full.setattr("keyvault.services.revocations.log_backfill.append_lines", _refuse)
-        assert healer.heal(now()) == healer.heal(now()) == 0
+        assert backfill.run(now()) == backfill.run(now()) == 0
     assert Notice.objects.filter(kind=NoticeKind.JOURNAL_FAILED, is_alarm=True).count() == 1
     assert AuditEntry.objects.filter(event="journal.failed").count() == 1
-    assert healer.heal(now()) == 1
+    assert backfill.run(now()) == 1
 
 
 def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
@@ -412,10 +412,10 @@ def test_healing_drops_an_end_whose_commit_failed_so_that_no_reboot_revokes(
         reboot(early)
         with pytest.raises(ImproperlyConfigured, match="behind the revocation journal"):
             require_current()
-    healer = LogBackfill()
-    assert healer.heal(now() + timedelta(seconds=50)) == 0
+    backfill = LogBackfill()
+    assert backfill.run(now() + timedelta(seconds=50)) == 0
     assert [type(line) for line in lines()] == [Ended], "its commit may be on the way"
-    assert healer.heal(now() + timedelta(seconds=61)) == healer.heal(now() + timedelta(seconds=99)) == 0
+    assert backfill.run(now() + timedelta(seconds=61)) == backfill.run(now() + timedelta(seconds=99)) == 0
     end, mark = lines()
     assert mark == Dropped(end.unit)
     reboot(monkeypatch)
@@ -429,7 +429,7 @@ def test_healing_marks_an_end_that_committed_without_its_note(scene: Scene, path
     revoke(scene)
     end, mark = lines()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-    LogBackfill().heal(now() + timedelta(seconds=61))
+    LogBackfill().run(now() + timedelta(seconds=61))
     assert lines() == [end, mark]
 
 
@@ -439,20 +439,20 @@ def test_healing_drops_a_failed_report_of_a_key_that_is_merely_revoked(scene: Sc
     renew_journal(path)
     kept = Ended(1, now(), "key", key.key_id, "compromised", "key_compromise", "u", revocation_log.boot_id())
     append_lines([kept])
-    LogBackfill().heal(now() + timedelta(seconds=61))
+    LogBackfill().run(now() + timedelta(seconds=61))
     assert lines()[:2] == [kept, Dropped("u")]
 
 
 def test_healing_notes_no_look_above_an_end_that_waits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process reads from the last look on, and has to find what is still to be settled."""
-    monkeypatch.setattr(log_backfill, "_NOTED_EVERY", 1)
+    monkeypatch.setattr(log_backfill, "_PROGRESS_INTERVAL", 1)
     fail_to_revoke(scene)
     settle()
-    LogBackfill().heal(now())
+    LogBackfill().run(now())
     assert [type(line) for line in lines()] == [Ended]
     issue(scene.sandbox)
     settle()
-    LogBackfill().heal(now() + timedelta(seconds=61))
+    LogBackfill().run(now() + timedelta(seconds=61))
     assert [type(line) for line in lines()] == [Ended, Dropped, Looked]
 
 
@@ -462,7 +462,7 @@ def test_healing_drops_nothing_that_a_restored_database_has_not_drawn(scene: Sce
     key, _ = issue(scene.sandbox)
     later = read_counter() + 1000
     append_lines([Ended(later, now(), "key", key.key_id, "deactivated", "superseded", "u", revocation_log.boot_id())])
-    LogBackfill().heal(now() + timedelta(seconds=61))
+    LogBackfill().run(now() + timedelta(seconds=61))
     assert [type(line) for line in lines()] == [Ended]
 
 
@@ -471,10 +471,10 @@ def test_healing_waits_for_what_may_still_appear_below(scene: Scene, path: Path)
     """On PostgreSQL a change may become visible after a higher one: nothing is passed over for good."""
     revoke(scene)
     renew_journal(path)
-    healer = LogBackfill()
-    assert (healer.heal(now()), healer.looked) == (0, 0), "no verifier has confirmed anything"
+    backfill = LogBackfill()
+    assert (backfill.run(now()), backfill.position) == (0, 0), "no verifier has confirmed anything"
     settle()
-    assert healer.heal(now()) == 1
+    assert backfill.run(now()) == 1
 
 
 # --- what starts beside others ----------------------------------------------------------------------------

@@ -353,7 +353,7 @@ def _burn_uncollected(scene: Scene) -> Callable[[], object]:
     request = request_key(scene.sandbox, delivery=Delivery.SHOW_ONCE)
     issue_request(request)
     allowed = grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox, at=now() + COLLECT_WITHIN)
-    return lambda: collection.burn_uncollected(allowed, request)
+    return lambda: collection.discard_uncollected(allowed, request)
 
 
 WISH = EndpointDraft("payouts.list", "GET", "/payouts", frozenset({KeyKind.PRIVATE}))
@@ -498,7 +498,9 @@ ACTS: dict[str, Act] = {
     "keys.lifecycle.expire_key": Act(_expire, ["key.expired"], ["key"]),
     "keys.lifecycle.revoke_own_key": Act(_revoke_own, ["key.compromised"], ["key"]),
     "merchants.orders.create_order": Act(_create_order, ["order.created"], []),
-    "tokens.customer_tokens.issue_customer_token": Act(_issue_customer_token, ["customer_token.issued"], ["customer_token"]),
+    "tokens.customer_tokens.issue_customer_token": Act(
+        _issue_customer_token, ["customer_token.issued"], ["customer_token"]
+    ),
     "keys.lifecycle.reapply_revocation": Act(_end_again, ["key.revocation_replayed"], ["key"]),
     "revocations.log_opening.accept_loss": Act(_accept_loss, ["journal.loss_accepted"], []),
     "revocations.replay.replay_revocations": Act(_replay, ["key.revocation_replayed"], ["key"]),
@@ -527,12 +529,16 @@ ACTS: dict[str, Act] = {
     "merchants.merchants.create_merchant": Act(
         lambda _: lambda: make_merchant("globex"), ["merchant.created"], ["merchant", "account", "account"]
     ),
-    "merchants.merchants.suspend_merchant": Act(_merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]),
+    "merchants.merchants.suspend_merchant": Act(
+        _merchant_act(merchants.suspend_merchant), ["merchant.suspended"], ["merchant"]
+    ),
     "merchants.merchants.resume_merchant": Act(_resume_merchant, ["merchant.resumed"], ["merchant"]),
     "merchants.merchants.suspend_account": Act(_suspend_account, ["account.suspended"], ["account"]),
     "merchants.merchants.resume_account": Act(_resume_account, ["account.resumed"], ["account"]),
     "tokens.service_tokens.create_service_token": Act(_create_token, ["service_token.created"], ["service_token"]),
-    "tokens.service_tokens.rotate_service_token": Act(_rotate_token, ["service_token.rotated"], ["service_token", "service_token"]),
+    "tokens.service_tokens.rotate_service_token": Act(
+        _rotate_token, ["service_token.rotated"], ["service_token", "service_token"]
+    ),
     "tokens.service_tokens.revoke_service_token": Act(_revoke_token, ["service_token.revoked"], ["service_token"]),
     "offboarding.offboard_merchant": Act(
         _offboard, ["merchant.offboarding_began", "merchant.offboarded"], ["merchant"]
@@ -552,7 +558,7 @@ ACTS: dict[str, Act] = {
     "issuance.requests.expire_issuance": Act(_expire_request, ["issuance.expired"], []),
     "issuance.requests.collect_key": Act(_collect, ["issuance.collected"], ["key"]),
     "issuance.collection.record_collection": Act(_record_collection, ["issuance.collected"], ["key"]),
-    "issuance.collection.burn_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
+    "issuance.collection.discard_uncollected": Act(_burn_uncollected, ["issuance.burned", "key.burned"], ["key"]),
     "approvals.break_glass.review_break_glass": Act(_review, ["break_glass.reviewed"], []),
     "webhooks.endpoints.add_endpoint": Act(
         lambda scene: lambda: _webhook(scene),

@@ -46,7 +46,7 @@ def test_upkeep_deletes_expired_sessions_and_no_other() -> None:
 
 def test_upkeep_deletes_a_bounded_number_of_sessions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest first, so that a backlog is worked off in steps that each end soon."""
-    monkeypatch.setattr("keyvault.services.sessions.sign_in._MOST_FORGOTTEN", 2)
+    monkeypatch.setattr("keyvault.services.sessions.sign_in._MAX_DELETED", 2)
     for name, days in (("a", 1), ("b", 3), ("c", 2)):
         make_session(name, timedelta(days=-days))
     assert forget_expired_sessions(now()) == 2

@@ -182,7 +182,7 @@ def test_usage_of_a_flood_of_sources_is_counted_without_telling_the_last_ones_ap
     key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is bounded, and the request path does no I/O: what is lost of a flood is who it was, never how many."""
-    monkeypatch.setattr(recorder, "_MOST_BUCKETS", 10)
+    monkeypatch.setattr(recorder, "_MAX_BUCKETS", 10)
     for number in range(100):
         use(log, key, source=f"192.0.2.{number}")
     assert counted(key) == 0
@@ -195,7 +195,7 @@ def test_usage_of_a_flood_with_the_database_away_costs_no_client_its_answer(
     key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
 ) -> None:
     """Evidence is no part of a verdict: the request that fills the memory is answered, and no use is forgotten."""
-    monkeypatch.setattr(recorder, "_MOST_BUCKETS", 2)
+    monkeypatch.setattr(recorder, "_MAX_BUCKETS", 2)
     for number in range(3):
         use(log, key, source=f"192.0.2.{number}")
     assert counted(key) == 0
@@ -263,7 +263,7 @@ def buckets() -> list[tuple[Any, ...]]:
 @pytest.fixture
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if two uses were already too many to be encoded in one go."""
-    monkeypatch.setattr(recorder, "_AT_ONCE", 2)
+    monkeypatch.setattr(recorder, "_PORTION_SIZE", 2)
 
 
 def test_usage_seen_twice_before_a_report_is_one_row(key: Key, log: UsageLog, clock: Clock, two_at_once: None) -> None:
@@ -292,7 +292,7 @@ def test_usage_in_however_many_portions_adds_up_to_a_plain_sum(
     key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     """Whichever portions the uses of one bucket are in: none is left out and none is told twice."""
-    monkeypatch.setattr(recorder, "_AT_ONCE", at_once)
+    monkeypatch.setattr(recorder, "_PORTION_SIZE", at_once)
     keys = [key, *(issue(account())[0] for _ in range(2))]
     chosen = Random(20261122)  # noqa: S311  examples, no secret
     all_told: list[tuple[SeenUse, list[float]]] = []
@@ -377,7 +377,7 @@ def test_usage_seen_that_could_not_be_written_is_kept_and_bounded(
     key: Key, log: UsageLog, clock: Clock, monkeypatch: pytest.MonkeyPatch, broken_database: pytest.MonkeyPatch
 ) -> None:
     """What is lost of a flood that cannot be written is who it was, never how many nor when."""
-    monkeypatch.setattr(recorder, "_MOST_BUCKETS", 2)
+    monkeypatch.setattr(recorder, "_MAX_BUCKETS", 2)
     use(log, key, source="192.0.2.100")
     with pytest.raises(DatabaseError):
         log.flush()  # which is told again as it is, for it may have been written
@@ -507,7 +507,7 @@ def test_usage_shreds_what_was_used_though_its_reporter_was_forgotten(
     def fail(*_: object) -> None:
         raise DatabaseError("gone")
 
-    monkeypatch.setattr(UsageLog, "_introduce", fail)
+    monkeypatch.setattr(UsageLog, "_register", fail)
     with pytest.raises(DatabaseError):
         log.flush()
     assert (counted(key), shredded) == (1, [{key.key_id, "cat_1"}])
@@ -525,7 +525,7 @@ def test_usage_report_that_is_told_again_waits_for_itself() -> None:
     use(log, key)
     log.flush()
     use(log, key)
-    report = log._take(farewell=False)._replace(number=2)
+    report = log._take(is_final=False)._replace(number=2)
     with held_open(lambda: list(UseBucket.objects.select_for_update())):
         under_way = start(partial(recorder._write, report))
         wait_until_blocked(under_way)
@@ -754,7 +754,7 @@ def test_usage_reporter_ahead_that_died_is_found_lost(log: UsageLog, clock: Cloc
 
 
 def test_usage_reporter_that_said_farewell_is_never_lost(log: UsageLog, clock: Clock) -> None:
-    log.flush(farewell=True)
+    log.flush(is_final=True)
     clock.tick(3600)
     seen = seen_at(clock())
     assert (seen.through, seen.lost_at) == (None, None)
@@ -869,7 +869,7 @@ def test_usage_that_is_old_is_forgotten_some_thousands_at_a_time(
     key: Key, log: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep that finds years of it holds nobody up."""
-    monkeypatch.setattr(recorder, "_MOST_FORGOTTEN", 2)
+    monkeypatch.setattr(recorder, "_MAX_DELETED", 2)
     for number in range(3):
         use(log, key, source=f"192.0.2.{number}")
     log.flush()

@@ -161,7 +161,7 @@ def test_refusal_noted_twice_is_kept_once(log: RefusalLog) -> None:
 
 def test_refusal_log_without_room_drops_and_says_so_once(log: RefusalLog, caplog: pytest.LogCaptureFixture) -> None:
     """Memory is bounded whatever comes in, and so is what a flood without any proof has written."""
-    with mock.patch.object(refusals, "_MOST_PENDING", 5), mock.patch.object(refusals, "_MOST_UNPROVED", 2):
+    with mock.patch.object(refusals, "_MAX_PENDING", 5), mock.patch.object(refusals, "_MAX_UNPROVED", 2):
         for number in range(9):
             note(log, denied(), f"U{number}")
         for number in range(9):
@@ -177,7 +177,7 @@ def test_refusals_of_one_key_are_kept_up_to_a_few_beside_all_of_the_others(
 ) -> None:
     """A revoked key that is still in use everywhere neither fills the disk nor displaces what is asked for."""
     caplog.set_level("INFO", refusals.__name__)
-    most = refusals._MOST_OF_A_KEY
+    most = refusals._MAX_PER_KEY
     for number in range(most + 7):
         note(log, denied(HOLDER), f"R{number}")
         note(log, denied(holder(f"other{number}")), f"O{number}")
@@ -195,7 +195,7 @@ def test_refusals_are_counted_by_time_and_not_by_what_was_written(
 ) -> None:
     """A database that fails, or hangs and lets nobody flush, silences nobody."""
     caplog.set_level("INFO", refusals.__name__)
-    database, most = Outage(monkeypatch, 0), refusals._MOST_OF_A_KEY
+    database, most = Outage(monkeypatch, 0), refusals._MAX_PER_KEY
     for period in range(3):
         for number in range(most + 1):
             note(log, denied(HOLDER), f"R{period}.{number}")
@@ -212,7 +212,7 @@ def test_refusals_are_counted_by_time_and_not_by_what_was_written(
 
 def test_refusals_of_one_key_for_another_reason_are_counted_apart(log: RefusalLog) -> None:
     """Whoever is over its limit all the time does not hide that it came from a browser once."""
-    most, unproved = refusals._MOST_OF_A_KEY, refusals._MOST_UNPROVED
+    most, unproved = refusals._MAX_PER_KEY, refusals._MAX_UNPROVED
     for number in range(most + 3):
         note(log, denied(HOLDER, code=ErrorCode.RATE_LIMITED), f"R{number}")
         note(log, denied(code=ErrorCode.CREDENTIAL_INVALID), f"U{number}")
@@ -228,8 +228,8 @@ def test_refusal_lines_are_bounded_for_each_key_and_in_all_in_each_period(
 ) -> None:
     """A line costs the request path a tenth of a millisecond."""
     caplog.set_level("INFO", refusals.__name__)
-    monkeypatch.setattr(refusals, "_MOST_LINES", 3)
-    monkeypatch.setattr(refusals, "_MOST_LINES_OF_ALL", 5)
+    monkeypatch.setattr(refusals, "_MAX_LINES", 3)
+    monkeypatch.setattr(refusals, "_MAX_TOTAL_LINES", 5)
     for period in range(2):
         for name, of in (("R", HOLDER), ("O", holder("other"))):
             for number in range(4):
@@ -245,7 +245,7 @@ def test_refusals_of_several_portions_are_told_and_written_in_their_order(
     log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", refusals.__name__)
-    monkeypatch.setattr(refusals, "_AT_ONCE", 3)
+    monkeypatch.setattr(refusals, "_WRITE_BATCH", 3)
     database = Outage(monkeypatch)
     for number in range(8):
         note(log, denied(HOLDER), f"R{number}")
@@ -261,7 +261,7 @@ def test_refusals_of_a_portion_that_could_not_be_written_are_kept_with_all_after
 ) -> None:
     """And those before it are not written again. The log is told of each once, whichever try wrote it."""
     caplog.set_level("INFO", refusals.__name__)
-    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
+    monkeypatch.setattr(refusals, "_WRITE_BATCH", 2)
     database = Outage(monkeypatch, 1, 2)
     database.meanwhile = lambda: note(log, denied(HOLDER), f"later{len(database.written)}")
     for number in range(6):
@@ -289,8 +289,8 @@ def test_refusals_that_could_not_be_written_are_dropped_where_there_is_no_room_f
     log: RefusalLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is bounded in an outage too, and what it costs is told by the flush after it."""
-    monkeypatch.setattr(refusals, "_AT_ONCE", 2)
-    monkeypatch.setattr(refusals, "_MOST_PENDING", 4)
+    monkeypatch.setattr(refusals, "_WRITE_BATCH", 2)
+    monkeypatch.setattr(refusals, "_MAX_PENDING", 4)
 
     def fail_late(rows: list[Refusal], **_: object) -> None:
         for number in range(3):
@@ -354,7 +354,7 @@ def test_refusals_of_more_than_thirty_days_ago_are_forgotten_some_at_a_time() ->
         keep(f"old{number}", today - timedelta(days=31 + number))
     keep("unproved", today - timedelta(days=2), key_id="")
     keep("new", today - timedelta(days=29))
-    with mock.patch.object(refusals, "_MOST_FORGOTTEN", 3):
+    with mock.patch.object(refusals, "_MAX_DELETED", 3):
         assert [forget_old(today), forget_old(today), forget_old(today)] == [3, 2, 0]
     assert Refusal.objects.get().request_id == "new"
 

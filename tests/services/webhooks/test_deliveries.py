@@ -22,7 +22,14 @@ from keyvault.services.maintenance import forget_due
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.webhooks.deliveries import HOLD, KEEP, Send, deliver_due, find_telling, forget_old_deliveries
+from keyvault.services.webhooks.deliveries import (
+    HOLD,
+    KEEP,
+    Send,
+    deliver_due,
+    find_delivery_report,
+    forget_old_deliveries,
+)
 from keyvault.services.webhooks.endpoints import add_endpoint, disable_endpoint, rotate_secret, send_test
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination
@@ -493,13 +500,13 @@ def test_telling_is_known_once_one_endpoint_took_it(scene: Scene, clock: Clock) 
     add(scene, "https://one.example/")
     add(scene, "https://two.example/")
     tell(scene)
-    assert find_telling(KIND, SUBJECT).delivered_at is None
+    assert find_delivery_report(KIND, SUBJECT).delivered_at is None
 
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
         return Reply(200 if destination.host == "two.example" else 500, None)
 
     deliver_due(clock, send)
-    told = find_telling(KIND, SUBJECT)
+    told = find_delivery_report(KIND, SUBJECT)
     assert (told.delivered_at, told.has_failed) == (clock(), False)
 
 
@@ -507,7 +514,7 @@ def test_telling_is_under_way_while_an_endpoint_is_tried(scene: Scene, clock: Cl
     add(scene, "https://one.example/")
     tell(scene)
     deliver_due(clock, failing)
-    told = find_telling(KIND, SUBJECT)
+    told = find_delivery_report(KIND, SUBJECT)
     assert (told.delivered_at, told.has_failed, told.reason) == (None, False, "The connection was refused.")
 
 
@@ -515,13 +522,13 @@ def test_telling_has_failed_once_every_endpoint_was_given_up(scene: Scene, clock
     add(scene, "https://one.example/")
     tell(scene)
     deliver_due(clock, answering(410))
-    told = find_telling(KIND, SUBJECT)
+    told = find_delivery_report(KIND, SUBJECT)
     assert (told.delivered_at, told.has_failed, told.reason) == (None, True, "answered 410")
 
 
 def test_telling_has_failed_where_there_was_no_endpoint(scene: Scene) -> None:
     tell(scene)
-    told = find_telling(KIND, SUBJECT)
+    told = find_delivery_report(KIND, SUBJECT)
     assert (told.has_failed, told.reason) == (True, "the account had no enabled webhook endpoint")
 
 
@@ -531,7 +538,7 @@ def test_telling_of_what_was_never_announced_is_unknown(scene: Scene) -> None:
     tell(scene)
     deliver_due(send=answering(200))
     for kind, subject in ((NoticeKind.ROTATION_ENDED, SUBJECT), (KIND, "rot_" + "B" * 20)):
-        told = find_telling(kind, subject)
+        told = find_delivery_report(kind, subject)
         assert (told.delivered_at, told.has_failed) == (None, False)
 
 

@@ -26,7 +26,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.webhooks.endpoints import (
     CATCH_UP,
-    MOST_ENDPOINTS,
+    MAX_ENDPOINTS,
     add_endpoint,
     describe_endpoint,
     disable_endpoint,
@@ -153,7 +153,7 @@ def test_endpoint_of_the_other_environment_is_its_own(scene: Scene) -> None:
 
 
 def test_endpoints_are_few(scene: Scene) -> None:
-    endpoints = [add(scene, f"https://acme.example/{number}")[0] for number in range(MOST_ENDPOINTS)]
+    endpoints = [add(scene, f"https://acme.example/{number}")[0] for number in range(MAX_ENDPOINTS)]
     with pytest.raises(StateConflictError, match="at most"):
         add(scene)
     disable_endpoint(granted(scene), endpoints[0], "moved")
@@ -166,11 +166,11 @@ def test_endpoints_are_few(scene: Scene) -> None:
 def test_endpoints_added_at_once_are_few_too() -> None:
     """The count holds when two are added at the same moment."""
     scene = make_scene()
-    for number in range(MOST_ENDPOINTS - 1):
+    for number in range(MAX_ENDPOINTS - 1):
         add(scene, f"https://acme.example/{number}")
     results = race(lambda: add(scene, "https://acme.example/a"), lambda: add(scene, "https://acme.example/b"))
     assert sum(isinstance(result, StateConflictError) for result in results) == 1
-    assert WebhookEndpoint.objects.count() == MOST_ENDPOINTS
+    assert WebhookEndpoint.objects.count() == MAX_ENDPOINTS
 
 
 @pytest.mark.django_db(transaction=True)
@@ -208,7 +208,7 @@ def test_secret_rotated_signs_beside_the_one_before_until_the_overlap_ends(scene
     second = rotate_secret(granted(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     assert revealed(endpoint, at + timedelta(hours=24)) == [second.reveal()]
-    with pytest.raises(StateConflictError, match="two sign until"):
+    with pytest.raises(StateConflictError, match="two secrets sign until"):
         rotate_secret(granted(scene, at=at), endpoint, 24)
     assert revealed(endpoint, at) == [second.reveal(), first.reveal()]
     later = at + timedelta(hours=24)

@@ -82,7 +82,7 @@ def test_vault_whole_life_of_the_copies(vault_service: InstalledVault, clock: Cl
     offboard_merchant(grant, credential.account.merchant, "contract ended")
     keep_up()
     assert versions_of(old) == ["destroyed", "destroyed"]
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert (versions_of(old), credential.backend_path in paths()) == ([], False)
     assert Credential.objects.get(pk=credential.pk).forgotten_at is not None
 
@@ -130,7 +130,7 @@ def test_vault_reconciler_destroys_what_is_ours_and_leaves_strangers(
         authorize(scene.admin(), P.MERCHANTS_OFFBOARD, now=clock()), credential.account.merchant, "contract ended"
     )
     keep_up()
-    maintenance.leave_due()
+    maintenance.forget_paths_due()
     assert reconcile(Environment.SANDBOX).forgotten == 0
     assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "destroyed", "live"]
     vault_service.admin.secrets.kv.v2.destroy_secret_versions(credential.backend_path, [4], mount_point=mount)

@@ -17,7 +17,7 @@ from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, IssuanceRequest, Key, Merchant, Notice
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
-from keyvault.services.offboarding import Offboarding, count_belongings, offboard_merchant
+from keyvault.services.offboarding import Offboarding, count_assets, offboard_merchant
 from keyvault.services.recording.audit_chain import verify_audit
 from rotation.models import Rotation
 from rotation.services.rotations.emergency import Response, respond_to_compromise
@@ -45,7 +45,7 @@ def offboard(merchant_id: str) -> Offboarding:
 
 def nothing_left(merchant_id: str) -> bool:
     living = Key.objects.filter(credential__account__merchant=merchant_id).exclude(state__in=DEAD_STATES)
-    return not living.exclude(state="pre_activation").exists() and not count_belongings(
+    return not living.exclude(state="pre_activation").exists() and not count_assets(
         Merchant.objects.get(pk=merchant_id), utc()
     )
 
