@@ -1,8 +1,7 @@
-"""What to do when a rotation does not move: for every cause, what happened and what helps. PURE.
+"""The runbook: for every reason why a rotation does not progress, what happened and what helps. PURE.
 
-A rotation that stalled is looked up by its `why`, one that waits by what it waits for. The console shows the entry on
-the rotation's page, with the acts that it names; `rotation/README.md` holds all of them, as `runbook_markdown` writes
-them.
+A stalled rotation is looked up by its `why`, a waiting one by its `waiting_for`. The console shows the entry on the
+rotation's page, with the actions that it names. `rotation/README.md` holds all entries, written by `runbook_markdown`.
 """
 
 import textwrap
@@ -18,7 +17,7 @@ from rotation.domain.states import WHY
 
 
 class Remedy(StrEnum):
-    """What an entry sends its reader to: an act on the rotation, by its name in the console, or another page."""
+    """An action on the rotation, by its name in the console, or another page."""
 
     APPROVE = "approve"
     REJECT = "reject"
@@ -54,12 +53,12 @@ IN_WORDS = {
     R.ACCOUNT: "The account's page, with its webhook endpoints",
     R.ASK_AGAIN: "Rotate a key",
 }
-"""What the console calls each of them."""
+"""Console label of each remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the advice for a rotation depends on.
+    """The properties of a rotation that its advice depends on.
 
     `has_old_key`: the predecessor is neither revoked, compromised nor expired.
     """
@@ -71,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rotations that a sentence is true of; `name` is how the README calls them."""
+    """The rotations that a sentence applies to; `name` is the README's name for them."""
 
     name: str
     includes: Callable[[Case], bool]
@@ -92,7 +91,7 @@ OLD_KEY_ENDED = Group("Old key ended", lambda case: not case.has_old_key)
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A sentence for some rotations."""
+    """A sentence that applies to one group of rotations."""
 
     group: Group
     text: str
@@ -100,10 +99,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class RunbookEntry:
-    """`says`: how the `why`, or what is waited for, begins. `steps`: in the order in which to try them.
+    """One cause and its remedies.
 
-    `besides`: what is also true, of some rotations. `only_failing`: nothing is wrong with waiting for that, until a
-    try fails.
+    `says`: prefixes of the matching `why` or `waiting_for`. `steps`: in the order in which to try them. `besides`:
+    additional facts for some rotations. `only_failing`: the wait is normal until an attempt fails.
     """
 
     title: str
@@ -117,7 +116,7 @@ class RunbookEntry:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """An entry as it is true of one rotation."""
+    """An entry reduced to what applies to one rotation."""
 
     title: str
     happened: str
@@ -318,7 +317,7 @@ STALLS = (
         (R.ABORT, R.ASK_AGAIN),
     ),
 )
-"""Every way in which a rotation stalls."""
+"""An entry for every reason to stall."""
 
 UNKNOWN = RunbookEntry(
     "It stalled",
@@ -327,7 +326,7 @@ UNKNOWN = RunbookEntry(
     ("Mend what the reason names, then resume it.", *_END_IT),
     (R.RESUME, R.EXTEND, R.ABORT, R.ROLL_BACK),
 )
-"""For a reason that no entry knows."""
+"""The entry for a reason that no other entry matches."""
 
 WAITS = (
     RunbookEntry(
@@ -478,25 +477,28 @@ WAITS = (
         (R.RETIRE, R.ROLL_BACK),
     ),
 )
-"""What a rotation waits for that a person can do something about."""
+"""An entry for every wait that a person can influence."""
 
 
 _WIDTH = 118
 
 
 def find_stall(why: str) -> RunbookEntry:
-    """Of a stalled rotation; `UNKNOWN` for a reason that is not in the book."""
+    """Return the entry for a stalled rotation; `UNKNOWN` for a reason that no entry matches."""
     return next(_matching(STALLS, why), UNKNOWN)
 
 
 def find_wait(waiting_for: str, *, is_failing: bool) -> RunbookEntry | None:
-    """None: it waits for its time, or for its next turn. `is_failing`: the last try of its step failed."""
+    """Return the entry for a wait; None: it waits for a time or for its next turn.
+
+    `is_failing`: the last attempt of its step failed.
+    """
     entry = next(_matching(WAITS, waiting_for), None)
     return None if entry is not None and entry.only_failing and not is_failing else entry
 
 
 def fitted(entry: RunbookEntry, case: Case) -> Advice:
-    """What the entry says of such a rotation."""
+    """Reduce the entry to what applies to such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)
     return Advice(
@@ -515,7 +517,7 @@ def _matching(entries: tuple[RunbookEntry, ...], said: str) -> Iterator[RunbookE
 
 
 def runbook_markdown() -> str:
-    """The whole book, for the README: first how it stalls, then what it waits for."""
+    """Return all entries for the README: stalls first, then waits."""
     return "\n".join(
         [
             "### It has stalled",

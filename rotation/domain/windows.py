@@ -1,7 +1,7 @@
-"""When a rotation may begin: hours of the week in a time zone, and days on which it may not. PURE.
+"""Maintenance windows of rotations: weekly hours in a time zone, less the periods of a blackout calendar. PURE.
 
-Open is what the clock on the wall there says, daylight saving time included: an hour that a change of the clock
-skips does not open, and one that it repeats opens twice.
+Hours are local time, daylight saving time included: an hour that a clock change skips does not open, and one that it
+repeats opens twice.
 """
 
 import re
@@ -15,19 +15,19 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.free_text import find_text_fault
 
 LOOK_AHEAD = timedelta(days=2 * 366)
-"""A window that does not open within this does not open."""
+"""How far ahead an opening is searched; a window without one counts as never open."""
 
 MOST_BLACKOUTS = 400
 _DAY = timedelta(days=1)
 _DAY_MINUTES = 24 * 60
 _CLOCK = re.compile(r"([0-9]{2}):([0-9]{2})", re.ASCII)
 _OF_THE_HOST = frozenset({"localtime", "posixrules"})
-"""Zone files that mean another zone on every machine."""
+"""Zone files whose meaning depends on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blackout:
-    """Nothing begins from `begins_at` (inclusive) to `ends_at` (exclusive); aware UTC."""
+    """A period in which no rotation begins: `begins_at` (inclusive) to `ends_at` (exclusive), aware UTC."""
 
     begins_at: datetime
     ends_at: datetime
@@ -39,8 +39,11 @@ class Blackout:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Open on `weekdays` (0 is Monday) from `opens` to `closes` (minutes of the local day, `closes` may be past
-    midnight: less than `opens`), in the IANA zone `time_zone`; never in a blackout. No weekdays: always open."""
+    """Weekly hours in which a rotation may begin, never in a blackout.
+
+    `weekdays`: 0 is Monday; empty: always open. `opens`, `closes`: minutes of the local day; `closes` less than
+    `opens` means the next day. `time_zone`: an IANA name.
+    """
 
     time_zone: str = "UTC"
     weekdays: tuple[int, ...] = ()
@@ -49,7 +52,7 @@ class Window:
     blackouts: tuple[Blackout, ...] = ()
 
     def next_opening(self, after: datetime) -> datetime | None:
-        """`after` itself while it is open, else when it opens next, in UTC; None: not within `LOOK_AHEAD`."""
+        """Return `after` while the window is open, else its next opening, in UTC; None: not within `LOOK_AHEAD`."""
         zone = ZoneInfo(self.time_zone)
         at = after.astimezone(UTC)
         last = at + LOOK_AHEAD
@@ -74,7 +77,7 @@ class Window:
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> "Window":
-        """Of what `as_json` writes, of which all but the zone may be absent. Raises RequestInvalidError."""
+        """Read what `as_json` writes; all but the zone is optional. Raises RequestInvalidError."""
         faults: list[Fault] = []
         if not isinstance(values, Mapping):
             raise RequestInvalidError("The window is not one.", [Fault("", "an object")])
@@ -111,10 +114,10 @@ class Window:
         return since_yesterday or (wall.weekday() in self.weekdays and self.opens <= minute)
 
     def _nearer(self, at: datetime, zone: ZoneInfo) -> datetime:
-        """Later than `at`, while it is closed: the next opening, or a moment before it, in steps of a day at most.
+        """Return a time after `at` and not after the next opening, at most a day ahead; the window is closed at `at`.
 
-        Within a step the clock is changed once at most; such a change is looked at by itself, since it may
-        skip into an open hour, or back into one.
+        The zone's offset changes at most once in a day. Such a change ends the step, since it may skip into an open
+        hour or back into one.
         """
         wall = _wall(at, zone)
         midnight = wall.replace(hour=0, minute=0, second=0, microsecond=0)
@@ -136,7 +139,7 @@ class Window:
 
 
 def find_window_faults(window: Window, now: datetime) -> Iterator[Fault]:
-    """Why this cannot be meant: an unknown zone, minutes out of range, no opening at all."""
+    """Yield each fault of a window: an unknown zone, minutes out of range, no opening."""
     faults = list(_shape_faults(window))
     yield from faults
     if not faults and window.next_opening(now) is None:
@@ -144,7 +147,7 @@ def find_window_faults(window: Window, now: datetime) -> Iterator[Fault]:
 
 
 def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
-    """Periods as JSON, each {"begins_at", "ends_at", "why"}, in ISO 8601 with an offset, sorted.
+    """Read periods from JSON, sorted. Each is {"begins_at", "ends_at", "why"} with times in ISO 8601 with an offset.
 
     Raises RequestInvalidError.
     """
@@ -156,7 +159,7 @@ def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
 
 
 def read_clock(value: object) -> int | None:
-    """Minutes of a day as `HH:MM`, 00:00 to 24:00; None for anything else."""
+    """Read `HH:MM`, 00:00 to 24:00, as minutes of a day; None for anything else."""
     match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
     if match is None or int(match[2]) > 59:
         return None
@@ -240,7 +243,7 @@ def _read_blackout(value: object, pointer: str, faults: list[Fault]) -> Blackout
 
 
 def _read_time(value: object) -> datetime | None:
-    """Aware UTC; None for what is no time, or none that a calendar goes to."""
+    """Read a time as aware UTC; None for anything else, also for one outside the range of datetime."""
     try:
         read = datetime.fromisoformat(value) if isinstance(value, str) else None
         return None if read is None or read.tzinfo is None else read.astimezone(UTC)
