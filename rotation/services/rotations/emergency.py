@@ -1,7 +1,7 @@
-"""A key in wrong hands: revoked first and by itself; only then, and if that can be, a replacement is asked for.
+"""Response to a compromised key: revoke it first, in its own transaction, then request a replacement if possible.
 
-Revoking takes one person and our own database, nothing else. A replacement takes its approval, and later the secret
-backend: whatever becomes of it, the revocation stands, and the answer says what there is and what there is not.
+Revoking needs one person and the database, nothing else. A replacement needs an approval and later the secret backend.
+The revocation stands whatever happens to the replacement, and the response reports both.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ from rotation.services.rotations.requests import reissue_key
 _log = logging.getLogger(__name__)
 
 MOST_KEYS = 500
-"""Keys of one report."""
+"""Maximum number of keys in one report."""
 
 _REASON = "a key was reported compromised"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came of the report of one key.
+    """The outcome of one key's report.
 
-    `state`, `sequence`: as the key ended; None when it was not, and `fault` says why. `rotation_id`: the rotation
-    that brings a replacement, asked for now or open before; `no_replacement`: why there is none.
+    `state`, `sequence`: of the revoked key; None when it was not revoked, and `fault` says why. `rotation_id`: the
+    rotation that makes a replacement, new or already open; `no_replacement`: why there is none.
     """
 
     key_id: str
@@ -58,10 +58,10 @@ class Response:
 
 
 def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: bool = False) -> Response:
-    """Ends the key at once, as compromised, in a transaction of its own; then asks for a replacement if told to.
+    """Revoke the key as compromised, in its own transaction; with `replace`, then request a replacement.
 
-    The grant is for `keys:report_compromise` or `keys:revoke`; asking takes `rotations:write`, and whoever lacks it
-    ends the key all the same.
+    The grant is for `keys:report_compromise` or `keys:revoke`. The replacement needs `rotations:write`; without it the
+    key is revoked nevertheless.
     """
     told = clean_text(" ".join(reason.split()), 300)
     response = _end(grant, key, told)
@@ -71,10 +71,10 @@ def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: 
 def respond_to_leak(
     principal: Principal, presented: Sequence[str], *, reason: str = "", replace: bool = False, now: datetime
 ) -> list[Response]:
-    """Ends up to 500 keys, each in a transaction of its own; replacements are asked for when all have ended.
+    """Revoke up to 500 keys, each in its own transaction; request replacements after all of them.
 
-    `presented`: key ids, or whole keys as they were found, of which only the id is read. What one of them comes to
-    is no other's: the answer tells of each, in the order given. Raises RequestInvalidError on more than 500.
+    `presented`: key ids, or whole keys as they were found, of which only the id is read. Errors are isolated per key;
+    the responses are in the order given. Raises RequestInvalidError for none or more than 500.
     """
     wanted = list(dict.fromkeys(text.strip() for text in presented if text.strip()))
     if not 1 <= len(wanted) <= MOST_KEYS:
@@ -100,7 +100,7 @@ def find_open_rotation(credential: Credential) -> Rotation | None:
 
 
 def _end_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
-    """What is no key id is not repeated: it may be part of somebody's secret."""
+    """Revoke one presented key. Text that is no key id is not echoed, since it may be part of a secret."""
     keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
     if not is_key_id(key_id):
@@ -121,7 +121,7 @@ def _end_presented(principal: Principal, text: str, number: int, why: str, now: 
 
 
 def _end(grant: Grant, key: Key, why: str) -> Response:
-    """Durable: committed when this returns, and never part of a transaction that may still fail."""
+    """Revoke the key durably: committed on return, never part of a transaction that may still fail."""
     with transaction.atomic(durable=True):
         record = report_compromise(grant, key, why=why)
     return Response(key.key_id, KeyState(key.state), record.sequence or last_sequence(key), key.credential_id)
@@ -135,14 +135,14 @@ def _with_replacement(
     except KeyvaultError as error:
         faults = "; ".join(fault.detail for fault in getattr(error, "faults", ()))
         return dataclasses.replace(response, no_replacement=f"{error.detail} {faults}".strip())
-    except Exception:  # noqa: BLE001  whatever it is, the key has ended, and its reporter must hear that
+    except Exception:  # noqa: BLE001  the key is revoked, and the response must say so whatever failed here
         _log.exception("no replacement was asked for", extra={"credential_id": credential.credential_id})
         return dataclasses.replace(response, no_replacement="Asking for it failed; ask again on the credential's page.")
     return dataclasses.replace(response, rotation_id=rotation_id, no_replacement=why_not)
 
 
 def _ask(principal: Principal, credential: Credential, reason: str, now: datetime) -> tuple[str | None, str]:
-    """The rotation that brings a replacement, or why there is none."""
+    """Return the id of the rotation that makes a replacement, or why there is none."""
     grant = authorize(principal, P.ROTATIONS_WRITE, credential.account, now=now)
     open_rotation = find_open_rotation(credential)
     usable = set(usable_keys(credential.credential_id, now).values_list("pk", flat=True))
@@ -159,6 +159,6 @@ def _ask(principal: Principal, credential: Credential, reason: str, now: datetim
 
 
 def is_turning_into_emergency(rotation: Rotation) -> bool:
-    """Whether an open rotation goes on to make the replacement though its predecessor is compromised."""
+    """Whether an open rotation will make the replacement although its predecessor is compromised."""
     stage = stage_of(rotation)
     return RotationState.EMERGENCY in {stage, OUTCOMES[Event.PREDECESSOR_COMPROMISED].get(stage)}

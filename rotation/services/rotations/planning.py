@@ -1,4 +1,4 @@
-"""From what somebody wishes to a plan that can be met: the environment's defaults for all that was left open."""
+"""Build and validate a plan from a request's overrides and the environment's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,7 +28,7 @@ from rotation.domain.windows import Window
 
 @dataclass(frozen=True, slots=True)
 class PlanOverrides:
-    """What somebody asks for; None leaves it to the environment's defaults."""
+    """The requested values of a plan; None takes the environment's default."""
 
     reason: str = ""
     not_before: datetime | None = None
@@ -48,13 +48,13 @@ class PlanOverrides:
     retire_at: datetime | None = None
 
     def as_json(self) -> dict[str, JsonValue]:
-        """What a schedule or a campaign keeps: all that differs from leaving it open."""
+        """Return the values that differ from the defaults, which a schedule or a campaign stores."""
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: _plain(value) for name, value in said.items() if value != getattr(_NOTHING, name)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanOverrides":
-        """What `as_json` wrote."""
+        """Read what `as_json` wrote."""
         return cls(**{name: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
 
 
@@ -80,10 +80,10 @@ _READ: dict[str, Any] = {
 
 
 def plan_rotation(credential: Credential, wish: PlanOverrides, now: datetime) -> Plan:
-    """The plan of a rotation of the credential's one usable key.
+    """Plan a rotation of the credential's one usable key.
 
-    Raises StateConflictError when it has none, or two, or must not get another one; RequestInvalidError, listing why
-    the plan cannot be met.
+    Raises StateConflictError when it has none, has two, or must not get another one; RequestInvalidError, listing each
+    reason why the plan cannot be met.
     """
     faults = list(find_far_faults({name: getattr(wish, name) for name in ("not_before", "deadline", "retire_at")}, now))
     if faults:
@@ -102,7 +102,7 @@ _CANNOT = "The rotation cannot be done like that."
 
 
 def find_predecessor(credential: Credential) -> Key:
-    """The one key that verifies. Raises StateConflictError when there is none, or are two."""
+    """Find the one active key. Raises StateConflictError when there is none, or when there are two."""
     active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
     if not active:
         raise StateConflictError("The credential has no usable key to replace; reissue it.")
@@ -112,7 +112,7 @@ def find_predecessor(credential: Credential) -> Key:
 
 
 def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: datetime) -> Plan:
-    """Of a credential without a usable key: delivered is done, since there is nothing to be silent."""
+    """Plan a reissue for a credential without a usable key; no old key has to become silent."""
     is_public = credential.kind == KeyKind.PUBLIC
     defaults = DEFAULTS[credential.environment]
     wish = PlanOverrides(
@@ -130,7 +130,7 @@ def _filled(credential: Credential, predecessor: Key, wish: PlanOverrides, now: 
     is_public = credential.kind == KeyKind.PUBLIC
     gap_seconds = 0 if wish.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
     quiet_seconds = _or(wish.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
-    # A key that is used once a month is quiet for two: that much later is its rotation's deadline.
+    # A key used once a month has a quiet period of two months; its rotation's deadline is later by as much.
     longest_seconds = defaults.deadline_seconds + max(0, quiet_seconds - defaults.quiet_seconds)
     return Plan(
         credential_id=credential.credential_id,
@@ -163,7 +163,7 @@ def _latest(predecessor: Key, wish: PlanOverrides, not_before: datetime, seconds
 
 
 def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
-    """A delivery channel works: this process serves the environment, and a webhook has somewhere to go."""
+    """Check the delivery channels: the secret backend is one of them, and a webhook has an enabled endpoint."""
     if DeliveryChannel.SECRET_BACKEND not in plan.channels:
         return [Fault("/channels", "secret_backend is always one of them: it is what the merchant reads")]
     if DeliveryChannel.WEBHOOK not in plan.channels:

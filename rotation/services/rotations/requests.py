@@ -1,4 +1,4 @@
-"""Rotations asked for and decided about: by people and services, by schedules and campaigns in a person's name."""
+"""Request, approve, bypass and reject rotations; schedules and campaigns request them on behalf of an operator."""
 
 import secrets
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ _ASKS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """In whose name a rotation is asked for, and how many others have to agree."""
+    """The requester of a rotation, and the number of approvals by others that it needs."""
 
     person: str
     approvals: int
@@ -47,10 +47,10 @@ class _Asker:
 
 
 def request_rotation(grant: Grant, credential: Credential, wish: PlanOverrides) -> Rotation:
-    """Asks for a rotation; scheduled at once where the policy wants no second person.
+    """Request a rotation; it is scheduled immediately where the policy requires no second person.
 
-    Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
-    has an open rotation, or not exactly one key to replace.
+    Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential has an open
+    rotation, or not exactly one key to replace.
     """
     plan = plan_rotation(credential, wish, grant.at)
     asker = _asker_of(grant, credential)
@@ -66,9 +66,9 @@ def begin_rotation(
     schedule: RotationSchedule | None = None,
     campaign: Campaign | None = None,
 ) -> Rotation:
-    """What a schedule or a campaign asks for, in the name of whoever made it.
+    """Request a rotation for a schedule or a campaign, on behalf of its author.
 
-    The persons who approved the campaign have approved this plan with it. Raises like `request_rotation`.
+    The campaign's approvals cover this plan. Raises what `request_rotation` raises.
     """
     plan = plan_rotation(credential, wish, grant.at)
     needed = approvals_needed(credential.environment)
@@ -77,7 +77,7 @@ def begin_rotation(
 
 
 def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
-    """Asks for a key for a credential that has no usable one; made as soon as it is approved, in no window.
+    """Request a key for a credential without a usable one; it is made as soon as it is approved, in no window.
 
     Raises StateConflictError when it has a key that verifies or is suspended, or an open rotation.
     """
@@ -98,7 +98,7 @@ def _asker_of(grant: Grant, credential: Credential) -> _Asker:
     if isinstance(principal, Operator):
         return _Asker(principal.person, needed, operator=operator_row(principal))
     if isinstance(principal, Service):
-        # A service's wish takes an operator even where an operator's own would be enough.
+        # A service's request needs an operator's approval even where an operator's own request needs none.
         token = ServiceToken.objects.get(pk=principal.token_id)
         return _Asker(principal.person, max(needed, 1), token=token)
     raise TypeError("operators and services ask for rotations")
@@ -107,7 +107,7 @@ def _asker_of(grant: Grant, credential: Credential) -> _Asker:
 def _ask(
     grant: Grant, credential: Credential, predecessor: Key, plan: Plan, asker: _Asker, approved: RotationState
 ) -> Rotation:
-    """`approved`: the state to be in once enough persons have approved."""
+    """Store the request. `approved`: the state to enter once it has enough approvals."""
     rotation = Rotation(
         rotation_id=mint_id("rot", secrets.token_bytes),
         credential=credential,
@@ -147,7 +147,7 @@ def _ask(
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
     except DatabaseIntegrityError as error:
-        # By what refused it: the open one may have closed by now. A trigger says it in words, an index by its name.
+        # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
         if any(words in str(error) for words in ("one open rotation", "rotation_one_open")):
             raise StateConflictError("The credential has an open rotation already.") from None
         raise
@@ -155,7 +155,7 @@ def _ask(
 
 
 def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign) -> None:
-    """Who approved the campaign approved its selection and its plan: their names stand under each of its rotations."""
+    """Copy the campaign's approvals to the rotation: they cover its selection and its plan."""
     for approval in campaign.approvals.filter(plan_digest=campaign.plan_digest):
         RotationApproval(
             rotation=rotation,
@@ -185,7 +185,7 @@ def _announce_plan(grant: Grant, rotation: Rotation) -> None:
 
 
 def announce_end(grant: Grant, rotation: Rotation) -> None:
-    """Inside the `recorded` block in which a person ends what the merchant was told is planned."""
+    """Announce that a person ended a planned rotation. Call it inside the `recorded` block that ends it."""
     announce(
         grant,
         NoticeKind.ROTATION_ENDED,
@@ -200,7 +200,7 @@ def announce_end(grant: Grant, rotation: Rotation) -> None:
 
 
 def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rotation:
-    """One person's yes to exactly this plan. Raises StateConflictError, see `approve_issuance`."""
+    """Approve exactly this plan as one person. Raises StateConflictError, see `approve_issuance`."""
     _require_undecided(grant, rotation)
     operator = approving_operator(
         grant,
@@ -240,9 +240,9 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
 
 
 def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: str) -> Rotation:
-    """Begins without the second person (break-glass): alarmed, and in sight until a second person has reviewed it.
+    """Bypass the approval (break-glass): raise an alarm and require a review by a second person.
 
-    Raises RequestInvalidError without a reason, StateConflictError when nothing waits for approval.
+    Raises RequestInvalidError without a reason, StateConflictError when the rotation does not wait for approval.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError("A bypass needs a reason.", [Fault("/reason", fault)])
@@ -287,7 +287,7 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
 
 
 def is_undecided(rotation: Rotation) -> bool:
-    """Whether it waits for a person's yes."""
+    """Whether the rotation waits for an approval."""
     if rotation.state == S.AWAITING_APPROVAL:
         return True
     enough = rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed
