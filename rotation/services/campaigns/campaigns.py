@@ -1,8 +1,8 @@
-"""Campaigns as people act on them: asked for, approved, rejected, paused, resumed, cancelled.
+"""Request, approve, reject, pause, resume and cancel campaigns.
 
-One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the
-credentials themselves, and expires twice: as a request that nobody approves, and as an approval whose credentials were
-not begun in time. Workers do the rest, see `campaign_work`.
+One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the selected
+credentials. It expires twice: as a request without approval, and as an approval whose credentials were not begun in
+time. Workers do the rest, see `runner`.
 """
 
 import secrets
@@ -45,10 +45,11 @@ def request_campaign(
     pace: Pace,
     reason: str,
 ) -> Campaign:
-    """Selects now, for good; running at once where the environment wants no second person. `merchants` None: all.
+    """Select credentials, finally, and request their rotation. `merchants` None: all.
 
-    Raises RequestInvalidError, listing each fault, also when nothing is selected; NotFoundError and
-    PermissionMissingError for accounts that the operator may not touch.
+    The campaign runs immediately where the environment requires no second person. Raises RequestInvalidError, listing
+    each fault, also when nothing is selected; NotFoundError and PermissionMissingError for accounts that the operator
+    may not change.
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
@@ -103,7 +104,7 @@ def request_campaign(
 
 
 def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Campaign:
-    """One person's yes to exactly this selection, plan and pace. Raises StateConflictError, see `approve_issuance`."""
+    """Approve exactly this selection, plan and pace. Raises StateConflictError, see `approve_issuance`."""
     _require_undecided(grant, campaign)
     if not is_unaltered(campaign):
         raise StateConflictError("The campaign was altered.", internal=f"{campaign.campaign_id} fails its digest")
@@ -138,19 +139,19 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
 
 
 def reject_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Nothing of it is begun. Raises StateConflictError once it is decided."""
+    """Reject the campaign before it begins. Raises StateConflictError once it is decided."""
     _require_undecided(grant, campaign)
     return _enter(grant, campaign, P.ROTATIONS_APPROVE, C.REJECTED, "campaign.rejected", why)
 
 
 def pause_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Begins no more until it is resumed; what has begun goes on. Raises StateConflictError unless it runs."""
+    """Begin no more rotations until resumed; open ones continue. Raises StateConflictError unless it runs."""
     _require_state(campaign, C.RUNNING)
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.PAUSED, "campaign.paused", why)
 
 
 def resume_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Goes on. After a halt it takes a reason, and what led to the halt is not held against the campaign again.
+    """Resume the campaign. After a halt this takes a reason, and earlier failures no longer count towards a halt.
 
     Raises StateConflictError unless it is paused or halted, RequestInvalidError without that reason.
     """
@@ -165,13 +166,13 @@ def resume_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
 
 
 def cancel_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Begins no more, ever; what has begun goes on. Raises StateConflictError when it is closed."""
+    """Cancel the campaign; open rotations continue. Raises StateConflictError when it is closed."""
     _require_state(campaign, C.AWAITING_APPROVAL, C.RUNNING, C.PAUSED, C.HALTED)
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.CANCELLED, "campaign.cancelled", why)
 
 
 def get_campaign(campaign_id: str) -> Campaign:
-    """Raises NotFoundError."""
+    """Get the campaign. Raises NotFoundError."""
     campaign: Campaign | None = Campaign.objects.select_related("requester").filter(pk=campaign_id).first()
     if campaign is None:
         raise NotFoundError
@@ -179,7 +180,7 @@ def get_campaign(campaign_id: str) -> Campaign:
 
 
 def is_unaltered(campaign: Campaign) -> bool:
-    """Whether its selection, plan, pace and members are still those of its digest."""
+    """Whether its selection, plan, pace and members still match its digest."""
     members = CampaignMember.objects.filter(campaign=campaign).values_list("credential_id", flat=True)
     return _digest(campaign, list(members)) == campaign.plan_digest
 
@@ -223,7 +224,7 @@ def _require_state(campaign: Campaign, *states: CampaignState) -> None:
 
 
 def _require_touchable(grant: Grant, credentials: Sequence[Credential]) -> None:
-    """A campaign is no way round what its requester may do to each account alone."""
+    """Require the requester's permission for each account, so that a campaign cannot circumvent it."""
     for account in {credential.account for credential in credentials}:
         authorize(grant.principal, P.ROTATIONS_WRITE, account, now=grant.at)
 

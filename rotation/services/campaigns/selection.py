@@ -1,4 +1,4 @@
-"""Which credentials a campaign is about: those that can be rotated now, and why the others are left out."""
+"""Selection of a campaign's credentials: those that can be rotated now, and why the others are left out."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from rotation.services.rotations.planning import PlanOverrides, plan_rotation
 
 
 class Obstacle(StrEnum):
-    """Why a credential is not rotated with the others; kept with the campaign, so stable for ever."""
+    """Why a credential is left out. The values are stored with the campaign, so they never change."""
 
     MERCHANT_INACTIVE = "merchant_inactive"
     NO_USABLE_KEY = "no_usable_key"
@@ -44,7 +44,7 @@ OBSTACLE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`merchants` None: all of the environment. `older_than_days` None: keys of any age."""
+    """The criteria. `merchants` None: all of the environment. `older_than_days` None: keys of any age."""
 
     environment: Environment
     merchants: tuple[str, ...] | None = None
@@ -59,7 +59,7 @@ class Selection:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Selection":
-        """What a campaign keeps; it has more in it."""
+        """Read what a campaign stores, ignoring its further members."""
         merchants = values["merchants"]
         return cls(
             Environment(values["environment"]),
@@ -68,7 +68,7 @@ class Selection:
         )
 
     def active_before(self, now: datetime) -> datetime:
-        """A key that became active after that is too young."""
+        """Return the time after which an activated key is too young."""
         return now - timedelta(days=self.older_than_days or 0)
 
 
@@ -79,7 +79,7 @@ class Selected:
 
 
 def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime) -> Selected:
-    """The credentials, those with the oldest keys first, each with a plan that can be met as far as is known now.
+    """Select the credentials whose plan can be met as far as is known now, those with the oldest keys first.
 
     Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
     faults of one of them.
@@ -115,10 +115,10 @@ def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime)
 
 
 def _find_refusal(credential: Credential, wish: PlanOverrides, now: datetime) -> KeyvaultError | None:
-    """Why the plan cannot be met for this credential, and so for all like it; None: it can.
+    """Return why the plan cannot be met for this credential and all like it; None: it can.
 
-    The quiet period is taken to be the environment's own: what the longest gap on each key makes of it is looked at
-    when the credential's turn comes, for that reads every minute of each key's use.
+    The quiet period is the environment's default here. The longest gap of each key is computed only at the
+    credential's turn, since that reads every minute of the key's use.
     """
     if wish.quiet_seconds is None:
         wish = replace(wish, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
@@ -130,7 +130,7 @@ def _find_refusal(credential: Credential, wish: PlanOverrides, now: datetime) ->
 
 
 def find_obstacle(credential_id: str, before: datetime) -> Obstacle | None:
-    """Why the credential can no longer be rotated with its campaign; None: it can."""
+    """Return why the credential can no longer be rotated with its campaign; None: it can."""
     return _obstacle(_with_facts(Credential.objects.filter(pk=credential_id)).get(), before)
 
 

@@ -1,5 +1,4 @@
-"""Schedules of rotations and their calendars of blackouts, written by operators; what they stand for is begun by
-`services.scheduled`."""
+"""Rotation schedules and their blackout calendars, written by operators; `starting` begins the due rotations."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -30,12 +29,12 @@ from rotation.services.rotations.planning import PlanOverrides
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
 _SET_HERE = ("not_before", "deadline", "window", "retire_at")
-"""Of a wish: what a schedule decides by itself, each time anew."""
+"""Plan overrides that a schedule sets itself for each rotation, so that a draft must leave them empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """All of an environment, one account there, or one private credential."""
+    """What a schedule applies to: an environment, one account there, or one private credential."""
 
     environment: Environment
     account: Account | None = None
@@ -43,7 +42,7 @@ class Scope:
 
     @property
     def place(self) -> Account | None:
-        """Whose it is: what a grant for it is about. None: the platform's."""
+        """The account that a grant for the schedule names; None: the platform."""
         return self.account if self.credential is None else self.credential.account
 
     def __str__(self) -> str:
@@ -52,8 +51,10 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDraft:
-    """How often, when, and what is asked for beside the defaults. `window` is without blackouts: those of the
-    `calendar` hold, as they are when a rotation is asked for."""
+    """How often and when to rotate, and the plan overrides.
+
+    `window` has no blackouts of its own: those of the `calendar` apply, as they are when a rotation is requested.
+    """
 
     cryptoperiod_days: int
     jitter_days: int = 0
@@ -66,10 +67,10 @@ class ScheduleDraft:
 def save_schedule(
     grant: Grant, scope: Scope, wished: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
-    """The schedule of that scope, made, or `known` changed; and enabled. Whoever saves it asks for what it begins.
+    """Create the scope's schedule, or change `known`, and enable it. The saving operator requests what it begins.
 
-    Raises RequestInvalidError with every reason why it could not be kept, StateConflictError when the scope has one
-    that the caller did not know of: nobody's window is lost by making a new one.
+    Raises RequestInvalidError with every reason why it cannot be met. Raises StateConflictError when the scope has a
+    schedule that the caller did not load, so that creating one never overwrites another.
     """
     faults = [*_scope_faults(scope), *_wish_faults(scope.environment, wished, grant.at)]
     if faults:
@@ -99,7 +100,7 @@ def save_schedule(
 
 
 def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
-    """The next wider schedule counts again; what it has begun goes on."""
+    """Disable the schedule: the next wider one applies, and open rotations continue."""
     if not schedule.is_enabled:
         raise StateConflictError("The schedule is disabled already.")
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
@@ -107,7 +108,7 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
 
 
 def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
-    """As it stands. Raises RequestInvalidError when it could not be kept any more."""
+    """Enable the schedule unchanged. Raises RequestInvalidError when it can no longer be met."""
     if schedule.is_enabled:
         raise StateConflictError("The schedule is enabled already.")
     faults = list(_wish_faults(Environment(schedule.environment), wish_of(schedule), grant.at))
@@ -121,10 +122,11 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
 def save_calendar(
     grant: Grant, name: str, periods: object, *, known: BlackoutCalendar | None = None
 ) -> BlackoutCalendar:
-    """A calendar made, or `known` changed. StateConflictError when there is one of that name that was not known.
+    """Create a calendar, or change `known`. `periods`: as `windows.read_blackouts` reads them.
 
-    Periods as `windows.read_blackouts` reads them. Raises RequestInvalidError, also with the schedules that could
-    not be kept any more."""
+    Raises RequestInvalidError, also for schedules that could no longer be met; StateConflictError when another
+    calendar has that name.
+    """
     faults = [] if _NAME.fullmatch(name) else [Fault("/name", "1 to 64 of a-z, 0-9 and inner hyphens")]
     try:
         blackouts = read_blackouts(periods, "/periods")
@@ -150,7 +152,7 @@ def save_calendar(
 
 
 def find_schedule(scope: Scope) -> RotationSchedule | None:
-    """The one of exactly this scope."""
+    """Find the schedule of exactly this scope."""
     rows = _rows().filter(environment=scope.environment, account=scope.account, credential=scope.credential)
     found: RotationSchedule | None = rows.first()
     return found
@@ -165,28 +167,28 @@ def place_of(schedule: RotationSchedule) -> Account | None:
 
 
 class UnreadableScheduleError(StateConflictError):
-    """A stored schedule, or its calendar, has a field or a value that this release does not know, or lacks one."""
+    """A stored schedule or its calendar has a field or value that this release does not know, or lacks one."""
 
 
 def wish_of(schedule: RotationSchedule) -> ScheduleDraft:
-    """What was saved. Raises UnreadableScheduleError."""
+    """Return what was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
         wish = PlanOverrides.from_json(schedule.wish)
     except Exception as error:
-        # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+        # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
     return replace(readable_wish(schedule), window=window, wish=wish)
 
 
 def readable_wish(schedule: RotationSchedule) -> ScheduleDraft:
-    """What can be read of any schedule: neither its window nor what it asks for."""
+    """Return what can be read of any schedule: all but its window and its plan overrides."""
     days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
     return ScheduleDraft(*days, calendar=schedule.calendar)
 
 
 def find_wish(schedule: RotationSchedule) -> ScheduleDraft | None:
-    """What was saved, or None where this release cannot read it: for what shows schedules."""
+    """Return what was saved, or None where this release cannot read it; for display."""
     try:
         return wish_of(schedule)
     except UnreadableScheduleError:
@@ -194,7 +196,7 @@ def find_wish(schedule: RotationSchedule) -> ScheduleDraft | None:
 
 
 def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
-    """What the schedule says now. Raises UnreadableScheduleError."""
+    """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
     wished = wish_of(schedule)
     try:
         return terms_of(wished, now), wished.wish
@@ -204,7 +206,7 @@ def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, Pla
 
 
 def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
-    """Why this release cannot read the schedule; empty where it can."""
+    """Return why this release cannot read the schedule; empty where it can."""
     try:
         read_schedule(schedule, now)
     except UnreadableScheduleError as error:
@@ -237,7 +239,7 @@ def _using(calendar: BlackoutCalendar) -> list[RotationSchedule]:
 
 
 def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
-    """It is as it was when the schedule was checked against it; whoever saves it now looks at the schedule too."""
+    """Lock the calendar, so that it stays as validated; a later save of it validates this schedule, too."""
     if calendar is not None:
         locked(calendar)
 
@@ -247,7 +249,7 @@ def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     for schedule in schedules:
         wished = find_wish(schedule)
         if wished is None:
-            continue  # It is kept by nobody already, and was told of.
+            continue  # It begins nothing already, and an alarm was raised.
         faults = list(_wish_faults(Environment(schedule.environment), wished, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
@@ -295,7 +297,7 @@ def _wish_faults(environment: Environment, wished: ScheduleDraft, now: datetime)
 
 
 def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window | None, now: datetime) -> Plan:
-    """What would be asked for today for a key like any other."""
+    """Return the plan that the schedule would request today for a typical key."""
     defaults = DEFAULTS[environment]
     not_before = (window.next_opening(now) if window is not None else None) or now
 
@@ -334,7 +336,7 @@ def _columns(grant: Grant, wished: ScheduleDraft) -> dict[str, Any]:
 
 
 def _author(grant: Grant) -> dict[str, Any]:
-    """The person behind what it asks for, who is not the one to approve it."""
+    """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
     if not isinstance(operator, Operator):
         raise TypeError("people make schedules")
