@@ -1,4 +1,4 @@
-"""The options of a plan, the same for every command that asks for one."""
+"""Plan options shared by every command that requests a rotation."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -33,19 +33,19 @@ _CHOICES: dict[str, tuple[type[StrEnum], str]] = {
 
 def add_plan_options(parser: CommandParser) -> None:
     parser.add_argument("--reason", default="")
-    for name, (kind, words) in _CHOICES.items():
-        parser.add_argument(_option(name), choices=[each.value for each in kind], help=words)
-    for name, words in _NUMBERS.items():
-        parser.add_argument(_option(name), type=int, metavar="N", help=words)
-    for name, words in _TIMES.items():
-        parser.add_argument(_option(name), metavar="TIME", help=f"{words}; ISO 8601, UTC unless it says otherwise")
+    for name, (kind, text) in _CHOICES.items():
+        parser.add_argument(_option(name), choices=[each.value for each in kind], help=text)
+    for name, text in _NUMBERS.items():
+        parser.add_argument(_option(name), type=int, metavar="N", help=text)
+    for name, text in _TIMES.items():
+        parser.add_argument(_option(name), metavar="TIME", help=f"{text}; ISO 8601, UTC unless it says otherwise")
     parser.add_argument(
         "--webhook", action="store_true", help="delivered only once the merchant's endpoint took the news"
     )
 
 
 def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
-    """Raises RequestInvalidError for a time that is none."""
+    """Read the plan overrides. Raises RequestInvalidError for an invalid time."""
     values: dict[str, Any] = {"reason": options["reason"]}
     values |= {name: options[name] for name in _NUMBERS}
     values |= {name: kind(options[name]) for name, (kind, _) in _CHOICES.items() if options[name]}
@@ -56,7 +56,7 @@ def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
 
 
 def read_time(name: str, text: str) -> datetime:
-    """Raises RequestInvalidError."""
+    """Read a time in ISO 8601, UTC unless it has an offset. Raises RequestInvalidError."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Ends a rotation: cancelled before its delivery, rolled back after it."""
+"""End a rotation: cancel it before delivery, roll it back afterwards."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""An operator says for the merchant that the replacement is in use."""
+"""Confirm for the merchant that the replacement is in use."""
 
 from collections.abc import Mapping
 from typing import Any

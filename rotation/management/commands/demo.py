@@ -1,4 +1,4 @@
-"""The whole story of a key in a minute, told live: what `make demo` runs."""
+"""Run the demo: the life cycle of a key in a minute, live. `make demo` runs it."""
 
 import os
 import shutil
@@ -39,10 +39,10 @@ class Command(BaseCommand):
 
 
 def _perform() -> int:
-    """Sets a stage, has the story told there by a process of its own, and clears the stage whatever happened.
+    """Prepare a data folder, run the demo in a child process, and clean up in every case.
 
-    Of its own, since a process has the settings that it started with; and this one lives on to tidy up when
-    that one is killed.
+    The child gets settings of its own, which a process reads only at startup. This process remains to clean up when the
+    child is killed.
     """
     port = find_free_port()
     folder = tempfile.mkdtemp(prefix="kv-demo-")

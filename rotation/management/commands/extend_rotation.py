@@ -1,4 +1,4 @@
-"""Gives a rotation a later deadline."""
+"""Extend the deadline of a rotation."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Asks for a key for a credential that has no usable one left, and approves it where an approver is named."""
+"""Request a key for a credential without a usable one, and approve it if an approver is named."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,11 +35,11 @@ class Command(JsonCommand):
         rotation = reissue_key(grant, credential, options["reason"])
         if options["approved_by"] and is_undecided(rotation):
             self._approve(rotation, credential, options)
-        told = describe(rotation, self.now)
-        return {name: told[name] for name in ("rotation_id", "state", "waiting_for")}
+        described = describe(rotation, self.now)
+        return {name: described[name] for name in ("rotation_id", "state", "waiting_for")}
 
     def _approve(self, rotation: Rotation, credential: Credential, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the rotation again, so that it does not block the next one."""
+        """Approve the rotation; abort it if the approval is refused, so that it does not block the next one."""
         try:
             approver = self.operator(options["approved_by"])
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)

@@ -1,4 +1,4 @@
-"""Keys that were found in wrong hands: all of them end now."""
+"""Report leaked keys as compromised, which revokes them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +39,7 @@ class Command(JsonCommand):
         return {
             "revoked": self.revoked,
             "not_revoked": self.not_revoked,
-            "keys": [_told(response) for response in responses],
+            "keys": [_describe(response) for response in responses],
         }
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -62,15 +62,15 @@ def _lines(path: str | None) -> list[str]:
         raise CommandError(f"{path} cannot be read: {error}") from error
 
 
-def _told(response: Response) -> dict[str, Any]:
+def _describe(response: Response) -> dict[str, Any]:
     if response.fault:
         return {"key_id": response.key_id, "state": None, "fault": response.fault}
-    told = {
+    described = {
         "key_id": response.key_id,
         "state": response.state,
         "sequence": response.sequence,
         "credential_id": response.credential_id,
     }
     if response.rotation_id or response.no_replacement:
-        told |= {"rotation_id": response.rotation_id, "no_replacement": response.no_replacement or None}
-    return told
+        described |= {"rotation_id": response.rotation_id, "no_replacement": response.no_replacement or None}
+    return described

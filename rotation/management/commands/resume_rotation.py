@@ -1,4 +1,4 @@
-"""Lets a stalled rotation go on where it stalled."""
+"""Resume a stalled rotation where it stalled."""
 
 from collections.abc import Mapping
 from typing import Any

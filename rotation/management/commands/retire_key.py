@@ -1,4 +1,4 @@
-"""Sets the date on which an old public key is taken out of service."""
+"""Set the date on which an old public key is taken out of service."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Asks for a campaign, and approves it where the policy wants that and somebody is named; workers do the rest."""
+"""Request a campaign, and approve it where required if an approver is named; workers do the rest."""
 
 from argparse import BooleanOptionalAction
 from collections.abc import Mapping
@@ -60,13 +60,13 @@ class Command(WatchingCommand):
         )
         if campaign.state == CampaignState.AWAITING_APPROVAL and options["approved_by"]:
             self._approve(campaign, options)
-        return self.told(campaign, options)
+        return self.report(campaign, options)
 
     def words(self, answer: Mapping[str, Any]) -> str:
         return super().words({name: answer[name] for name in _SHOWN})
 
     def _approve(self, campaign: Campaign, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the campaign again: it was asked for together with its approval."""
+        """Approve the campaign; cancel it if the approval is refused, since both were requested together."""
         try:
             approver = self.operator(options["approved_by"])
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=campaign.requester_person)

@@ -1,4 +1,4 @@
-"""Asks for a rotation, and approves it where the policy wants that; the worker does the rest."""
+"""Request a rotation, and approve it where the policy requires that; the worker does the rest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ class Command(JsonCommand):
         return {"rotation_id": rotation.rotation_id, "state": rotation.state}
 
     def _approve(self, rotation: Any, credential: Credential, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the rotation again, so that it does not block the next one."""
+        """Approve or bypass the rotation; abort it if that is refused, so that it does not block the next one."""
         try:
             if options["bypass"]:
                 grant = self.grant(

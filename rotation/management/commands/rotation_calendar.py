@@ -1,4 +1,4 @@
-"""The next dates of rotations that the schedules have, and what is in the way of any: a dry run."""
+"""Show the next dates of scheduled rotations and what prevents any of them, as a dry run."""
 
 import io
 from collections.abc import Mapping
@@ -57,11 +57,11 @@ class Command(JsonCommand):
                 Text(date["state"].replace("_", " "), style=_STYLES.get(DateState(date["state"]), "")),
                 Text(redact(date["why"])),
             )
-        told, on_terminal = io.StringIO(), self.stdout.isatty()
-        # Elsewhere than on a terminal a line is never broken: somebody will search it.
+        output, on_terminal = io.StringIO(), self.stdout.isatty()
+        # Without a terminal lines are not wrapped, so that the output can be searched.
         width = None if on_terminal else 400
-        Console(file=told, force_terminal=on_terminal, highlight=False, width=width).print(table)
-        return "\n".join(line.rstrip() for line in told.getvalue().splitlines())
+        Console(file=output, force_terminal=on_terminal, highlight=False, width=width).print(table)
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
 def _short(text: str | None) -> str:

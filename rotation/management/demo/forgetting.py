@@ -1,4 +1,4 @@
-"""A second rotation, and a client that nobody has thought of: the quarantine refuses it, and then gives it time."""
+"""A second rotation with an overlooked client: the quarantine refuses it, then reinstates the old key once."""
 
 import time
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Forgotten:
-    """A job of the merchant's that was not told of the rotation. `refusals`: how often it was refused."""
+    """A merchant's job that does not know of the rotation. `refusals`: how often it was refused."""
 
     stage: Stage
     key: Issued
@@ -36,7 +36,7 @@ class Forgotten:
     called_at: float = 0.0
 
     def call(self) -> bool:
-        """One request; whether it was allowed."""
+        """Send one request; return whether it was allowed."""
         self.called_at = time.monotonic()
         verifier = self.stage.connect()
         try:
@@ -49,14 +49,16 @@ class Forgotten:
         return decision["allowed"] is True
 
     def call_in_time(self) -> bool | None:
-        """The same, but that it waits a little between its calls; True once it was allowed."""
+        """Send one request if the last was PAUSE_SECONDS ago; True if it was allowed, else None."""
         return (time.monotonic() - self.called_at >= PAUSE_SECONDS and self.call()) or None
 
 
 @dataclass(frozen=True, slots=True)
 class Reinstated:
-    """The replacement that everybody has in the end. `refusals`: what the forgotten client was refused; `counted`:
-    what the quarantine has counted."""
+    """The replacement that every client uses in the end.
+
+    `refusals`: how often the forgotten client was refused; `counted`: the attempts that the quarantine counted.
+    """
 
     replacement: Issued
     refusals: int
@@ -95,7 +97,7 @@ def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> 
 
 
 def _trip(stage: Stage, job: Forgotten, rotation_id: str) -> None:
-    """It calls once more in the quarantine, and goes on until it gets through again."""
+    """Call once more in the quarantine, and again until the key is reinstated."""
     report, old = stage.report, job.key
     if job.call():
         raise StoryError(f"{NAME} was let in with a key in quarantine.")
@@ -125,7 +127,7 @@ def _closed(rotation_id: str) -> list[RotationEntry] | None:
 
 
 def _counted(shown: dict[str, Any]) -> int:
-    """Tries of the suspended key, of everybody together."""
+    """Return the number of attempts with the suspended key, from all sources."""
     return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
 
 

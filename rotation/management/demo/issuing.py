@@ -1,4 +1,4 @@
-"""A key is asked for, approved by a second person, made by the worker, and handed over once."""
+"""Issue a key: request, approval by a second person, issuance by the worker, one-time collection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RATE_FOR_THE_FLEET = 1000
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A key in somebody's hands."""
+    """An issued key with its string."""
 
     credential: Credential
     key_id: str
@@ -83,7 +83,7 @@ def _issued(request_id: str) -> IssuanceRequest | None:
 
 
 def _again(request: IssuanceRequest) -> IssuanceRequest:
-    """As it is stored now."""
+    """Reload the request."""
     fresh = get_request(request.request_id)
     if fresh is None:
         raise StoryError(f"{request.request_id} is gone.")

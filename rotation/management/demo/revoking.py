@@ -1,4 +1,4 @@
-"""The new key leaks: the incident responder ends it alone and at once, and the merchant's traffic is refused."""
+"""The new key leaks: the incident responder revokes it alone, and the merchant's traffic is refused."""
 
 import time
 
@@ -43,7 +43,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
 
 
 def tell_receipt(receipt: Receipt) -> str:
-    """How many have confirmed it, and when the last of them had."""
+    """Format how many verifiers have confirmed the revocation, and when the last of them did."""
     confirmed = receipt.of(VerifierProgress.CONFIRMED)
     if not confirmed:
         return "not confirmed by any verifier"
@@ -59,7 +59,7 @@ def _after(receipt: Receipt, verifier: VerifierStanding) -> str:
 
 
 def _refused_since(fleet: Fleet, revocation: Revocation) -> int | None:
-    """How many, once they are enough to tell that it was no accident."""
+    """Return the number of refused requests once there are REFUSALS_TO_SEE; None before."""
     refused = sum(
         request.code == REVOKED and request.sent_at >= revocation.answered_at for request in list(fleet.requests)
     )

@@ -1,4 +1,4 @@
-"""The story of one key, told while it happens: issued, approved, used, rotated under traffic, reinstated, revoked."""
+"""The life cycle of one key, live: requested, approved, used, rotated under traffic, reinstated, revoked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,10 +30,9 @@ MOST_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class StoryResult:
-    """What is left to be judged when everything has stopped.
+    """The results to check after all processes have stopped.
 
-    `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one. `receipt`: of the
-    revocation.
+    `way`: the first rotation's audit entries. `reinstated`: the outcome of the second one. `receipt`: the revocation's.
     `found`: readable secrets. `trouble`: errors in the logs.
     """
 
@@ -47,9 +46,9 @@ class StoryResult:
 
 
 def tell(report: DemoReport, port: int) -> None:
-    """Returns when all of it held. Raises StoryError or ServiceError, in words, at the first thing that did not.
+    """Run the demo. Raises StoryError or ServiceError, with an explanation, at the first failed expectation.
 
-    Runs in a data folder of its own, under a policy that asks for a second person in the sandbox too.
+    Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.
     """
     report.chapter("A service from nothing")
     _set_up(report)
@@ -119,7 +118,7 @@ def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
 
 
 def _wrong(outcome: StoryResult) -> Iterator[str]:
-    """Everything that did not hold, in words."""
+    """Yield a description of each failed expectation."""
     tally, audit = outcome.tally, outcome.audit
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
     if tally.first_refusal_seconds is None:
