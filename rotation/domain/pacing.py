@@ -23,9 +23,9 @@ TICK_SECONDS = 5
 START_WITHIN = timedelta(days=30)
 """Time after the approval in which a campaign may begin rotations."""
 
-MOST_MEMBERS = 10_000
-FASTEST_PER_MINUTE = 600
-MOST_AT_ONCE = 1_000
+MAX_MEMBERS = 10_000
+MAX_PER_MINUTE = 600
+MAX_CONCURRENCY = 1_000
 
 UNPROVED = frozenset(
     {S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF}
@@ -69,10 +69,10 @@ class CampaignTally:
 
 def find_pace_faults(pace: Pace) -> Iterator[Fault]:
     """Yield each fault of a pace."""
-    if not 1 <= pace.per_minute <= FASTEST_PER_MINUTE:
-        yield Fault("/per_minute", f"1 to {FASTEST_PER_MINUTE}")
-    if not 1 <= pace.concurrency <= MOST_AT_ONCE:
-        yield Fault("/concurrency", f"1 to {MOST_AT_ONCE}")
+    if not 1 <= pace.per_minute <= MAX_PER_MINUTE:
+        yield Fault("/per_minute", f"1 to {MAX_PER_MINUTE}")
+    if not 1 <= pace.concurrency <= MAX_CONCURRENCY:
+        yield Fault("/concurrency", f"1 to {MAX_CONCURRENCY}")
     if pace.halt_at_failed_percent is not None and not 0 <= pace.halt_at_failed_percent <= 100:
         yield Fault("/halt_at_failed_percent", "0 to 100")
 

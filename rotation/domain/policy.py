@@ -102,10 +102,12 @@ class Plan:
         Fields added after version 1 are omitted at their default, so plans approved before them keep their digest.
         """
         shown = self.as_shown()
-        silent = {
-            each.name for each in fields(self) if each.name in _YOUNGER and getattr(self, each.name) == each.default
+        omitted = {
+            each.name
+            for each in fields(self)
+            if each.name in _OPTIONAL_FIELDS and getattr(self, each.name) == each.default
         }
-        return {name: value for name, value in shown.items() if name not in silent}
+        return {name: value for name, value in shown.items() if name not in omitted}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> "Plan":
@@ -129,7 +131,7 @@ class Plan:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
 
-_YOUNGER = frozenset({"is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"})
+_OPTIONAL_FIELDS = frozenset({"is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"})
 
 
 @dataclass(frozen=True, slots=True)

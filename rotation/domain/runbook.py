@@ -37,7 +37,7 @@ class Remedy(StrEnum):
 
 R = Remedy
 
-IN_WORDS = {
+REMEDY_LABELS = {
     R.APPROVE: "Approve",
     R.REJECT: "Reject",
     R.BYPASS: "Begin without the second person",
@@ -544,7 +544,7 @@ def _lines(entry: RunbookEntry) -> Iterator[str]:
         yield from textwrap.wrap(f"{place}. {_named(step)}", _WIDTH, subsequent_indent="   ")
     yield ""
     if entry.remedies:
-        words = ", ".join(IN_WORDS[remedy] for remedy in entry.remedies)
+        words = ", ".join(REMEDY_LABELS[remedy] for remedy in entry.remedies)
         yield from textwrap.wrap(f"In the console: {words}.", _WIDTH)
         yield ""
 

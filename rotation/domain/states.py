@@ -87,8 +87,8 @@ class Facts:
     `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
     `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
     `is_delivered`: the replacement is where the merchant reads it.
-    `is_told`: every notification is delivered that the plan requires before delivery counts; `telling_failed`: all
-    attempts were given up.
+    `is_notified`: every notification is delivered that the plan requires before delivery counts.
+    `notification_failed`: all attempts to deliver it were given up.
     `quarantined_at`: when the rotation suspended the key that is being retired; None: it is not suspended.
     `written_back_at`: in a roll-back, when the predecessor became again what the merchant reads.
     """
@@ -108,8 +108,8 @@ class Facts:
     is_accepted: bool = False
     unconfirmed: tuple[str, ...] = ()
     is_delivered: bool = False
-    is_told: bool = True
-    telling_failed: bool = False
+    is_notified: bool = True
+    notification_failed: bool = False
     acknowledged_at: datetime | None = None
     confirmed_at: datetime | None = None
     is_proved: bool = False
@@ -297,9 +297,9 @@ def _named(waited_for: tuple[str, ...]) -> str:
 def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     if not facts.is_delivered:
         return RotationAction("the secret backend to hold the replacement")
-    if not facts.is_told and facts.telling_failed:
+    if not facts.is_notified and facts.notification_failed:
         return Move(S.STALLED, "the merchant's webhook endpoint does not take the news of the replacement")
-    if not facts.is_told:
+    if not facts.is_notified:
         return Wait("the merchant's webhook endpoint to take the news")
     return Move(S.AWAITING_PROOF, "the replacement is where the merchant reads it")
 

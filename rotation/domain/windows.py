@@ -17,11 +17,11 @@ from keyvault.domain.free_text import find_text_fault
 LOOK_AHEAD = timedelta(days=2 * 366)
 """How far ahead an opening is searched; a window without one counts as never open."""
 
-MOST_BLACKOUTS = 400
+MAX_BLACKOUTS = 400
 _DAY = timedelta(days=1)
 _DAY_MINUTES = 24 * 60
 _CLOCK = re.compile(r"([0-9]{2}):([0-9]{2})", re.ASCII)
-_OF_THE_HOST = frozenset({"localtime", "posixrules"})
+_HOST_ZONES = frozenset({"localtime", "posixrules"})
 """Zone files whose meaning depends on the host."""
 
 
@@ -63,7 +63,7 @@ class Window:
             elif self._is_open(_wall(at, zone)):
                 return at
             else:
-                at = self._nearer(at, zone)
+                at = self._step(at, zone)
         return None
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -113,7 +113,7 @@ class Window:
         since_yesterday = (wall.weekday() - 1) % 7 in self.weekdays and minute < self.closes
         return since_yesterday or (wall.weekday() in self.weekdays and self.opens <= minute)
 
-    def _nearer(self, at: datetime, zone: ZoneInfo) -> datetime:
+    def _step(self, at: datetime, zone: ZoneInfo) -> datetime:
         """Return a time after `at` and not after the next opening, at most a day ahead; the window is closed at `at`.
 
         The zone's offset changes at most once in a day. Such a change ends the step, since it may skip into an open
@@ -188,15 +188,15 @@ def _shape_faults(window: Window) -> Iterator[Fault]:
         yield Fault("/closes", "another time than it opens; the whole day is 00:00 to 24:00")
     if not window.weekdays and (window.opens, window.closes) != (0, _DAY_MINUTES):
         yield Fault("/weekdays", "the days on which it has these hours")
-    if len(window.blackouts) > MOST_BLACKOUTS:
-        yield Fault("/blackouts", f"at most {MOST_BLACKOUTS}")
+    if len(window.blackouts) > MAX_BLACKOUTS:
+        yield Fault("/blackouts", f"at most {MAX_BLACKOUTS}")
     for place, each in enumerate(window.blackouts):
         if each.ends_at <= each.begins_at:
             yield Fault(f"/blackouts/{place}/ends_at", "later than it begins")
 
 
 def _is_zone(name: str) -> bool:
-    if name in _OF_THE_HOST:
+    if name in _HOST_ZONES:
         return False
     try:
         ZoneInfo(name)
@@ -209,8 +209,8 @@ def _read_blackouts(values: object, pointer: str, faults: list[Fault]) -> tuple[
     if not isinstance(values, list | tuple):
         faults.append(Fault(pointer, "a list of periods"))
         return ()
-    if len(values) > MOST_BLACKOUTS:
-        faults.append(Fault(pointer, f"at most {MOST_BLACKOUTS}"))
+    if len(values) > MAX_BLACKOUTS:
+        faults.append(Fault(pointer, f"at most {MAX_BLACKOUTS}"))
         return ()
     read = [_read_blackout(value, f"{pointer}/{place}", faults) for place, value in enumerate(values)]
     return tuple(each for each in read if each is not None)

@@ -32,7 +32,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
         f"answered in {took:.0f} ms; nobody had to approve"
     )
     receipt, _ = wait_for_receipt(revoked["sequence"], LONGEST_WAIT_SECONDS)
-    report.step(f"its receipt, {tell_receipt(receipt)}")
+    report.step(f"its receipt, {format_receipt(receipt)}")
     for verifier in receipt.of(VerifierProgress.CONFIRMED):
         report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
     refused = stage.until(
@@ -42,7 +42,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     return revocation, receipt
 
 
-def tell_receipt(receipt: Receipt) -> str:
+def format_receipt(receipt: Receipt) -> str:
     """Format how many verifiers have confirmed the revocation, and when the last of them did."""
     confirmed = receipt.of(VerifierProgress.CONFIRMED)
     if not confirmed:

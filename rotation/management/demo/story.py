@@ -18,14 +18,14 @@ from rotation.domain.events import RotationState as S
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import DemoReport
-from rotation.management.demo.revoking import revoke_at_once, tell_receipt
+from rotation.management.demo.revoking import format_receipt, revoke_at_once
 from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import RequestTally, count
 from rotation.management.demo.traces import find_secrets, find_trouble
 
 HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def tell(report: DemoReport, port: int) -> None:
     _show(report, outcome, len(stage.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
-        more = [f"… and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
-        raise StoryError("\n".join(wrong[:MOST_SHOWN] + more) + _tail(service, SERVER))
+        more = [f"… and {len(wrong) - MAX_SHOWN} more"] if len(wrong) > MAX_SHOWN else []
+        raise StoryError("\n".join(wrong[:MAX_SHOWN] + more) + _tail(service, SERVER))
 
 
 def _set_up(report: DemoReport) -> None:
@@ -110,7 +110,7 @@ def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
     report.figure("failures", f"{len(tally.failures)}")
     report.figure("refused in quarantine", f"{outcome.reinstated.refusals}, and {outcome.reinstated.counted} counted")
     report.figure("from revoke to first refusal", _first_refusal(tally))
-    report.figure("receipt of the revocation", tell_receipt(outcome.receipt))
+    report.figure("receipt of the revocation", format_receipt(outcome.receipt))
     report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
     report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")
     report.figure("errors in the logs", f"{len(outcome.trouble)}")
@@ -124,7 +124,7 @@ def _wrong(outcome: StoryResult) -> Iterator[str]:
     if tally.first_refusal_seconds is None:
         yield "No traffic was refused after the revocation."
     if not outcome.receipt.of(VerifierProgress.CONFIRMED) or not outcome.receipt.is_complete:
-        yield f"The receipt of the revocation: {tell_receipt(outcome.receipt)}"
+        yield f"The receipt of the revocation: {format_receipt(outcome.receipt)}"
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
     yield from (f"A secret stands readable in {place}" for place in outcome.found)

@@ -38,7 +38,7 @@ from rotation.domain.pacing import (
 from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
-from rotation.services.campaigns.selection import OBSTACLE_WORDS, Selection, find_obstacle
+from rotation.services.campaigns.selection import OBSTACLE_LABELS, Selection, find_obstacle
 from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 
@@ -149,7 +149,7 @@ def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> t
     credential = member.credential
     before = Selection.from_json(campaign.selection).active_before(campaign.created_at)
     if (obstacle := find_obstacle(credential.credential_id, before)) is not None:
-        return None, OBSTACLE_WORDS[obstacle]
+        return None, OBSTACLE_LABELS[obstacle]
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
         wish = PlanOverrides.from_json(campaign.wish)

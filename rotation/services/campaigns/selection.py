@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, KeyUse, MerchantStatus
-from rotation.domain.pacing import MOST_MEMBERS
+from rotation.domain.pacing import MAX_MEMBERS
 from rotation.domain.policy import DEFAULTS
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
@@ -32,7 +32,7 @@ class Obstacle(StrEnum):
     PLAN_CANNOT_BE_MET = "plan_cannot_be_met"
 
 
-OBSTACLE_WORDS = {
+OBSTACLE_LABELS = {
     Obstacle.MERCHANT_INACTIVE: "its merchant or account is not active",
     Obstacle.NO_USABLE_KEY: "it has no usable key",
     Obstacle.TWO_USABLE_KEYS: "two keys of it verify already",
@@ -78,7 +78,7 @@ class Selected:
     left_out: dict[str, int]
 
 
-def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime) -> Selected:
+def select_credentials(selection: Selection, overrides: PlanOverrides, now: datetime) -> Selected:
     """Select the credentials whose plan can be met as far as is known now, those with the oldest keys first.
 
     Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
@@ -93,16 +93,16 @@ def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime)
             fit.append(credential)
         else:
             left_out[obstacle.value] += 1
-    if len(fit) > MOST_MEMBERS:
+    if len(fit) > MAX_MEMBERS:
         raise RequestInvalidError(
-            f"{len(fit)} credentials are selected, and a campaign has at most {MOST_MEMBERS}.",
+            f"{len(fit)} credentials are selected, and a campaign has at most {MAX_MEMBERS}.",
             [Fault("/merchants", "select fewer: some merchants, or older keys")],
         )
     planned, refusal, known = [], None, {}
     for credential in fit:
         alike = (credential.account_id, credential.active_until, credential.is_used)
         if alike not in known:
-            known[alike] = _find_refusal(credential, wish, now)
+            known[alike] = _find_refusal(credential, overrides, now)
         if known[alike] is None:
             planned.append(credential)
         else:
@@ -114,16 +114,16 @@ def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime)
     return Selected(planned, dict(sorted(left_out.items())))
 
 
-def _find_refusal(credential: Credential, wish: PlanOverrides, now: datetime) -> KeyvaultError | None:
+def _find_refusal(credential: Credential, overrides: PlanOverrides, now: datetime) -> KeyvaultError | None:
     """Return why the plan cannot be met for this credential and all like it; None: it can.
 
     The quiet period is the environment's default here. The longest gap of each key is computed only at the
     credential's turn, since that reads every minute of the key's use.
     """
-    if wish.quiet_seconds is None:
-        wish = replace(wish, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
+    if overrides.quiet_seconds is None:
+        overrides = replace(overrides, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
     try:
-        plan_rotation(credential, wish, now)
+        plan_rotation(credential, overrides, now)
     except (RequestInvalidError, StateConflictError) as error:
         return error
     return None

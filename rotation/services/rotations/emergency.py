@@ -63,9 +63,9 @@ def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: 
     The grant is for `keys:report_compromise` or `keys:revoke`. The replacement needs `rotations:write`; without it the
     key is revoked nevertheless.
     """
-    told = clean_text(" ".join(reason.split()), 300)
-    response = _end(grant, key, told)
-    return _with_replacement(response, grant.principal, key.credential, told, grant.at) if replace else response
+    why = clean_text(" ".join(reason.split()), 300)
+    response = _revoke(grant, key, why)
+    return _with_replacement(response, grant.principal, key.credential, why, grant.at) if replace else response
 
 
 def respond_to_leak(
@@ -79,15 +79,15 @@ def respond_to_leak(
     wanted = list(dict.fromkeys(text.strip() for text in presented if text.strip()))
     if not 1 <= len(wanted) <= MOST_KEYS:
         raise RequestInvalidError("That cannot be reported.", [Fault("/key_ids", f"1 to {MOST_KEYS} of them")])
-    told = clean_text(" ".join(reason.split()), 300)
-    responses = [_end_presented(principal, text, number, told, now) for number, text in enumerate(wanted, 1)]
+    why = clean_text(" ".join(reason.split()), 300)
+    responses = [_revoke_presented(principal, text, number, why, now) for number, text in enumerate(wanted, 1)]
     if not replace:
         return responses
     credentials = Credential.objects.select_related("account__merchant").in_bulk(
         [response.credential_id for response in responses if response.credential_id is not None]
     )
     return [
-        _with_replacement(response, principal, credentials[response.credential_id], told, now)
+        _with_replacement(response, principal, credentials[response.credential_id], why, now)
         if response.credential_id is not None
         else response
         for response in responses
@@ -99,7 +99,7 @@ def find_open_rotation(credential: Credential) -> Rotation | None:
     return rotation
 
 
-def _end_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
+def _revoke_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
     """Revoke one presented key. Text that is no key id is not echoed, since it may be part of a secret."""
     keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
@@ -110,7 +110,7 @@ def _end_presented(principal: Principal, text: str, number: int, why: str, now: 
         if key is None:
             raise NotFoundError
         grant = authorize(principal, P.KEYS_REPORT_COMPROMISE, key.credential.account, now=now)
-        return _end(grant, key, why)
+        return _revoke(grant, key, why)
     except NotFoundError:
         return Response(key_id, fault="There is no such key.")
     except KeyvaultError as error:
@@ -120,7 +120,7 @@ def _end_presented(principal: Principal, text: str, number: int, why: str, now: 
         return Response(key_id, fault=f"The database did not take it ({type(error).__name__}); report it again.")
 
 
-def _end(grant: Grant, key: Key, why: str) -> Response:
+def _revoke(grant: Grant, key: Key, why: str) -> Response:
     """Revoke the key durably: committed on return, never part of a transaction that may still fail."""
     with transaction.atomic(durable=True):
         record = report_compromise(grant, key, why=why)
@@ -131,7 +131,7 @@ def _with_replacement(
     response: Response, principal: Principal, credential: Credential, reason: str, now: datetime
 ) -> Response:
     try:
-        rotation_id, why_not = _ask(principal, credential, reason or _REASON, now)
+        rotation_id, why_not = _request_replacement(principal, credential, reason or _REASON, now)
     except KeyvaultError as error:
         faults = "; ".join(fault.detail for fault in getattr(error, "faults", ()))
         return dataclasses.replace(response, no_replacement=f"{error.detail} {faults}".strip())
@@ -141,7 +141,9 @@ def _with_replacement(
     return dataclasses.replace(response, rotation_id=rotation_id, no_replacement=why_not)
 
 
-def _ask(principal: Principal, credential: Credential, reason: str, now: datetime) -> tuple[str | None, str]:
+def _request_replacement(
+    principal: Principal, credential: Credential, reason: str, now: datetime
+) -> tuple[str | None, str]:
     """Return the id of the rotation that makes a replacement, or why there is none."""
     grant = authorize(principal, P.ROTATIONS_WRITE, credential.account, now=now)
     open_rotation = find_open_rotation(credential)

@@ -38,9 +38,9 @@ from rotation.services.rotations.side_effects import Effects
 from rotation.services.rotations.transitions import (
     lift_quarantine,
     make_transition,
+    report_blocked,
+    send_due_notices,
     stall,
-    tell_blocked,
-    tell_what_is_due,
 )
 
 S = RotationState
@@ -49,19 +49,19 @@ _PROVING = (S.AWAITING_PROOF, S.OVERLAP)
 
 _log = logging.getLogger(__name__)
 
-LOOK_AGAIN_SECONDS = (2.0, 60.0)
+POLL_SECONDS = (2.0, 60.0)
 """Poll interval of a waiting rotation, in seconds: the shortest and the longest. It grows with the time waited."""
 
-_PATIENCE = 20
+_POLL_DIVISOR = 20
 """Divisor of the time waited that gives the next poll interval."""
 
 SWEEP_SECONDS = 2.0
 """Time in which one sweep begins turns, in seconds; the next sweep takes the rest."""
 
-_AT_LEAST = 2
+_MIN_TURNS = 2
 """Minimum number of turns in a sweep: one of each list."""
 
-_MOST_AT_ONCE = 200
+_MAX_LISTED = 200
 """Maximum length of each list, in rotations; a sweep has time for fewer turns."""
 
 ACCEPTED_WITHIN_SECONDS = 8.0
@@ -71,16 +71,16 @@ Longer than a verifier's default staleness bound and shorter than the lease. Aft
 next turn makes another one.
 """
 
-_LOOK_SECONDS = 0.05
+_ACCEPTANCE_POLL_SECONDS = 0.05
 pause = time.sleep
 
-_JUST_NOW = timedelta(seconds=10)
+_RECENTLY = timedelta(seconds=10)
 _MINUTE = timedelta(minutes=1)
 
-MOST_ATTEMPTS = 12
+MAX_ATTEMPTS = 12
 """Consecutive failures of one step before the rotation stalls; an unavailable backend does not count."""
 
-_MOST_STEPS = 20
+_MAX_STEPS = 20
 
 
 def advance_all_due(clock: Callable[[], datetime] = utc_now) -> int:
@@ -93,7 +93,7 @@ def advance_all_due(clock: Callable[[], datetime] = utc_now) -> int:
     began = time.monotonic()
     turns = 0
     for rotation_id in due:
-        if turns >= _AT_LEAST and time.monotonic() - began > SWEEP_SECONDS:
+        if turns >= _MIN_TURNS and time.monotonic() - began > SWEEP_SECONDS:
             break
         turns += 1
         try:
@@ -134,8 +134,8 @@ def _draw_start() -> str:
 def _list_round(rows: QuerySet[Rotation], start: str) -> list[str]:
     """List ids from `start` on, then wrap around to those before it."""
     ids = rows.order_by("pk").values_list("pk", flat=True)
-    found = list(ids.filter(pk__gte=start)[:_MOST_AT_ONCE])
-    room = _MOST_AT_ONCE - len(found)
+    found = list(ids.filter(pk__gte=start)[:_MAX_LISTED])
+    room = _MAX_LISTED - len(found)
     return [*found, *ids.filter(pk__lt=start)[:room]] if room else found
 
 
@@ -155,7 +155,7 @@ def _state_of(key: str) -> Coalesce:
 
 def _tried(now: datetime) -> Subquery:
     """A refused attempt with the predecessor within the last 10 seconds; None without one."""
-    since = now - _JUST_NOW
+    since = now - _RECENTLY
     tries = UseBucket.objects.filter(
         key=OuterRef("predecessor"), outcome=UseOutcome.REFUSED, minute__gte=since - _MINUTE, last_at__gte=since
     )
@@ -191,35 +191,35 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     if lease is None:
         return None
     try:
-        wait, entered_at = _to_the_next_wait(rotation_id, lease, clock)
+        wait, entered_at = _advance_to_wait(rotation_id, lease, clock)
     except DependencyUnavailableError as error:
         # An outage uses up no attempt; verification works without the backend.
         _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
         leases.pause(lease, clock(), error.internal or error.detail, seconds=error.retry_after_seconds)
     except KeyvaultError as error:
         # Often another writer was faster, and the next turn reads the current state.
-        _give_up_or_try_again(rotation_id, lease, clock, error)
+        _handle_failure(rotation_id, lease, clock, error)
     except Exception as error:  # noqa: BLE001  errors are isolated per rotation, logged and recorded
         _log.exception("rotation step failed unforeseen", extra={"rotation_id": rotation_id})
         fault = StateConflictError("an unforeseen fault; the log has it", internal=type(error).__name__)
-        _give_up_or_try_again(rotation_id, lease, clock, fault)
+        _handle_failure(rotation_id, lease, clock, fault)
     else:
-        leases.release(lease, due_at=_look_again(wait, entered_at, clock()))
+        leases.release(lease, due_at=_next_poll(wait, entered_at, clock()))
         return wait
     return None
 
 
-def _look_again(wait: Wait, entered_at: datetime, now: datetime) -> datetime:
-    shortest, longest = LOOK_AGAIN_SECONDS
+def _next_poll(wait: Wait, entered_at: datetime, now: datetime) -> datetime:
+    shortest, longest = POLL_SECONDS
     waited = (now - entered_at).total_seconds()
-    due_at = now + timedelta(seconds=min(max(waited / _PATIENCE, shortest), longest))
+    due_at = now + timedelta(seconds=min(max(waited / _POLL_DIVISOR, shortest), longest))
     return due_at if wait.until is None else min(due_at, max(wait.until, now))
 
 
-def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> tuple[Wait, datetime]:
+def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> tuple[Wait, datetime]:
     """Advance until the rotation waits; return the wait and when the rotation entered its state."""
     effects = Effects(lease, clock)
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         now = clock()
         note_lost(now)
         rotation = get_rotation(rotation_id)
@@ -227,11 +227,11 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
         step = next_step(facts, now)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
         is_held = rotation.state == S.STAGED and effects.holds(rotation.replacement_id)
-        if isinstance(step, Wait) and is_held and _is_soon_accepted(rotation):
+        if isinstance(step, Wait) and is_held and _wait_until_accepted(rotation):
             # Only this process holds the string; the next turn would have to make another key.
             continue
         if isinstance(step, Wait):
-            tell_what_is_due(grant, rotation, facts, lease)
+            send_due_notices(grant, rotation, facts, lease)
             return step, rotation.entered_at
         if isinstance(step, Move):
             if step.to is S.CANCELLED or (step.to is S.ROLLED_BACK and rotation.written_back_at is None):
@@ -244,27 +244,27 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
     return Wait("its next turn"), clock()
 
 
-def _is_soon_accepted(rotation: Rotation) -> bool:
+def _wait_until_accepted(rotation: Rotation) -> bool:
     """Poll, within the lease, until every verifier has confirmed the key or become stale; False after the maximum."""
     assert rotation.replacement is not None  # noqa: S101  staged
     until = time.monotonic() + ACCEPTED_WITHIN_SECONDS
     while time.monotonic() < until:
         if not list_unconfirmed(rotation.replacement):
             return True
-        pause(_LOOK_SECONDS)
+        pause(_ACCEPTANCE_POLL_SECONDS)
     return False
 
 
-def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
+def _handle_failure(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
     """Stall the rotation where only a person can help, else postpone the next attempt.
 
     These stall it: a foreign writer, a refusal by the secret backend (its client has already retried with a new
-    login), an unreadable plan, and MOST_ATTEMPTS consecutive failures.
+    login), an unreadable plan, and MAX_ATTEMPTS consecutive failures.
     """
     why = error.internal or error.detail
     _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
-    reason = _for_a_person(error)
-    if reason is None and lease.attempts >= MOST_ATTEMPTS:
+    reason = _stall_reason(error)
+    if reason is None and lease.attempts >= MAX_ATTEMPTS:
         reason = f"a step kept failing: {error.detail}"
     if reason is not None:
         try:
@@ -278,7 +278,7 @@ def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], da
     leases.postpone(lease, clock(), why)
 
 
-def _for_a_person(error: KeyvaultError) -> str | None:
+def _stall_reason(error: KeyvaultError) -> str | None:
     """Return the reason to stall for an error that no retry fixes; None for any other."""
     if isinstance(error, BackendDeniedError):
         return f"the secret backend refuses us: {error.detail}"
@@ -290,7 +290,7 @@ def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> bool:
     rotation = get_rotation(rotation_id)
     grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
     if S.STALLED not in TRANSITIONS[rotation.current_state]:
-        tell_blocked(grant, rotation, why, lease)
+        report_blocked(grant, rotation, why, lease)
         return False
     stall(grant, rotation, why, lease)
     leases.release(lease)

@@ -31,7 +31,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     observation = observe(now)
     plan, replacement = rotation.approved_plan, rotation.replacement
     unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
-    is_told, telling_failed = _find_telling(rotation)
+    is_notified, notification_failed = _find_notification(rotation)
     rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
     # Attempts with an old public key have no effect: shipped apps keep using it.
     is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
@@ -55,8 +55,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
         unconfirmed=tuple(unconfirmed),
         is_delivered=rotation.delivered_at is not None,
-        is_told=is_told,
-        telling_failed=telling_failed,
+        is_notified=is_notified,
+        notification_failed=notification_failed,
         acknowledged_at=rotation.acknowledged_at,
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
@@ -78,15 +78,15 @@ def list_unconfirmed(key: Key) -> list[str]:
     return receipts.list_unconfirmed(last_sequence(key))
 
 
-def _find_telling(rotation: Rotation) -> tuple[bool, bool]:
+def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
     """Return whether the merchant's webhook endpoint accepted the message, and whether all attempts were given up.
 
     (True, False) unless the plan requires it. `told_at` decides once it is set, since deliveries are purged.
     """
     if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
         return True, False
-    told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
-    return told.delivered_at is not None, told.has_failed
+    found = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
+    return found.delivered_at is not None, found.has_failed
 
 
 def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:

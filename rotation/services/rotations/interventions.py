@@ -144,12 +144,12 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
             quarantined_at=None,
             written_back_at=None,
             confirmed_at=None,
-            deadline_at=None if rotation.deadline_at is None else now + _time_to_come_back(rotation),
+            deadline_at=None if rotation.deadline_at is None else now + _roll_back_time(rotation),
             why=clean_text(why, 300),
         )
 
 
-def _time_to_come_back(rotation: Rotation) -> timedelta:
+def _roll_back_time(rotation: Rotation) -> timedelta:
     """Return the environment's default deadline plus the plan's quiet period."""
     defaults = DEFAULTS[rotation.credential.environment]
     return timedelta(seconds=defaults.deadline_seconds + rotation.approved_plan.quiet_seconds)
@@ -166,12 +166,12 @@ def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
     if would_stall and rotation.deadline_at is not None and grant.at >= rotation.deadline_at:
         raise StateConflictError("Its deadline has passed: give it a new one, and it goes on.")
     with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
-        _go_on(grant, rotation)
+        _resume(grant, rotation)
     wake(subject_of(rotation.rotation_id))
     return rotation
 
 
-def _go_on(grant: Grant, rotation: Rotation) -> None:
+def _resume(grant: Grant, rotation: Rotation) -> None:
     rotation.compare_and_swap(state=rotation.stalled_from, stalled_from=None, entered_at=grant.at, why="")
     if rotation.state == S.PUBLISHING and rotation.delivered_at is not None:
         announce_replacement(grant, rotation)  # The endpoint did not accept the first message.
@@ -202,7 +202,7 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
         was_late = grant.at >= rotation.deadline_at
         rotation.compare_and_swap(deadline_at=deadline, reminded_percent=0)
         if was_late and rotation.state == S.STALLED and rotation.stalled_from is not None:
-            _go_on(grant, rotation)
+            _resume(grant, rotation)
     wake(subject_of(rotation.rotation_id))
     return rotation
 
@@ -356,8 +356,8 @@ def may_collect(rotation: Rotation, person: str) -> bool:
     If it is a service, or an operator without that permission (an incident responder), any person may who neither
     approved nor bypassed the rotation.
     """
-    asker = rotation.requester
-    if asker is not None and P.ISSUANCE_COLLECT in operator_principal(asker).permissions:
+    requester = rotation.requester
+    if requester is not None and P.ISSUANCE_COLLECT in operator_principal(requester).permissions:
         return person == rotation.requester_person
     began = BreakGlass.objects.filter(event="rotation.bypassed", subject=rotation.rotation_id, person=person)
     return not rotation.approvals.filter(person=person).exists() and not began.exists()

@@ -49,16 +49,16 @@ class PlanOverrides:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return the values that differ from the defaults, which a schedule or a campaign stores."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: _plain(value) for name, value in said.items() if value != getattr(_NOTHING, name)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: _to_json(value) for name, value in values.items() if value != getattr(_DEFAULT, name)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanOverrides":
         """Read what `as_json` wrote."""
-        return cls(**{name: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
+        return cls(**{name: _READERS.get(name, lambda value: value)(value) for name, value in values.items()})
 
 
-def _plain(value: Any) -> JsonValue:
+def _to_json(value: Any) -> JsonValue:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Window):
@@ -68,8 +68,8 @@ def _plain(value: Any) -> JsonValue:
     return value.value if isinstance(value, StrEnum) else value
 
 
-_NOTHING = PlanOverrides()
-_READ: dict[str, Any] = {
+_DEFAULT = PlanOverrides()
+_READERS: dict[str, Any] = {
     **dict.fromkeys(("not_before", "deadline", "retire_at"), datetime.fromisoformat),
     "proof": Proof,
     "at_deadline": AtDeadline,
@@ -79,26 +79,28 @@ _READ: dict[str, Any] = {
 }
 
 
-def plan_rotation(credential: Credential, wish: PlanOverrides, now: datetime) -> Plan:
+def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetime) -> Plan:
     """Plan a rotation of the credential's one usable key.
 
     Raises StateConflictError when it has none, has two, or must not get another one; RequestInvalidError, listing each
     reason why the plan cannot be met.
     """
-    faults = list(find_far_faults({name: getattr(wish, name) for name in ("not_before", "deadline", "retire_at")}, now))
+    faults = list(
+        find_far_faults({name: getattr(overrides, name) for name in ("not_before", "deadline", "retire_at")}, now)
+    )
     if faults:
-        raise RequestInvalidError(_CANNOT, faults)
+        raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
-    plan = _filled(credential, predecessor, wish, now)
+    plan = _build_plan(credential, predecessor, overrides, now)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
     faults += _channel_faults(plan, credential)
     if faults:
-        raise RequestInvalidError(_CANNOT, faults)
+        raise RequestInvalidError(_REFUSED, faults)
     return plan
 
 
-_CANNOT = "The rotation cannot be done like that."
+_REFUSED = "The rotation cannot be done like that."
 
 
 def find_predecessor(credential: Credential) -> Key:
@@ -115,49 +117,50 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
     """Plan a reissue for a credential without a usable key; no old key has to become silent."""
     is_public = credential.kind == KeyKind.PUBLIC
     defaults = DEFAULTS[credential.environment]
-    wish = PlanOverrides(
+    overrides = PlanOverrides(
         reason=reason,
         proof=Proof.CONFIRMATION if is_public else Proof.TRAFFIC,
         deadline=None if is_public else now + timedelta(seconds=defaults.deadline_seconds),
         predecessor_may_expire=True,
     )
-    return _filled(credential, predecessor, wish, now)
+    return _build_plan(credential, predecessor, overrides, now)
 
 
-def _filled(credential: Credential, predecessor: Key, wish: PlanOverrides, now: datetime) -> Plan:
+def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrides, now: datetime) -> Plan:
     defaults = DEFAULTS[credential.environment]
-    not_before = wish.not_before or now
+    not_before = overrides.not_before or now
     is_public = credential.kind == KeyKind.PUBLIC
-    gap_seconds = 0 if wish.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
-    quiet_seconds = _or(wish.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
+    gap_seconds = 0 if overrides.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
+    quiet_seconds = _or(overrides.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
     # A key used once a month has a quiet period of two months; its rotation's deadline is later by as much.
     longest_seconds = defaults.deadline_seconds + max(0, quiet_seconds - defaults.quiet_seconds)
     return Plan(
         credential_id=credential.credential_id,
         predecessor_key_id=predecessor.key_id,
-        reason=clean_text(wish.reason, 300),
+        reason=clean_text(overrides.reason, 300),
         not_before=not_before,
-        deadline=wish.deadline or (None if is_public else _latest(predecessor, wish, not_before, longest_seconds)),
-        proof=wish.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC),
-        proof_count=_or(wish.proof_count, defaults.proof_count),
-        proof_sources=_or(wish.proof_sources, defaults.proof_sources),
-        soak_seconds=_or(wish.soak_seconds, defaults.soak_seconds),
+        deadline=overrides.deadline
+        or (None if is_public else _latest(predecessor, overrides, not_before, longest_seconds)),
+        proof=overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC),
+        proof_count=_or(overrides.proof_count, defaults.proof_count),
+        proof_sources=_or(overrides.proof_sources, defaults.proof_sources),
+        soak_seconds=_or(overrides.soak_seconds, defaults.soak_seconds),
         quiet_seconds=quiet_seconds,
-        quarantine_seconds=_or(wish.quarantine_seconds, defaults.quarantine_seconds),
-        expires_in_days=wish.expires_in_days,
-        predecessor_may_expire=wish.predecessor_may_expire,
+        quarantine_seconds=_or(overrides.quarantine_seconds, defaults.quarantine_seconds),
+        expires_in_days=overrides.expires_in_days,
+        predecessor_may_expire=overrides.predecessor_may_expire,
         is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
-        at_deadline=wish.at_deadline,
-        reinstatement=wish.reinstatement,
-        channels=wish.channels,
-        window=wish.window,
-        retire_at=wish.retire_at,
+        at_deadline=overrides.at_deadline,
+        reinstatement=overrides.reinstatement,
+        channels=overrides.channels,
+        window=overrides.window,
+        retire_at=overrides.retire_at,
     )
 
 
-def _latest(predecessor: Key, wish: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
+def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
     latest = not_before + timedelta(seconds=seconds)
-    if predecessor.expires_at is not None and not wish.predecessor_may_expire:
+    if predecessor.expires_at is not None and not overrides.predecessor_may_expire:
         latest = min(latest, predecessor.expires_at)
     return latest
 

@@ -31,11 +31,11 @@ from rotation.services.rotations.reports import about, subject_of
 
 S = RotationState
 
-_ASKS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
+_REQUEST_PERMISSIONS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
+class _Requester:
     """The requester of a rotation, and the number of approvals by others that it needs."""
 
     person: str
@@ -46,21 +46,21 @@ class _Asker:
     campaign: Campaign | None = None
 
 
-def request_rotation(grant: Grant, credential: Credential, wish: PlanOverrides) -> Rotation:
+def request_rotation(grant: Grant, credential: Credential, overrides: PlanOverrides) -> Rotation:
     """Request a rotation; it is scheduled immediately where the policy requires no second person.
 
     Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential has an open
     rotation, or not exactly one key to replace.
     """
-    plan = plan_rotation(credential, wish, grant.at)
-    asker = _asker_of(grant, credential)
-    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+    plan = plan_rotation(credential, overrides, grant.at)
+    requester = _requester_of(grant, credential)
+    return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
 
 
 def begin_rotation(
     grant: Grant,
     credential: Credential,
-    wish: PlanOverrides,
+    overrides: PlanOverrides,
     *,
     author: OperatorRow,
     schedule: RotationSchedule | None = None,
@@ -70,10 +70,10 @@ def begin_rotation(
 
     The campaign's approvals cover this plan. Raises what `request_rotation` raises.
     """
-    plan = plan_rotation(credential, wish, grant.at)
+    plan = plan_rotation(credential, overrides, grant.at)
     needed = approvals_needed(credential.environment)
-    asker = _Asker(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
-    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+    requester = _Requester(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
+    return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
 
 
 def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
@@ -90,37 +90,37 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
     if latest is None:
         raise StateConflictError("The credential never had a key: its issuance is not done.")
     plan = plan_reissue(credential, latest, reason, grant.at)
-    return _ask(grant, credential, latest, plan, _asker_of(grant, credential), S.EMERGENCY)
+    return _store_request(grant, credential, latest, plan, _requester_of(grant, credential), S.EMERGENCY)
 
 
-def _asker_of(grant: Grant, credential: Credential) -> _Asker:
+def _requester_of(grant: Grant, credential: Credential) -> _Requester:
     principal, needed = grant.principal, approvals_needed(credential.environment)
     if isinstance(principal, Operator):
-        return _Asker(principal.person, needed, operator=operator_row(principal))
+        return _Requester(principal.person, needed, operator=operator_row(principal))
     if isinstance(principal, Service):
         # A service's request needs an operator's approval even where an operator's own request needs none.
         token = ServiceToken.objects.get(pk=principal.token_id)
-        return _Asker(principal.person, max(needed, 1), token=token)
+        return _Requester(principal.person, max(needed, 1), token=token)
     raise TypeError("operators and services ask for rotations")
 
 
-def _ask(
-    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, asker: _Asker, approved: RotationState
+def _store_request(
+    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, requester: _Requester, approved: RotationState
 ) -> Rotation:
     """Store the request. `approved`: the state to enter once it has enough approvals."""
     rotation = Rotation(
         rotation_id=mint_id("rot", secrets.token_bytes),
         credential=credential,
         predecessor=predecessor,
-        state=approved if approved is S.EMERGENCY or not asker.approvals else S.AWAITING_APPROVAL,
+        state=approved if approved is S.EMERGENCY or not requester.approvals else S.AWAITING_APPROVAL,
         plan=plan.as_json(),
         plan_digest=plan.digest(),
-        approvals_needed=asker.approvals,
-        requester=asker.operator,
-        requested_via=asker.token,
-        requester_person=asker.person,
-        schedule=asker.schedule,
-        campaign=asker.campaign,
+        approvals_needed=requester.approvals,
+        requester=requester.operator,
+        requested_via=requester.token,
+        requester_person=requester.person,
+        schedule=requester.schedule,
+        campaign=requester.campaign,
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
         entered_at=grant.at,
@@ -130,20 +130,20 @@ def _ask(
     try:
         with recorded(
             grant,
-            _ASKS,
+            _REQUEST_PERMISSIONS,
             "rotation.requested",
             account=credential.account,
             **about(rotation),
             plan_digest=rotation.plan_digest,
             plan=rotation.plan,
-            approvals_needed=asker.approvals,
-            schedule=None if asker.schedule is None else str(asker.schedule.pk),
-            campaign_id=None if asker.campaign is None else asker.campaign.campaign_id,
+            approvals_needed=requester.approvals,
+            schedule=None if requester.schedule is None else str(requester.schedule.pk),
+            campaign_id=None if requester.campaign is None else requester.campaign.campaign_id,
         ):
             require_staying(credential.account)
             rotation.save()
-            if asker.campaign is not None and asker.approvals:
-                _approve_with_campaign(grant, rotation, asker.campaign)
+            if requester.campaign is not None and requester.approvals:
+                _approve_with_campaign(grant, rotation, requester.campaign)
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
     except DatabaseIntegrityError as error:

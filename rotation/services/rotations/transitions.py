@@ -52,11 +52,11 @@ def stall(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
     _transit(grant, rotation, Move(S.STALLED, why[:300]), lease, partial(_stop, grant, rotation, S.STALLED))
 
 
-def tell_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+def report_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
     """Raise one alarm per state for a rotation that cannot continue and has no transition to `stalled`."""
     kind, subject, account = NoticeKind.ROTATION_BLOCKED, rotation.rotation_id, rotation.credential.account
-    told = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
-    if rotation.state == S.STALLED or rotation.current_state in CLOSED or told.exists():
+    sent = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
+    if rotation.state == S.STALLED or rotation.current_state in CLOSED or sent.exists():
         return
     payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
@@ -268,7 +268,7 @@ def _was_emergency(rotation: Rotation) -> bool:
     return ended_at is not None and rotation.delivered_at is not None and ended_at <= rotation.delivered_at
 
 
-def tell_what_is_due(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
+def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
     """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine."""
     changes, notices = _reminder(rotation, facts, grant.at)
     alarm = _alarm(rotation, facts, grant.at)
@@ -314,21 +314,21 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
     if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
         return None
     attempts = _attempts(rotation)
-    strangers = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
+    unknown = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
     is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
     # The first unknown source raises its own alarm, whatever was reported about known ones.
-    if not is_new and (not strangers or _is_exposure_told(rotation)):
+    if not is_new and (not unknown or _is_exposure_reported(rotation)):
         return None
     key = _retiring(rotation)
     return {
         "key_id": None if key is None else key.key_id,
         "attempts": attempts,
-        "is_exposure": bool(strangers),
+        "is_exposure": bool(unknown),
         "is_reinstated": False,
     }
 
 
-def _is_exposure_told(rotation: Rotation) -> bool:
+def _is_exposure_reported(rotation: Rotation) -> bool:
     """Whether an exposure was reported since the quarantine began."""
-    told = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, subject=rotation.rotation_id)
-    return told.filter(created_at__gte=rotation.quarantined_at, payload__is_exposure=True).exists()
+    sent = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, subject=rotation.rotation_id)
+    return sent.filter(created_at__gte=rotation.quarantined_at, payload__is_exposure=True).exists()

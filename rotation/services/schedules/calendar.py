@@ -10,9 +10,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.starting import Candidate, asked, list_candidates, say
+from rotation.services.schedules.starting import Candidate, format_failure, list_candidates, overrides_for
 
-MOST_DRY_RUNS = 200
+MAX_DRY_RUNS = 200
 """Maximum number of overdue credentials whose plan is validated to find the obstacle."""
 
 _GRACE = timedelta(minutes=5)
@@ -68,7 +68,7 @@ def list_next(
     that rotation is completed.
     """
     environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
-    dry_runs = MOST_DRY_RUNS
+    dry_runs = MAX_DRY_RUNS
     found = []
     for candidate in list_candidates(now, environments, merchant):
         date = _next_date(candidate, now)
@@ -112,9 +112,9 @@ def _why_then(candidate: Candidate) -> str:
 def _try_out(candidate: Candidate, date: ScheduledDate, now: datetime) -> ScheduledDate:
     """Validate the plan of an overdue date to find the obstacle, if any."""
     try:
-        plan_rotation(candidate.credential, asked(candidate, now), now)
+        plan_rotation(candidate.credential, overrides_for(candidate, now), now)
     except KeyvaultError as error:
-        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=say(error))
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=format_failure(error))
     return date
 
 

@@ -28,7 +28,7 @@ from rotation.services.rotations.planning import PlanOverrides
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
-_SET_HERE = ("not_before", "deadline", "window", "retire_at")
+_SET_BY_SCHEDULE = ("not_before", "deadline", "window", "retire_at")
 """Plan overrides that a schedule sets itself for each rotation, so that a draft must leave them empty."""
 
 
@@ -65,25 +65,25 @@ class ScheduleDraft:
 
 
 def save_schedule(
-    grant: Grant, scope: Scope, wished: ScheduleDraft, *, known: RotationSchedule | None = None
+    grant: Grant, scope: Scope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
     """Create the scope's schedule, or change `known`, and enable it. The saving operator requests what it begins.
 
     Raises RequestInvalidError with every reason why it cannot be met. Raises StateConflictError when the scope has a
     schedule that the caller did not load, so that creating one never overwrites another.
     """
-    faults = [*_scope_faults(scope), *_wish_faults(scope.environment, wished, grant.at)]
+    faults = [*_scope_faults(scope), *_draft_faults(scope.environment, draft, grant.at)]
     if faults:
         raise RequestInvalidError("The schedule cannot be kept like that.", faults)
-    columns = _columns(grant, wished)
+    columns = _columns(grant, draft)
     row = find_schedule(scope)
     if row is not None and (known is None or known.pk != row.pk):
         raise StateConflictError(f"There is a schedule for {scope} already: change that one.")
     try:
         with recorded(
-            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_told(wished)
+            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
         ):
-            _lock_calendar(wished.calendar)
+            _lock_calendar(draft.calendar)
             if row is not None:
                 return row.compare_and_swap(**columns)
             row = RotationSchedule(
@@ -111,7 +111,7 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
     """Enable the schedule unchanged. Raises RequestInvalidError when it can no longer be met."""
     if schedule.is_enabled:
         raise StateConflictError("The schedule is enabled already.")
-    faults = list(_wish_faults(Environment(schedule.environment), wish_of(schedule), grant.at))
+    faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
         raise RequestInvalidError("The schedule could not be kept any more. Save it anew.", faults)
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
@@ -170,36 +170,36 @@ class UnreadableScheduleError(StateConflictError):
     """A stored schedule or its calendar has a field or value that this release does not know, or lacks one."""
 
 
-def wish_of(schedule: RotationSchedule) -> ScheduleDraft:
+def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
     """Return what was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
-        wish = PlanOverrides.from_json(schedule.wish)
+        overrides = PlanOverrides.from_json(schedule.wish)
     except Exception as error:
         # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
-    return replace(readable_wish(schedule), window=window, wish=wish)
+    return replace(readable_draft(schedule), window=window, wish=overrides)
 
 
-def readable_wish(schedule: RotationSchedule) -> ScheduleDraft:
+def readable_draft(schedule: RotationSchedule) -> ScheduleDraft:
     """Return what can be read of any schedule: all but its window and its plan overrides."""
     days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
     return ScheduleDraft(*days, calendar=schedule.calendar)
 
 
-def find_wish(schedule: RotationSchedule) -> ScheduleDraft | None:
+def find_draft(schedule: RotationSchedule) -> ScheduleDraft | None:
     """Return what was saved, or None where this release cannot read it; for display."""
     try:
-        return wish_of(schedule)
+        return draft_of(schedule)
     except UnreadableScheduleError:
         return None
 
 
 def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
     """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
-    wished = wish_of(schedule)
+    draft = draft_of(schedule)
     try:
-        return terms_of(wished, now), wished.wish
+        return terms_of(draft, now), draft.wish
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
@@ -214,18 +214,18 @@ def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
     return ""
 
 
-def terms_of(wished: ScheduleDraft, now: datetime) -> Terms:
+def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
     """With the calendar's blackouts as they are now, those that are over apart."""
-    window = wished.window
-    if wished.calendar is not None:
+    window = draft.window
+    if draft.calendar is not None:
         blackouts = tuple(
             Blackout(each.begins_at, each.ends_at, each.why)
-            for each in read_blackouts(wished.calendar.periods)
+            for each in read_blackouts(draft.calendar.periods)
             if each.ends_at > now and each.begins_at < now + LOOK_AHEAD
         )
         if blackouts:
             window = replace(window or Window(), blackouts=blackouts)
-    return Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days, window)
+    return Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days, window)
 
 
 def _rows() -> Any:
@@ -247,10 +247,10 @@ def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
 def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     broken = []
     for schedule in schedules:
-        wished = find_wish(schedule)
-        if wished is None:
+        draft = find_draft(schedule)
+        if draft is None:
             continue  # It begins nothing already, and an alarm was raised.
-        faults = list(_wish_faults(Environment(schedule.environment), wished, now))
+        faults = list(_draft_faults(Environment(schedule.environment), draft, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
     if broken:
@@ -274,35 +274,35 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
             yield Fault("/credential", "a private key's; public ones are replaced when their apps are")
 
 
-def _wish_faults(environment: Environment, wished: ScheduleDraft, now: datetime) -> Iterable[Fault]:
-    if wished.window is not None and wished.window.blackouts:
+def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime) -> Iterable[Fault]:
+    if draft.window is not None and draft.window.blackouts:
         yield Fault("/window/blackouts", "none: name a calendar")
-    terms = terms_of(wished, now)
+    terms = terms_of(draft, now)
     faults = list(find_term_faults(terms, now))
     yield from faults
-    wish = wished.wish
-    for name in _SET_HERE:
-        if getattr(wish, name) is not None:
+    overrides = draft.wish
+    for name in _SET_BY_SCHEDULE:
+        if getattr(overrides, name) is not None:
             yield Fault(f"/wish/{name}", "the schedule sets it")
-    if wish.reason and (text_fault := find_text_fault(wish.reason, 300)) is not None:
+    if overrides.reason and (text_fault := find_text_fault(overrides.reason, 300)) is not None:
         yield Fault("/wish/reason", text_fault)
-    if wish.expires_in_days is not None and wish.expires_in_days <= wished.cryptoperiod_days:
+    if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
         yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
-    if DeliveryChannel.SECRET_BACKEND not in wish.channels:
+    if DeliveryChannel.SECRET_BACKEND not in overrides.channels:
         yield Fault("/wish/channels", "secret_backend is always one of them: it is what the merchant reads")
     if not faults:
-        plan = _sample_plan(environment, wish, terms.window, now)
+        plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
             yield Fault(f"/wish{fault.pointer}", fault.detail)
 
 
-def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window | None, now: datetime) -> Plan:
+def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:
     """Return the plan that the schedule would request today for a typical key."""
     defaults = DEFAULTS[environment]
     not_before = (window.next_opening(now) if window is not None else None) or now
 
     def of(name: str) -> int:
-        chosen = getattr(wish, name)
+        chosen = getattr(overrides, name)
         return int(getattr(defaults, name) if chosen is None else chosen)
 
     return Plan(
@@ -311,25 +311,25 @@ def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window |
         reason="",
         not_before=not_before,
         deadline=not_before + timedelta(seconds=defaults.deadline_seconds),
-        proof=wish.proof or Proof.TRAFFIC,
+        proof=overrides.proof or Proof.TRAFFIC,
         proof_count=of("proof_count"),
         proof_sources=of("proof_sources"),
         soak_seconds=of("soak_seconds"),
         quiet_seconds=of("quiet_seconds"),
         quarantine_seconds=of("quarantine_seconds"),
-        expires_in_days=wish.expires_in_days,
+        expires_in_days=overrides.expires_in_days,
         window=window,
     )
 
 
-def _columns(grant: Grant, wished: ScheduleDraft) -> dict[str, Any]:
+def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
     return {
-        "cryptoperiod_days": wished.cryptoperiod_days,
-        "jitter_days": wished.jitter_days,
-        "lead_days": wished.lead_days,
-        "window": None if wished.window is None else wished.window.as_json(),
-        "calendar": wished.calendar,
-        "wish": wished.wish.as_json(),
+        "cryptoperiod_days": draft.cryptoperiod_days,
+        "jitter_days": draft.jitter_days,
+        "lead_days": draft.lead_days,
+        "window": None if draft.window is None else draft.window.as_json(),
+        "calendar": draft.calendar,
+        "wish": draft.wish.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
@@ -343,14 +343,14 @@ def _author(grant: Grant) -> dict[str, Any]:
     return {"author": operator_row(operator), "author_person": operator.person}
 
 
-def _told(wished: ScheduleDraft) -> Mapping[str, JsonValue]:
+def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
     return {
-        "cryptoperiod_days": wished.cryptoperiod_days,
-        "jitter_days": wished.jitter_days,
-        "lead_days": wished.lead_days,
-        "window": None if wished.window is None else wished.window.as_json(),
-        "calendar": None if wished.calendar is None else wished.calendar.name,
-        "wish": wished.wish.as_json(),
+        "cryptoperiod_days": draft.cryptoperiod_days,
+        "jitter_days": draft.jitter_days,
+        "lead_days": draft.lead_days,
+        "window": None if draft.window is None else draft.window.as_json(),
+        "calendar": None if draft.calendar is None else draft.calendar.name,
+        "wish": draft.wish.as_json(),
     }
 
 

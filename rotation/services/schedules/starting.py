@@ -32,7 +32,7 @@ from rotation.services.schedules.schedules import (
     list_enabled,
     place_of,
     read_schedule,
-    readable_wish,
+    readable_draft,
     scope_of,
 )
 
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 ASK_AGAIN = timedelta(days=7)
 """Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
 
-MOST_BEGUN = 100
+MAX_BEGUN = 100
 """Maximum number of rotations begun per tick, so that a new schedule of a large environment starts gradually."""
 
-MOST_TRIED = 300
+MAX_TRIED = 300
 """Maximum number of credentials tried per tick."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
@@ -144,7 +144,7 @@ def _list_ordered(
     if merchant is not None:
         rows = rows.filter(account__merchant_id=merchant)
     if asked_before is not None:
-        soonest = min(_soonest(order.terms) for order in readable)
+        soonest = min(_min_age(order.terms) for order in readable)
         rows = rows.filter(newest_at__lte=asked_before - soonest)
     found = [
         (row, by_credential.get(row.pk) or by_account.get(row.account_id) or by_environment[row.account.environment])
@@ -153,7 +153,7 @@ def _list_ordered(
     yield from _with_rotations([(row, order) for row, order in found if asked_before is None or not order.fault])
 
 
-def _soonest(terms: Terms) -> timedelta:
+def _min_age(terms: Terms) -> timedelta:
     """Return the minimum time from a key's activation to the request for its replacement."""
     days = terms.cryptoperiod_days - terms.jitter_days - terms.lead_days
     if terms.window is None:
@@ -232,13 +232,13 @@ def begin_due(now: datetime) -> list[str]:
     due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
     due.sort(key=lambda item: (item[0] is not None, (item[0] and item[0].due_at) or item[1]))
     begun: list[str] = []
-    for before, _, candidate in due[:MOST_TRIED]:
-        if len(begun) == MOST_BEGUN:
+    for before, _, candidate in due[:MAX_TRIED]:
+        if len(begun) == MAX_BEGUN:
             break
         try:
             rotation = begin(candidate, now)
         except Exception as error:  # noqa: BLE001  errors are isolated per credential and recorded
-            _put_off(candidate, error, before, now)
+            _postpone(candidate, error, before, now)
         else:
             begun += [rotation.rotation_id] if rotation is not None else []
             if before is not None:
@@ -255,9 +255,9 @@ def _may_be_tried(failure: WorkLease, now: datetime) -> bool:
     return failure.due_at is None or failure.due_at <= now
 
 
-def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
+def _postpone(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
     """Record a failure in the database, for every worker and across restarts; log it if the reason is new."""
-    credential_id, why = candidate.credential.pk, say(error)[:300]
+    credential_id, why = candidate.credential.pk, format_failure(error)[:300]
     if before is None or before.last_error != why:
         _log.warning(
             "scheduled rotation cannot be begun",
@@ -309,7 +309,7 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
         return begin_rotation(
-            grant, credential, asked(candidate, now), author=order.schedule.author, schedule=order.schedule
+            grant, credential, overrides_for(candidate, now), author=order.schedule.author, schedule=order.schedule
         )
     except KeyvaultError:
         if _has_open(credential):
@@ -317,7 +317,7 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
         raise
 
 
-def asked(candidate: Candidate, now: datetime) -> PlanOverrides:
+def overrides_for(candidate: Candidate, now: datetime) -> PlanOverrides:
     """Return the overrides for a rotation now. Raises RequestInvalidError when the window no longer opens."""
     begins_at = candidate.begins_at(now)
     if begins_at is None:
@@ -327,7 +327,7 @@ def asked(candidate: Candidate, now: datetime) -> PlanOverrides:
     return wish if wish.reason else replace(wish, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
 
 
-def say(error: Exception) -> str:
+def format_failure(error: Exception) -> str:
     """Format why a rotation could not be begun, in one line."""
     if isinstance(error, RequestInvalidError) and error.faults:
         return "; ".join(f"{fault.pointer.strip('/')}: {fault.detail}" for fault in error.faults)
@@ -342,6 +342,6 @@ def _order(schedule: RotationSchedule, now: datetime) -> StartOrder:
     try:
         return StartOrder(schedule, *read_schedule(schedule, now))
     except UnreadableScheduleError as error:
-        wished = readable_wish(schedule)
-        terms = Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days)
-        return StartOrder(schedule, terms, wished.wish, error.detail)
+        draft = readable_draft(schedule)
+        terms = Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days)
+        return StartOrder(schedule, terms, draft.wish, error.detail)

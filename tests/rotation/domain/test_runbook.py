@@ -14,7 +14,7 @@ from keyvault.services.secrets.stored_copies import ForeignWriterError
 from rotation.domain import states
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.runbook import (
-    IN_WORDS,
+    REMEDY_LABELS,
     STALLS,
     UNKNOWN,
     WAITS,
@@ -196,4 +196,4 @@ def test_runbook_markdown_holds_every_entry_and_no_long_line() -> None:
     text = runbook_markdown()
     assert all(f"#### {entry.title}\n" in text for entry in (*STALLS, *WAITS))
     assert max(map(len, text.splitlines())) <= 120
-    assert set(IN_WORDS) == set(Remedy)
+    assert set(REMEDY_LABELS) == set(Remedy)

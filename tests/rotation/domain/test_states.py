@@ -251,7 +251,7 @@ def test_step_staged_waits_until_every_verifier_accepts(is_accepted: bool, expec
 
 
 @pytest.mark.parametrize(
-    ("is_delivered", "is_told", "expected"),
+    ("is_delivered", "is_notified", "expected"),
     [
         (False, False, "act"),
         (False, True, "act"),
@@ -260,15 +260,15 @@ def test_step_staged_waits_until_every_verifier_accepts(is_accepted: bool, expec
     ],
 )
 def test_step_publishing_goes_on_once_it_is_delivered_and_told(
-    is_delivered: bool, is_told: bool, expected: str
+    is_delivered: bool, is_notified: bool, expected: str
 ) -> None:
     """Telling comes after delivering: the merchant who is told finds the key where they read it."""
-    assert told(step(S.PUBLISHING, is_delivered=is_delivered, is_told=is_told)) == expected
+    assert told(step(S.PUBLISHING, is_delivered=is_delivered, is_notified=is_notified)) == expected
 
 
-@pytest.mark.parametrize(("is_told", "expected"), [(False, "to stalled"), (True, "to awaiting_proof")])
-def test_step_publishing_stalls_when_nobody_will_be_told_any_more(is_told: bool, expected: str) -> None:
-    assert told(step(S.PUBLISHING, is_delivered=True, is_told=is_told, telling_failed=True)) == expected
+@pytest.mark.parametrize(("is_notified", "expected"), [(False, "to stalled"), (True, "to awaiting_proof")])
+def test_step_publishing_stalls_when_nobody_will_be_told_any_more(is_notified: bool, expected: str) -> None:
+    assert told(step(S.PUBLISHING, is_delivered=True, is_notified=is_notified, notification_failed=True)) == expected
 
 
 # --- public keys ------------------------------------------------------------------------------------------

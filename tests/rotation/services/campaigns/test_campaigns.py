@@ -125,7 +125,7 @@ def test_request_for_nothing_says_what_was_left_out(clock: Clock) -> None:
 def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds before anything is planned or written."""
     issued(clock, 3)
-    monkeypatch.setattr(selection, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(selection, "MAX_MEMBERS", 2)
     with pytest.raises(RequestInvalidError, match="at most 2"):
         asked(clock)
 
