@@ -22,7 +22,7 @@ from rotation.domain.states import CLOSED
 def explain_unreadable(error: Exception) -> str:
     """Explain in one line why this release cannot read stored JSON."""
     if isinstance(error, RequestInvalidError):
-        return "; ".join(f"{fault.pointer} wants {fault.detail}" for fault in error.faults) or error.detail
+        return "; ".join(f"{fault.pointer} must be {fault.detail}" for fault in error.faults) or error.detail
     return f"{type(error).__name__}: {error}"[:200]
 
 

@@ -90,14 +90,14 @@ def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
         yield Fault("/jitter_days", "0 or more, and less than the cryptoperiod")
         return
     if not 0 <= terms.lead_days < terms.cryptoperiod_days - terms.jitter_days:
-        yield Fault("/lead_days", "0 or more, and less than what the jitter leaves of the cryptoperiod")
+        yield Fault("/lead_days", "0 or more, and less than the cryptoperiod minus the jitter")
     if terms.window is None:
         return
     closed = _find_long_closure(terms.window, terms.cryptoperiod_days, now)
     if closed is not None:
         since, opens_at = closed
-        until = "for good" if opens_at is None else f"until {opens_at:%Y-%m-%d %H:%M} UTC"
-        yield Fault("/window", f"closed from {since:%Y-%m-%d %H:%M} {until}: that is longer than the cryptoperiod")
+        until = "onwards" if opens_at is None else f"until {opens_at:%Y-%m-%d %H:%M} UTC"
+        yield Fault("/window", f"closed from {since:%Y-%m-%d %H:%M} {until}, which is longer than the cryptoperiod")
 
 
 def _find_long_closure(window: Window, days: int, now: datetime) -> tuple[datetime, datetime | None] | None:

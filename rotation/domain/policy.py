@@ -219,13 +219,13 @@ def find_faults(
         ("soak_seconds", plan.soak_seconds, 0),
     ):
         if not floor <= value <= LONGEST_SECONDS:
-            yield Fault(f"/{name}", f"{environment} takes {floor} to {LONGEST_SECONDS}")
+            yield Fault(f"/{name}", f"{floor} to {LONGEST_SECONDS} in {environment}")
     if any(value > LONGEST_SECONDS for value in (plan.quiet_seconds, plan.soak_seconds)):
         return  # Reported above, and datetime arithmetic would overflow.
     begins_at = max(now, plan.not_before)
     opens_at = begins_at if plan.window is None else plan.window.next_opening(begins_at)
     if opens_at is None:
-        yield Fault("/window", "it never opens: see its weekdays and blackouts")
+        yield Fault("/window", "the window never opens; change its weekdays or blackouts")
         return
     if plan.deadline is None:
         return
@@ -256,12 +256,12 @@ def _kind_faults(plan: Plan, kind: KeyKind, now: datetime) -> Iterator[Fault]:
         if plan.proof is not Proof.CONFIRMATION:
             yield Fault("/proof", "a public key's replacement is proved by confirmation")
         if plan.deadline is not None:
-            yield Fault("/deadline", "a public key's rotation has none; set retire_at when its date is known")
+            yield Fault("/deadline", "a public key's rotation has no deadline; set retire_at once the date is known")
         if plan.retire_at is not None and plan.retire_at <= now:
             yield Fault("/retire_at", "later than now")
         return
     if plan.deadline is None:
-        yield Fault("/deadline", "a time; only a public key's rotation has none")
+        yield Fault("/deadline", "a time; only a public key's rotation has no deadline")
     if plan.retire_at is not None:
         yield Fault("/retire_at", "for public keys only; a private one is retired by silence")
     if plan.proof is Proof.CONFIRMATION and not plan.is_dormant:

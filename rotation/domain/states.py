@@ -161,13 +161,13 @@ class RotationAction:
 def next_step(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
     """Return the one thing to do next. Events that end or stop a rotation are checked before progress."""
     if facts.state in CLOSED:
-        return Wait("nothing: it is closed")
+        return Wait("nothing: the rotation is closed")
     if facts.has_left and facts.stage is S.EMERGENCY:
-        return Move(S.CANCELLED, "the merchant has left")
+        return Move(S.CANCELLED, "the merchant is offboarded")
     happened = _judge_events(facts, now)
     if facts.state is S.STALLED:
         ends = happened is not None and happened.to is not S.STALLED and happened.event in _ENDS
-        return happened if ends and happened is not None else Wait("an operator, who looks at why it stalled")
+        return happened if ends and happened is not None else Wait("an operator to resolve the stall")
     return happened or _FORWARD[facts.state](facts, now)
 
 
@@ -186,8 +186,8 @@ WHY = {
     Event.REPLACEMENT_SUSPENDED: "the replacement was suspended by an operator",
     Event.PREDECESSOR_SUSPENDED: "the predecessor was suspended by an operator",
     Event.QUARANTINE_LIFTED: "the key in quarantine was resumed by an operator",
-    Event.TRIED_BY_KNOWN_SOURCE: "the predecessor was still in use in quarantine, by a source that is known",
-    Event.DEADLINE: "the deadline has passed; nothing was taken away",
+    Event.TRIED_BY_KNOWN_SOURCE: "a known source still used the predecessor in quarantine",
+    Event.DEADLINE: "the deadline has passed; no key was revoked",
 }
 
 
@@ -197,7 +197,7 @@ def _judge_events(facts: Facts, now: datetime) -> Move | None:
         outcome = OUTCOMES[event].get(facts.stage, STAYS)
         if not isinstance(outcome, Stays):
             if event is Event.DEADLINE and facts.plan.at_deadline is AtDeadline.REVOKE and facts.stage is S.OVERLAP:
-                return Move(S.QUARANTINE, "the deadline has passed, and the approved plan then revokes", event)
+                return Move(S.QUARANTINE, "the deadline has passed, and the approved plan revokes then", event)
             return Move(outcome, WHY[event], event)
     return None
 
@@ -259,7 +259,7 @@ def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
 
 def _no_approval(facts: Facts, now: datetime) -> Wait | Move:
     if facts.approval_expires_at is not None and now >= facts.approval_expires_at:
-        return Move(S.EXPIRED, "nobody approved it in time")
+        return Move(S.EXPIRED, "not approved in time")
     return Wait("approval by a second person", facts.approval_expires_at)
 
 
@@ -268,9 +268,9 @@ def _when_scheduled(facts: Facts, now: datetime) -> Wait | RotationAction | Move
     window = facts.plan.window
     opens_at = begins_at if window is None else window.next_opening(begins_at)
     if opens_at is None:
-        return Move(S.STALLED, "its window does not open any more")
+        return Move(S.STALLED, "the window has no further opening")
     if now < opens_at:
-        return Wait(f"its time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
+        return Wait(f"its start time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
     return RotationAction("the replacement to be made")
 
 
@@ -298,10 +298,10 @@ def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Mov
     if not facts.is_delivered:
         return RotationAction("the secret backend to hold the replacement")
     if not facts.is_notified and facts.notification_failed:
-        return Move(S.STALLED, "the merchant's webhook endpoint does not take the news of the replacement")
+        return Move(S.STALLED, "the merchant's webhook endpoint does not accept the message about the replacement")
     if not facts.is_notified:
-        return Wait("the merchant's webhook endpoint to take the news")
-    return Move(S.AWAITING_PROOF, "the replacement is where the merchant reads it")
+        return Wait("the merchant's webhook endpoint to accept the message")
+    return Move(S.AWAITING_PROOF, "the replacement is delivered")
 
 
 def _when_awaiting_proof(facts: Facts, now: datetime) -> Wait | Move:
@@ -356,12 +356,10 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
 def _until_retired(facts: Facts, now: datetime) -> Wait | Move:
     """Wait for the approved date. Shipped apps hold a public key for months, so traffic cannot delay its retirement."""
     if facts.retire_at is None:
-        return Wait("a date on which the old public key is retired")
+        return Wait("a retirement date for the old public key")
     if now < facts.retire_at:
-        return Wait(
-            f"the date on which the old public key is retired, {facts.retire_at:%Y-%m-%d %H:%M} UTC", facts.retire_at
-        )
-    return Move(S.QUARANTINE, "the approved date has come on which the old public key is retired")
+        return Wait(f"the retirement date of the old public key, {facts.retire_at:%Y-%m-%d %H:%M} UTC", facts.retire_at)
+    return Move(S.QUARANTINE, "the approved retirement date of the old public key has come")
 
 
 def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
@@ -369,7 +367,7 @@ def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
     last_at = None if facts.silence_waived else facts.predecessor.tried_by_known_at
     return _silence(facts, last_at, facts.plan.quarantine_seconds, "the predecessor") or Move(
         S.REVOKING,
-        "the quarantine is over" if facts.silence_waived else "nobody who is known tried the predecessor in quarantine",
+        "the quarantine is over" if facts.silence_waived else "no known source tried the predecessor in quarantine",
     )
 
 
@@ -394,7 +392,7 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
         return (
             waits
             or _silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
-            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; it goes into quarantine")
+            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; its quarantine begins")
         )
     return _silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
         S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"

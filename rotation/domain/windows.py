@@ -80,8 +80,8 @@ class Window:
         """Read what `as_json` writes; all but the zone is optional. Raises RequestInvalidError."""
         faults: list[Fault] = []
         if not isinstance(values, Mapping):
-            raise RequestInvalidError("The window is not one.", [Fault("", "an object")])
-        faults += [Fault(f"/{name}", "no field of a window") for name in values if name not in cls.__slots__]
+            raise RequestInvalidError("The window is not a JSON object.", [Fault("", "an object")])
+        faults += [Fault(f"/{name}", "not a field of a window") for name in values if name not in cls.__slots__]
         weekdays = values.get("weekdays", [])
         if not isinstance(weekdays, list | tuple) or not all(type(day) is int for day in weekdays):
             faults.append(Fault("/weekdays", "a list of numbers, 0 is Monday"))
@@ -101,7 +101,7 @@ class Window:
         window = cls(str(zone), tuple(weekdays), minutes["opens"], minutes["closes"], blackouts)
         faults = faults or list(_shape_faults(window))
         if faults:
-            raise RequestInvalidError("The window cannot be meant like that.", faults)
+            raise RequestInvalidError("The window is invalid.", faults)
         return window
 
     def _is_open(self, wall: datetime) -> bool:
@@ -143,7 +143,7 @@ def find_window_faults(window: Window, now: datetime) -> Iterator[Fault]:
     faults = list(_shape_faults(window))
     yield from faults
     if not faults and window.next_opening(now) is None:
-        yield Fault("", f"it does not open within {LOOK_AHEAD.days} days: see its weekdays, hours and blackouts")
+        yield Fault("", f"no opening within {LOOK_AHEAD.days} days; change the weekdays, hours or blackouts")
 
 
 def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
@@ -154,7 +154,7 @@ def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
     faults: list[Fault] = []
     blackouts = _read_blackouts(values, pointer, faults)
     if faults:
-        raise RequestInvalidError("The periods cannot be meant like that.", faults)
+        raise RequestInvalidError("The blackout periods are invalid.", faults)
     return tuple(sorted(blackouts, key=lambda each: (each.begins_at, each.ends_at)))
 
 
@@ -185,14 +185,14 @@ def _shape_faults(window: Window) -> Iterator[Fault]:
     if not 0 < window.closes <= _DAY_MINUTES:
         yield Fault("/closes", "a time of day, 00:01 to 24:00")
     if window.opens == window.closes:
-        yield Fault("/closes", "another time than it opens; the whole day is 00:00 to 24:00")
+        yield Fault("/closes", "a time other than opens; the whole day is 00:00 to 24:00")
     if not window.weekdays and (window.opens, window.closes) != (0, _DAY_MINUTES):
-        yield Fault("/weekdays", "the days on which it has these hours")
+        yield Fault("/weekdays", "the weekdays on which these hours apply")
     if len(window.blackouts) > MAX_BLACKOUTS:
         yield Fault("/blackouts", f"at most {MAX_BLACKOUTS}")
     for place, each in enumerate(window.blackouts):
         if each.ends_at <= each.begins_at:
-            yield Fault(f"/blackouts/{place}/ends_at", "later than it begins")
+            yield Fault(f"/blackouts/{place}/ends_at", "later than begins_at")
 
 
 def _is_zone(name: str) -> bool:
@@ -222,7 +222,7 @@ def _read_blackout(value: object, pointer: str, faults: list[Fault]) -> Blackout
         "ends_at",
         "why",
     }:
-        faults.append(Fault(pointer, "an object with begins_at, ends_at and, if you like, why"))
+        faults.append(Fault(pointer, "an object with begins_at, ends_at and optionally why"))
         return None
     begins_at, ends_at = (_read_time(value[name]) for name in ("begins_at", "ends_at"))
     why = value.get("why", "")
@@ -237,7 +237,7 @@ def _read_blackout(value: object, pointer: str, faults: list[Fault]) -> Blackout
     if begins_at is None or ends_at is None:
         return None
     if ends_at <= begins_at:
-        faults.append(Fault(f"{pointer}/ends_at", "later than it begins"))
+        faults.append(Fault(f"{pointer}/ends_at", "later than begins_at"))
         return None
     return Blackout(begins_at, ends_at, str(why))
 

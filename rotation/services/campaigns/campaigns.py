@@ -53,14 +53,14 @@ def request_campaign(
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("operators ask for campaigns")
+        raise TypeError("only operators request campaigns")
     wish = replace(wish, reason=clean_text(reason.strip(), 300))
     selection = Selection(environment, None if merchants is None else tuple(sorted(set(merchants))), older_than_days)
     faults = [*_selection_faults(selection), *find_pace_faults(pace)]
     if not wish.reason:
-        faults.append(Fault("/reason", "say why, in a few words"))
+        faults.append(Fault("/reason", "a short reason"))
     if faults:
-        raise RequestInvalidError("The campaign cannot be run like that.", faults)
+        raise RequestInvalidError("The campaign is invalid.", faults)
     selected = select_credentials(selection, wish, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])
@@ -158,9 +158,9 @@ def resume_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
     _require_state(campaign, C.PAUSED, C.HALTED)
     is_halted = campaign.state == C.HALTED
     if is_halted and not is_unaltered(campaign):
-        raise StateConflictError("What was approved was altered. Cancel the campaign and ask anew.")
+        raise StateConflictError("The approved campaign was altered. Cancel it and request another one.")
     if is_halted and not why.strip():
-        raise RequestInvalidError("A halted campaign is resumed with a reason.", [Fault("/why", "say why")])
+        raise RequestInvalidError("A halted campaign is resumed with a reason.", [Fault("/why", "a reason")])
     was_halted = {"resumed_at": grant.at} if is_halted else {}
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.RUNNING, "campaign.resumed", why, **was_halted)
 
@@ -215,12 +215,12 @@ def _enter(
 def _require_undecided(grant: Grant, campaign: Campaign) -> None:
     _require_state(campaign, C.AWAITING_APPROVAL)
     if grant.at >= campaign.approval_expires_at:
-        raise StateConflictError("Nobody approved the campaign in time. Ask for it anew.")
+        raise StateConflictError("The campaign was not approved in time. Request another one.")
 
 
 def _require_state(campaign: Campaign, *states: CampaignState) -> None:
     if campaign.state not in states:
-        raise StateConflictError(f"That is not possible now: the campaign is {campaign.get_state_display()}.")
+        raise StateConflictError(f"This is not possible while the campaign is {campaign.get_state_display()}.")
 
 
 def _require_touchable(grant: Grant, credentials: Sequence[Credential]) -> None:
@@ -236,7 +236,7 @@ def _selection_faults(selection: Selection) -> list[Fault]:
         unknown = sorted(set(selection.merchants) - set(its.values_list("merchant_id", flat=True)))
         faults += [Fault("/merchants", f"there is no merchant {name}") for name in unknown[:10]]
         if not selection.merchants:
-            faults.append(Fault("/merchants", "name one at least, or leave it out for all"))
+            faults.append(Fault("/merchants", "at least one, or omit it for all"))
     if selection.older_than_days is not None and not 0 <= selection.older_than_days <= _OLDEST_DAYS:
         faults.append(Fault("/older_than_days", f"0 to {_OLDEST_DAYS}"))
     return faults

@@ -52,7 +52,7 @@ SKIPPED = "skipped"
 _MOST_SKIPS = 100
 """Maximum number of members skipped in one turn. Skips do not count towards the pace, but the lease is limited."""
 
-_ALTERED = "what was approved was altered"
+_ALTERED = "the approved campaign was altered"
 
 
 def tick(now: datetime) -> None:
@@ -62,7 +62,7 @@ def tick(now: datetime) -> None:
         try:
             advance_campaign(campaign_id, now)
         except Exception:  # noqa: BLE001  errors are isolated per campaign
-            _log.exception("a campaign's turn failed unforeseen", extra={"campaign_id": campaign_id})
+            _log.exception("unexpected error in a campaign's turn", extra={"campaign_id": campaign_id})
 
 
 def advance_campaign(campaign_id: str, now: datetime) -> None:
@@ -94,11 +94,13 @@ def _take_turn(lease: Lease, campaign_id: str, now: datetime) -> None:
     campaign = Campaign.objects.select_related("requester").get(pk=campaign_id)
     if campaign.state == C.AWAITING_APPROVAL:
         if now >= campaign.approval_expires_at:
-            _close(lease, campaign, C.EXPIRED, "nobody approved it in time", now)
+            _close(lease, campaign, C.EXPIRED, "not approved in time", now)
         return
     began_at, is_waiting = campaign.began_at, list_waiting(campaign).exists()
     if is_waiting and began_at is not None and now >= began_at + START_WITHIN:
-        _close(lease, campaign, C.EXPIRED, f"not all was begun within {START_WITHIN.days} days of its approval", now)
+        _close(
+            lease, campaign, C.EXPIRED, f"not all rotations began within {START_WITHIN.days} days of the approval", now
+        )
     elif campaign.state != C.RUNNING:
         return
     elif not is_unaltered(campaign):
@@ -137,7 +139,7 @@ def _begin(lease: Lease, campaign: Campaign, member_id: int, now: datetime) -> b
         rows = Campaign.objects.select_for_update(no_key=True).filter(pk=campaign.pk, state=C.RUNNING)
         member = list_waiting(campaign).filter(pk=member_id).select_related("credential__account__merchant").first()
         if not list(rows) or member is None:
-            raise StateConflictError("The campaign does not go on.", internal=f"{campaign.pk} was stopped meanwhile")
+            raise StateConflictError("The campaign was stopped.", internal=f"{campaign.pk} was stopped meanwhile")
         rotation, why = _rotation_of(campaign, member, now)
         members = CampaignMember.objects.filter(pk=member_id)
         members.update(rotation=rotation, outcome="" if rotation else SKIPPED, why=why[:300])

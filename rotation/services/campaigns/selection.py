@@ -35,9 +35,9 @@ class Obstacle(StrEnum):
 OBSTACLE_LABELS = {
     Obstacle.MERCHANT_INACTIVE: "its merchant or account is not active",
     Obstacle.NO_USABLE_KEY: "it has no usable key",
-    Obstacle.TWO_USABLE_KEYS: "two keys of it verify already",
+    Obstacle.TWO_USABLE_KEYS: "two of its keys verify already",
     Obstacle.OPEN_ROTATION: "it has an open rotation",
-    Obstacle.TOO_YOUNG: "its key is younger than what was selected",
+    Obstacle.TOO_YOUNG: "its key is younger than selected",
     Obstacle.PLAN_CANNOT_BE_MET: "the plan cannot be met for it",
 }
 
@@ -110,7 +110,7 @@ def select_credentials(selection: Selection, overrides: PlanOverrides, now: date
             refusal = refusal or known[alike]
     if refusal is not None and not planned:
         faults = getattr(refusal, "faults", ())
-        raise RequestInvalidError("None of the selected credentials can be rotated like that.", faults) from refusal
+        raise RequestInvalidError("The plan cannot be met for any selected credential.", faults) from refusal
     return Selected(planned, dict(sorted(left_out.items())))
 
 

@@ -78,7 +78,7 @@ def respond_to_leak(
     """
     wanted = list(dict.fromkeys(text.strip() for text in presented if text.strip()))
     if not 1 <= len(wanted) <= MOST_KEYS:
-        raise RequestInvalidError("That cannot be reported.", [Fault("/key_ids", f"1 to {MOST_KEYS} of them")])
+        raise RequestInvalidError("The report is invalid.", [Fault("/key_ids", f"1 to {MOST_KEYS} keys")])
     why = clean_text(" ".join(reason.split()), 300)
     responses = [_revoke_presented(principal, text, number, why, now) for number, text in enumerate(wanted, 1)]
     if not replace:
@@ -104,7 +104,7 @@ def _revoke_presented(principal: Principal, text: str, number: int, why: str, no
     keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
     if not is_key_id(key_id):
-        return Response(f"no. {number}", fault="This is no key id, and no whole key.")
+        return Response(f"no. {number}", fault="This is neither a key id nor a whole key.")
     key = get_key(key_id)
     try:
         if key is None:
@@ -117,7 +117,7 @@ def _revoke_presented(principal: Principal, text: str, number: int, why: str, no
         return Response(key_id, fault=error.detail)
     except DatabaseError as error:
         _log.exception("a leaked key was not revoked", extra={"key_id": key_id})
-        return Response(key_id, fault=f"The database did not take it ({type(error).__name__}); report it again.")
+        return Response(key_id, fault=f"The database did not record it ({type(error).__name__}). Report it again.")
 
 
 def _revoke(grant: Grant, key: Key, why: str) -> Response:
@@ -136,8 +136,8 @@ def _with_replacement(
         faults = "; ".join(fault.detail for fault in getattr(error, "faults", ()))
         return dataclasses.replace(response, no_replacement=f"{error.detail} {faults}".strip())
     except Exception:  # noqa: BLE001  the key is revoked, and the response must say so whatever failed here
-        _log.exception("no replacement was asked for", extra={"credential_id": credential.credential_id})
-        return dataclasses.replace(response, no_replacement="Asking for it failed; ask again on the credential's page.")
+        _log.exception("no replacement was requested", extra={"credential_id": credential.credential_id})
+        return dataclasses.replace(response, no_replacement="The request failed. Try again on the credential's page.")
     return dataclasses.replace(response, rotation_id=rotation_id, no_replacement=why_not)
 
 
@@ -153,10 +153,10 @@ def _request_replacement(
         if is_turning_into_emergency(open_rotation) or open_rotation.replacement_id in usable:
             return open_rotation.rotation_id, ""
     if usable:
-        return None, "The credential has another key that is good."
+        return None, "The credential has another usable key."
     if open_rotation is not None:
         ends = f"Rotation {open_rotation.rotation_id} ends by itself first."
-        return None, f"{ends} Reissue the credential if it has no key that is good then."
+        return None, f"{ends} Reissue the credential afterwards if it has no usable key."
     return reissue_key(grant, credential, reason).rotation_id, ""
 
 

@@ -99,7 +99,7 @@ def advance_all_due(clock: Callable[[], datetime] = utc_now) -> int:
         try:
             advance_rotation(rotation_id, clock)
         except Exception:  # noqa: BLE001  errors are isolated per rotation; its lease expires
-            _log.exception("a rotation's turn failed unforeseen", extra={"rotation_id": rotation_id})
+            _log.exception("unexpected error in a rotation's turn", extra={"rotation_id": rotation_id})
     return turns
 
 
@@ -200,8 +200,8 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
         # Often another writer was faster, and the next turn reads the current state.
         _handle_failure(rotation_id, lease, clock, error)
     except Exception as error:  # noqa: BLE001  errors are isolated per rotation, logged and recorded
-        _log.exception("rotation step failed unforeseen", extra={"rotation_id": rotation_id})
-        fault = StateConflictError("an unforeseen fault; the log has it", internal=type(error).__name__)
+        _log.exception("unexpected error in a rotation step", extra={"rotation_id": rotation_id})
+        fault = StateConflictError("an unexpected error; see the log", internal=type(error).__name__)
         _handle_failure(rotation_id, lease, clock, fault)
     else:
         leases.release(lease, due_at=_next_poll(wait, entered_at, clock()))
@@ -281,7 +281,7 @@ def _handle_failure(rotation_id: str, lease: Lease, clock: Callable[[], datetime
 def _stall_reason(error: KeyvaultError) -> str | None:
     """Return the reason to stall for an error that no retry fixes; None for any other."""
     if isinstance(error, BackendDeniedError):
-        return f"the secret backend refuses us: {error.detail}"
+        return f"the secret backend denies access: {error.detail}"
     return error.detail if isinstance(error, ForeignWriterError | UnreadablePlanError) else None
 
 

@@ -46,10 +46,10 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     """
     outcome = OUTCOMES[Event.ABORTED].get(stage_of(rotation))
     if not isinstance(outcome, RotationState):
-        raise StateConflictError(f"The rotation cannot be ended any more: it is {rotation.get_state_display()}.")
+        raise StateConflictError(f"The rotation can no longer be ended: it is {rotation.get_state_display()}.")
     lease = claim_rotation(rotation, grant.at)
     if lease is None:
-        raise StateConflictError("A worker is at it this moment. Try again.")
+        raise StateConflictError("A worker is processing the rotation. Try again.")
     try:
         if outcome is S.ROLLING_BACK or _may_be_delivered(rotation):
             _roll_back(grant, rotation, lease, why)
@@ -124,7 +124,7 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
     """Begin the roll-back and resume a suspended predecessor. Raises StateConflictError when it has ended."""
     predecessor, now = rotation.predecessor, grant.at
     if predecessor_ended_at(rotation, now) is not None:
-        raise StateConflictError("There is no way back: the old key is not good any more.")
+        raise StateConflictError("The rotation cannot be rolled back: the old key is no longer usable.")
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -161,10 +161,10 @@ def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
     Raises StateConflictError unless it is stalled, or when its deadline has passed.
     """
     if rotation.state != S.STALLED or rotation.stalled_from is None:
-        raise StateConflictError(f"Only a stalled rotation is resumed; this one is {rotation.state}.")
+        raise StateConflictError(f"Only a stalled rotation can be resumed; this one is {rotation.state}.")
     would_stall = OUTCOMES[Event.DEADLINE].get(stage_of(rotation)) is S.STALLED
     if would_stall and rotation.deadline_at is not None and grant.at >= rotation.deadline_at:
-        raise StateConflictError("Its deadline has passed: give it a new one, and it goes on.")
+        raise StateConflictError("The deadline has passed. Extend it to resume the rotation.")
     with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
         _resume(grant, rotation)
     wake(subject_of(rotation.rotation_id))
@@ -184,12 +184,12 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
     StateConflictError when the rotation is closed or has no deadline.
     """
     if rotation.current_state in CLOSED or rotation.deadline_at is None:
-        raise StateConflictError("Only an open rotation with a deadline is extended.")
+        raise StateConflictError("Only an open rotation with a deadline can be extended.")
     faults = list(find_far_faults({"deadline": deadline}, grant.at))
     if deadline <= max(grant.at, rotation.deadline_at):
-        faults.append(Fault("/deadline", "later than now, and than the present deadline"))
+        faults.append(Fault("/deadline", "later than now and than the current deadline"))
     if faults:
-        raise RequestInvalidError("The deadline cannot be moved there.", faults)
+        raise RequestInvalidError("The new deadline is invalid.", faults)
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -214,9 +214,11 @@ def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     plan requires traffic or an acknowledgement, or the rotation does not wait for proof.
     """
     if (fault := find_reason_fault(why)) is not None:
-        raise RequestInvalidError("A confirmation says who told you, and how.", [Fault("/why", fault)])
+        raise RequestInvalidError("A confirmation needs a reason: who informed you, and how.", [Fault("/why", fault)])
     if not may_be_confirmed(rotation):
-        raise StateConflictError("This rotation is not proved by an operator's word, or does not wait for proof.")
+        raise StateConflictError(
+            "The plan accepts no confirmation by an operator, or the rotation does not wait for proof."
+        )
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -253,15 +255,17 @@ def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Ret
     Raises RequestInvalidError for a date that is past or too far away, StateConflictError for a private key's rotation.
     """
     if rotation.credential.kind != KeyKind.PUBLIC or rotation.current_state in CLOSED:
-        raise StateConflictError("Only a public key's open rotation has such a date; silence retires a private key.")
+        raise StateConflictError(
+            "Only a public key's open rotation has a retirement date; silence retires a private key."
+        )
     faults = list(find_far_faults({"retire_at": retire_at}, grant.at))
     if retire_at <= grant.at:
         faults.append(Fault("/retire_at", "later than now"))
     if faults:
-        raise RequestInvalidError("The key cannot be retired then.", faults)
+        raise RequestInvalidError("The retirement date is invalid.", faults)
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people ask for a retirement")
+        raise TypeError("only operators request a retirement")
     account = rotation.credential.account
     retirement = Retirement(
         rotation=rotation,
@@ -293,17 +297,17 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people approve")
+        raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
+        raise StateConflictError("This takes a second person: the requester cannot approve it.")
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
-        raise StateConflictError("This date is approved already, or past: ask for another one.")
+        raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)
     if rotation.current_state in CLOSED:
         raise StateConflictError("The rotation is closed.")
     newest = rotation.retirements.order_by("-created_at", "-pk").first()
     if newest != retirement:
-        raise StateConflictError("A later date was asked for meanwhile. Look at it again.")
+        raise StateConflictError("Another date was requested since. Review that one.")
     with recorded(
         grant,
         P.ROTATIONS_APPROVE,
@@ -371,7 +375,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     operator = grant.principal
     key = rotation.replacement
     if not isinstance(operator, Operator) or not may_collect(rotation, operator.person):
-        raise StateConflictError("Only whoever asked for the rotation collects its key.")
+        raise StateConflictError("Only the rotation's requester can collect its key.")
     if rotation.credential.delivery == Delivery.SEALED:
         raise StateConflictError(
             "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
@@ -379,7 +383,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     if rotation.collected_at is not None:
         raise StateConflictError("The key was collected already.")
     if key is None or rotation.delivered_at is None:
-        raise StateConflictError("The replacement is not there yet.")
+        raise StateConflictError("The replacement is not delivered yet.")
     text = read_string(key)
     account = rotation.credential.account
     with recorded(

@@ -100,7 +100,7 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
     return plan
 
 
-_REFUSED = "The rotation cannot be done like that."
+_REFUSED = "The plan cannot be met."
 
 
 def find_predecessor(credential: Credential) -> Key:
@@ -168,11 +168,11 @@ def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, se
 def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
     """Check the delivery channels: the secret backend is one of them, and a webhook has an enabled endpoint."""
     if DeliveryChannel.SECRET_BACKEND not in plan.channels:
-        return [Fault("/channels", "secret_backend is always one of them: it is what the merchant reads")]
+        return [Fault("/channels", "secret_backend is required: the merchant reads the replacement there")]
     if DeliveryChannel.WEBHOOK not in plan.channels:
         return []
     if not WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True).exists():
-        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or leave webhook out")]
+        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or omit webhook")]
     return []
 
 

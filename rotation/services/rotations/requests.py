@@ -88,7 +88,7 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
             raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
     latest: Key | None = credential.keys.select_related("credential__account").order_by("-created_at").first()
     if latest is None:
-        raise StateConflictError("The credential never had a key: its issuance is not done.")
+        raise StateConflictError("The credential never had a key: its issuance is not completed.")
     plan = plan_reissue(credential, latest, reason, grant.at)
     return _store_request(grant, credential, latest, plan, _requester_of(grant, credential), S.EMERGENCY)
 
@@ -165,7 +165,7 @@ def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign)
             created_at=approval.created_at,
         ).save()
     if rotation.approvals.count() < rotation.approvals_needed:
-        raise StateConflictError("The campaign is not approved by enough persons.", internal=campaign.campaign_id)
+        raise StateConflictError("The campaign needs more approvals.", internal=campaign.campaign_id)
     rotation.compare_and_swap(state=S.SCHEDULED)
 
 
@@ -248,7 +248,7 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
         raise RequestInvalidError("A bypass needs a reason.", [Fault("/reason", fault)])
     _require_undecided(grant, rotation)
     if plan_digest != rotation.plan_digest:
-        raise StateConflictError("This is not what you were shown. Look at it again.")
+        raise StateConflictError("The plan is not what you were shown. Review it again.")
     account = rotation.credential.account
     with recorded(
         grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)

@@ -131,7 +131,7 @@ class Effects:
             self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
             raise
         if version is None and handover is None:
-            self._finish(entry, "its string is lost; burned and made anew", LedgerState.FAILED)
+            self._finish(entry, "its string is lost; discarded and made again", LedgerState.FAILED)
             self._stage(grant, rotation)
             return
         account = rotation.credential.account

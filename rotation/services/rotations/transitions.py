@@ -67,7 +67,9 @@ def report_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> 
 def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
     was = rotation.current_state
     if step.to not in TRANSITIONS[was]:
-        raise StateConflictError("That is no way forward.", internal=f"{rotation.rotation_id}: {was} to {step.to}")
+        raise StateConflictError(
+            "This transition is not allowed.", internal=f"{rotation.rotation_id}: {was} to {step.to}"
+        )
     account, event = rotation.credential.account, f"rotation.{step.to}"
     happened = None if step.event is None else step.event.value
     with recorded(
@@ -217,7 +219,7 @@ def _require_living(key: Key | None, rotation: Rotation, now: datetime) -> None:
     """
     fresh = None if key is None else Key.objects.select_for_update().get(pk=key.pk)
     if fresh is None or fresh.state != KeyState.ACTIVE or _is_expired(fresh, now):
-        raise StateConflictError("The other key is no longer good.", internal=f"{rotation.rotation_id}: {fresh!r}")
+        raise StateConflictError("The other key is no longer usable.", internal=f"{rotation.rotation_id}: {fresh!r}")
 
 
 def _is_expired(key: Key, now: datetime) -> bool:

@@ -96,17 +96,17 @@ def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:
         return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.hindrance)
     begins_at = candidate.begins_at(now)
     if begins_at is None:
-        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="its window does not open any more")
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="the window has no further opening")
     if candidate.ask_at is not None and candidate.ask_at > now - _GRACE:
         return _date(candidate, DateState.PLANNED, begins_at, why=_why_then(candidate))
-    return _date(candidate, DateState.OVERDUE, begins_at, why="it should have been asked for: is the worker running?")
+    return _date(candidate, DateState.OVERDUE, begins_at, why="the request is overdue; check that the worker runs")
 
 
 def _why_then(candidate: Candidate) -> str:
     if candidate.not_again_before is not None and candidate.ask_at == candidate.not_again_before:
-        return "asked for again, after it was turned down"
+        return "requested again after it was rejected"
     is_late = candidate.date is not None and candidate.date.is_late
-    return "later than its cryptoperiod: the window does not open before" if is_late else ""
+    return "later than its cryptoperiod: the window has no earlier opening" if is_late else ""
 
 
 def _try_out(candidate: Candidate, date: ScheduledDate, now: datetime) -> ScheduledDate:

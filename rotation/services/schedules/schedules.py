@@ -74,11 +74,11 @@ def save_schedule(
     """
     faults = [*_scope_faults(scope), *_draft_faults(scope.environment, draft, grant.at)]
     if faults:
-        raise RequestInvalidError("The schedule cannot be kept like that.", faults)
+        raise RequestInvalidError("The schedule cannot be met.", faults)
     columns = _columns(grant, draft)
     row = find_schedule(scope)
     if row is not None and (known is None or known.pk != row.pk):
-        raise StateConflictError(f"There is a schedule for {scope} already: change that one.")
+        raise StateConflictError(f"A schedule for {scope} exists already. Change that one.")
     try:
         with recorded(
             grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
@@ -95,7 +95,7 @@ def save_schedule(
             )
             row.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else made this schedule at the same moment. Look at it again.") from error
+        raise StateConflictError("The schedule was changed concurrently. Reload it.") from error
     return row
 
 
@@ -113,7 +113,7 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
         raise StateConflictError("The schedule is enabled already.")
     faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
-        raise RequestInvalidError("The schedule could not be kept any more. Save it anew.", faults)
+        raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
@@ -133,10 +133,10 @@ def save_calendar(
     except RequestInvalidError as error:
         blackouts, faults = (), [*faults, *error.faults]
     if faults:
-        raise RequestInvalidError("The calendar cannot be meant like that.", faults)
+        raise RequestInvalidError("The calendar is invalid.", faults)
     row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
     if row is not None and (known is None or known.pk != row.pk):
-        raise StateConflictError(f"There is a calendar {name} already: change that one.")
+        raise StateConflictError(f"A calendar {name} exists already. Change that one.")
     stored: list[JsonValue] = [each.as_json() for each in blackouts]
     try:
         with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored):
@@ -147,7 +147,7 @@ def save_calendar(
                 row.compare_and_swap(periods=stored)
             _require_kept(_using(row), grant.at)
     except IntegrityError as error:
-        raise StateConflictError("Somebody else made this calendar at the same moment. Look at it again.") from error
+        raise StateConflictError("The calendar was changed concurrently. Reload it.") from error
     return row
 
 
@@ -254,8 +254,8 @@ def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
     if broken:
-        detail = f"these schedules could not be kept any more: {'; '.join(broken)}"
-        raise RequestInvalidError("The calendar is in the way of schedules.", [Fault("/periods", detail)])
+        detail = f"these schedules could no longer be met: {'; '.join(broken)}"
+        raise RequestInvalidError("The calendar prevents scheduled rotations.", [Fault("/periods", detail)])
 
 
 def scope_of(schedule: RotationSchedule) -> Scope:
@@ -271,12 +271,12 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
         if scope.credential.account.environment != scope.environment:
             yield Fault("/credential", f"a credential in {scope.environment}")
         if scope.credential.kind != KeyKind.PRIVATE:
-            yield Fault("/credential", "a private key's; public ones are replaced when their apps are")
+            yield Fault("/credential", "a private key's credential; public keys are replaced with their apps")
 
 
 def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime) -> Iterable[Fault]:
     if draft.window is not None and draft.window.blackouts:
-        yield Fault("/window/blackouts", "none: name a calendar")
+        yield Fault("/window/blackouts", "no blackouts here; use a calendar")
     terms = terms_of(draft, now)
     faults = list(find_term_faults(terms, now))
     yield from faults
@@ -289,7 +289,7 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
     if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
         yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
     if DeliveryChannel.SECRET_BACKEND not in overrides.channels:
-        yield Fault("/wish/channels", "secret_backend is always one of them: it is what the merchant reads")
+        yield Fault("/wish/channels", "secret_backend is required: the merchant reads the replacement there")
     if not faults:
         plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
@@ -339,7 +339,7 @@ def _author(grant: Grant) -> dict[str, Any]:
     """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people make schedules")
+        raise TypeError("only operators make schedules")
     return {"author": operator_row(operator), "author_person": operator.person}
 
 

@@ -277,7 +277,7 @@ def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: date
         elif order.fault and (before is None or before.last_error != order.fault[:300]):
             _raise_alarm(order, now)
     except Exception:  # noqa: BLE001  errors are isolated per schedule
-        _log.exception("an unreadable schedule cannot be told of", extra={"schedule": str(order.schedule)})
+        _log.exception("an unreadable schedule raised no alarm", extra={"schedule": str(order.schedule)})
 
 
 def _raise_alarm(order: StartOrder, now: datetime) -> None:
@@ -321,7 +321,7 @@ def overrides_for(candidate: Candidate, now: datetime) -> PlanOverrides:
     """Return the overrides for a rotation now. Raises RequestInvalidError when the window no longer opens."""
     begins_at = candidate.begins_at(now)
     if begins_at is None:
-        raise RequestInvalidError("The window of the schedule does not open any more.")
+        raise RequestInvalidError("The schedule's window has no further opening.")
     terms = candidate.order.terms
     wish = replace(candidate.order.wish, not_before=begins_at, window=terms.window)
     return wish if wish.reason else replace(wish, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")

@@ -121,7 +121,7 @@ def plan_of_a_newer_release(clock: Clock, verifier: UsageLog) -> Rotation:
 
 CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The deadline has passed": (late, {Remedy.EXTEND, Remedy.ROLL_BACK}),
-    "Nobody takes the news of the replacement": (
+    "The webhook message about the replacement was not accepted": (
         news_not_taken,
         {Remedy.ACCOUNT, Remedy.RESUME, Remedy.ROLL_BACK},
     ),
@@ -129,10 +129,10 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The old key was suspended": (predecessor_suspended, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
     "The quarantine was lifted by hand": (quarantine_lifted, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
     "A step kept failing": (step_failing, {Remedy.RESUME, Remedy.ABORT}),
-    "The secret backend refuses us": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
-    "The secret backend holds something that is not ours": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend denies access": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend holds an unknown version": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
     "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
-    "Its window does not open any more": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
+    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
 }
 """For each entry of the runbook: how it comes to that, and what the page then offers."""
 
@@ -197,7 +197,7 @@ def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_accoun
     text = text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk)))
     told = cure_of(text)
     assert address("rotation_rotation_change", rotation.pk) in text_of(browser(scene.tam()).get("/admin/"))
-    assert "webhook endpoint does not take the news" in told
+    assert "webhook endpoint does not accept the message" in told
     assert address("keyvault_account_change", place.pk) in told
     assert address("rotation_rotation_roll-back", rotation.pk) in told
     assert "Told: the merchant&#x27;s webhook endpoint took the news" in text

@@ -410,7 +410,7 @@ def test_step_every_state_has_its_way_forward_and_says_what_it_waits_for(state: 
 def test_step_says_times_in_utc() -> None:
     found = step(S.SCHEDULED, plan=plan(not_before=datetime(2026, 11, 22, 9, 30, tzinfo=UTC)), deadline=NOW + 9 * DAY)
     assert isinstance(found, Wait)
-    assert found.waiting_for == "its time, 2026-11-22 09:30:00 UTC"
+    assert found.waiting_for == "its start time, 2026-11-22 09:30:00 UTC"
 
 
 def test_situations_cover_every_state() -> None:

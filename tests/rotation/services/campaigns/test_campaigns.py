@@ -230,7 +230,7 @@ def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clo
     alter(campaign, altered, clock)
     tick(clock.now)
     campaign = get_campaign(campaign.pk)
-    assert (campaign.state, campaign.why) == (C.HALTED, "what was approved was altered")
+    assert (campaign.state, campaign.why) == (C.HALTED, "the approved campaign was altered")
     assert not campaign.rotations.exists()
     with pytest.raises(StateConflictError, match="altered"):
         resume_campaign(on_platform(tam(), P.ROTATIONS_WRITE, clock), campaign, "go on")

@@ -152,7 +152,7 @@ def test_replacement_that_a_service_asked_for_is_collected_by_somebody_who_did_n
     approving = authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock())
     approve_rotation(approving, rotation, rotation.plan_digest)
     rotation = advance(rotation, clock)
-    with pytest.raises(StateConflictError, match="whoever asked"):
+    with pytest.raises(StateConflictError, match="requester can collect"):
         collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     assert get_rotation(rotation.rotation_id).collected_at is not None

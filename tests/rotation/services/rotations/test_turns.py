@@ -161,4 +161,4 @@ def test_fault_that_nobody_foresaw_stops_no_other_rotation_and_stalls_its_own_by
         clock.tick(80)
     assert get_rotation(sound.rotation_id).state == "awaiting_proof"
     stalled = get_rotation(broken.rotation_id)
-    assert (stalled.state, stalled.why) == ("stalled", "a step kept failing: an unforeseen fault; the log has it")
+    assert (stalled.state, stalled.why) == ("stalled", "a step kept failing: an unexpected error; see the log")

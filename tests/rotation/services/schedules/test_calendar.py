@@ -147,7 +147,7 @@ def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock:
     reject_rotation(grant, row, "not now")
     date = dates(clock())["a"]
     assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + ASK_AGAIN)
-    assert "turned down" in date.why
+    assert "rejected" in date.why
 
 
 def test_calendar_of_many_keys_takes_no_query_for_each(clock: Clock) -> None:

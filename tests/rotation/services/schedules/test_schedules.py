@@ -621,9 +621,9 @@ def test_schedule_or_calendar_made_anew_where_there_is_one_is_refused(clock: Clo
     place = scene.account()
     save(place, clock(), cryptoperiod_days=30)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())
-    with pytest.raises(StateConflictError, match="change that one"):
+    with pytest.raises(StateConflictError, match="Change that one"):
         save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleDraft(365))
     calendar("xmas", clock())
-    with pytest.raises(StateConflictError, match="change that one"):
+    with pytest.raises(StateConflictError, match="Change that one"):
         save_calendar(authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock()), "xmas", [])
     assert RotationSchedule.objects.get().cryptoperiod_days == 30
