@@ -94,7 +94,7 @@ class RotationsView(ServiceView):
 
     @documented(
         "rotations_create",
-        summary="Asks for a rotation.",
+        summary="Request a rotation.",
         takes=RotationRequest,
         answers={201: RotationBody},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -137,7 +137,7 @@ class RotationView(ServiceView):
 
     @documented(
         "rotations_read",
-        summary="Where a rotation stands, and what it waits for.",
+        summary="Get a rotation's state and what it waits for.",
         answers={200: RotationBody},
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
@@ -152,7 +152,7 @@ class RotationAbortView(ServiceView):
 
     @documented(
         "rotations_abort",
-        summary="Ends a rotation: cancelled before delivery, rolled back after it.",
+        summary="End a rotation: cancel it before delivery, roll it back afterwards.",
         takes=AbortRequest,
         answers={200: RotationBody},
         codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],

@@ -27,7 +27,7 @@ class WatchingCommand(JsonCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("--watch", action="store_true", help="shows its progress until it has ended or halted")
+        parser.add_argument("--watch", action="store_true", help="show its progress until it has ended or halted")
 
     def handle(self, *args: Any, **options: Any) -> None:
         self.stopped: str | None = None

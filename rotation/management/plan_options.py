@@ -12,22 +12,22 @@ from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstate
 from rotation.services.rotations.planning import PlanOverrides
 
 _NUMBERS = {
-    "proof_count": "so many authentications prove it",
-    "proof_sources": "from so many distinct sources",
-    "soak_seconds": "the first of them so long ago",
-    "quiet_seconds": "so long the old key must be silent",
-    "quarantine_seconds": "so long it is then suspended before it is revoked",
-    "expires_in_days": "the replacement expires then",
+    "proof_count": "number of authentications that prove use",
+    "proof_sources": "number of distinct sources of these",
+    "soak_seconds": "minimum time since the first of these, in seconds",
+    "quiet_seconds": "time without a use of the old key, in seconds",
+    "quarantine_seconds": "time the old key is suspended before it is revoked, in seconds",
+    "expires_in_days": "lifetime of the replacement, in days",
 }
 _TIMES = {
     "not_before": "the earliest time to begin",
-    "deadline": "the rotation stalls then, and both keys stay",
-    "retire_at": "of a public key: the date on which the old one is taken out of service",
+    "deadline": "when an unfinished rotation stalls and both keys stay",
+    "retire_at": "for a public key: the date on which the old one is taken out of service",
 }
 _CHOICES: dict[str, tuple[type[StrEnum], str]] = {
-    "proof": (Proof, "how the replacement is known to be in use"),
+    "proof": (Proof, "how the replacement is proved to be in use"),
     "at_deadline": (AtDeadline, "what a proved rotation does at its deadline"),
-    "reinstatement": (Reinstatement, "whether a known source brings the quarantined key back"),
+    "reinstatement": (Reinstatement, "whether a known source reinstates the quarantined key"),
 }
 
 
@@ -38,9 +38,11 @@ def add_plan_options(parser: CommandParser) -> None:
     for name, text in _NUMBERS.items():
         parser.add_argument(_option(name), type=int, metavar="N", help=text)
     for name, text in _TIMES.items():
-        parser.add_argument(_option(name), metavar="TIME", help=f"{text}; ISO 8601, UTC unless it says otherwise")
+        parser.add_argument(_option(name), metavar="TIME", help=f"{text}; ISO 8601, UTC without an offset")
     parser.add_argument(
-        "--webhook", action="store_true", help="delivered only once the merchant's endpoint took the news"
+        "--webhook",
+        action="store_true",
+        help="require that the merchant's endpoint accepts the message before delivery counts",
     )
 
 
@@ -61,7 +63,7 @@ def read_time(name: str, text: str) -> datetime:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         fault = Fault(f"/{name}", "a time in ISO 8601, such as 2027-01-31T09:00:00+01:00")
-        raise RequestInvalidError("That is no time.", [fault]) from error
+        raise RequestInvalidError("The time is invalid.", [fault]) from error
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 

@@ -26,13 +26,13 @@ TIDY_SECONDS = STOP_SECONDS + 5
 
 class Command(BaseCommand):
     help = (
-        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts. In a data folder "
-        "and on a port of its own, both gone afterwards; exit 0 only when everything held. KEYVAULT_BACKEND=vault: "
-        "on an OpenBao or Vault that it starts itself, from PATH."
+        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts requests and "
+        "failures. Runs in a temporary data folder and on a free port. Exits 0 only if every check passed. "
+        "KEYVAULT_BACKEND=vault: starts an OpenBao or Vault from PATH and uses it."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--inside", type=int, metavar="PORT", help="the telling itself, on a stage that is set")
+        parser.add_argument("--inside", type=int, metavar="PORT", help="internal: run in the prepared data folder")
 
     def handle(self, *args: Any, **options: Any) -> None:
         sys.exit(_perform() if options["inside"] is None else _tell(options["inside"]))
@@ -71,7 +71,7 @@ def _perform() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if status < 0:
-        sys.stderr.write(f"The telling was killed by {signal.Signals(-status).name}.\n")
+        sys.stderr.write(f"The demo was killed by {signal.Signals(-status).name}.\n")
         return 1
     return status
 
@@ -87,15 +87,15 @@ def _end(telling: "subprocess.Popen[bytes]", number: int) -> None:
 
 def _tell(port: int) -> int:
     report = DemoReport()
-    report.title("Keyvault: the story of one key")
+    report.title("Keyvault: the life cycle of one key")
     try:
         with stopping_on_signals():
             tell(report, port)
     except StopRequestedError as stop:
-        report.failure(f"Stopped by {stop}. Everything that was started has ended.")
+        report.failure(f"Stopped by {stop}. All started processes have ended.")
         return 128 + stop.number
     except (StoryError, ServiceError) as error:
-        report.failure(f"It did not hold.\n{error}")
+        report.failure(f"A check failed.\n{error}")
         return 1
-    report.success(f"All of it held, in {report.elapsed:.0f} s.")
+    report.success(f"Every check passed, in {report.elapsed:.0f} s.")
     return 0

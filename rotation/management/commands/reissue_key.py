@@ -16,12 +16,12 @@ from rotation.services.rotations.requests import approve_rotation, is_undecided,
 
 
 class Command(JsonCommand):
-    help = "Asks for a new key for a credential that has no usable one; the worker makes and delivers it."
+    help = "Requests a new key for a credential without a usable one; the worker makes and delivers it."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--credential", required=True, metavar="ID")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="not named: the approval is given in the console")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
         parser.add_argument("--reason", required=True)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

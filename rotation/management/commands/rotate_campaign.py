@@ -25,7 +25,7 @@ class Command(WatchingCommand):
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
-        parser.add_argument("--merchant", action="append", metavar="ID", help="may be given again; none: all")
+        parser.add_argument("--merchant", action="append", metavar="ID", help="repeatable; default: all")
         parser.add_argument("--older-than-days", type=int, metavar="N")
         parser.add_argument("--per-minute", type=int, metavar="N", default=_AS_USUAL.per_minute)
         parser.add_argument("--concurrency", type=int, metavar="N", default=_AS_USUAL.concurrency)
@@ -38,9 +38,9 @@ class Command(WatchingCommand):
         parser.add_argument("--quiet-seconds", type=int)
         parser.add_argument("--quarantine-seconds", type=int)
         parser.add_argument("--expires-in-days", type=int)
-        parser.add_argument("--reason", default="asked for on the command line")
+        parser.add_argument("--reason", default="requested on the command line")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="none: it waits for approval in the console")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         requester = self.operator(options["requested_by"])

@@ -22,7 +22,7 @@ class Command(JsonCommand):
         parser.add_argument("--credential", required=True, metavar="ID")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
         parser.add_argument("--approved-by", metavar="OPERATOR")
-        parser.add_argument("--bypass", metavar="WHY", help="break-glass: begin without the second person, and say why")
+        parser.add_argument("--bypass", metavar="WHY", help="bypass the approval (break-glass), with a reason")
         add_plan_options(parser)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,12 @@ _STYLES = {
 
 
 class Command(JsonCommand):
-    help = "Shows when the keys on a schedule are rotated next. Nothing is written. Times are UTC."
+    help = "Shows when scheduled keys are rotated next, without writing anything. Times are UTC."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--environment", choices=[each.value for each in Environment])
         parser.add_argument("--merchant", metavar="ID")
-        parser.add_argument("--days", type=_days, default=90, metavar="N", help="look so far ahead (90)")
+        parser.add_argument("--days", type=_days, default=90, metavar="N", help="number of days ahead, 1 to 732 (90)")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options["merchant"] and not Merchant.objects.filter(pk=options["merchant"]).exists():
@@ -44,7 +44,7 @@ class Command(JsonCommand):
 
     def words(self, answer: Mapping[str, Any]) -> str:
         if not answer["dates"]:
-            return f"No key on a schedule is rotated until {answer['until']:%Y-%m-%d}."
+            return f"No scheduled key is rotated until {answer['until']:%Y-%m-%d}."
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("begins (UTC)", "account", "credential", "label", "state", "why"):
             table.add_column(column, no_wrap=column != "why", overflow="fold")

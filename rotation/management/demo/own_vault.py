@@ -41,7 +41,7 @@ def own_vault(folder: Path) -> Iterator[dict[str, str]]:
     binary = shutil.which("bao") or shutil.which("vault")
     if binary is None:
         raise ServiceError(
-            "KEYVAULT_BACKEND=vault: the demo starts an OpenBao or Vault, and found no bao or vault on PATH."
+            "KEYVAULT_BACKEND=vault: the demo needs OpenBao or Vault, and found no bao or vault on PATH. Install one."
         )
     address, token = f"{ADDRESS}:{find_free_port()}", Plaintext(secrets.token_urlsafe(24))
     server = VaultServer(f"http://{address}")
@@ -91,5 +91,5 @@ def _wait_until_ready(server: VaultServer, process: "subprocess.Popen[bytes]", f
     while not read_health(server).ready:
         if process.poll() is not None or time.monotonic() > deadline:
             # The log's content is withheld: in dev mode it holds the unseal key and the root token.
-            raise ServiceError(f"The secrets manager did not start; {folder / 'vault.log'} was its log.")
+            raise ServiceError(f"The secrets manager did not start; see its log, {folder / 'vault.log'}.")
         time.sleep(0.05)

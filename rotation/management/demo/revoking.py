@@ -29,7 +29,7 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     took = (revocation.answered_at - asked_at) * 1000
     report.step(
         f"responder reports key {leaked.key_id} as leaked: {revoked['state']}, change {revoked['sequence']}, "
-        f"answered in {took:.0f} ms; nobody had to approve"
+        f"answered in {took:.0f} ms; no approval is needed"
     )
     receipt, _ = wait_for_receipt(revoked["sequence"], LONGEST_WAIT_SECONDS)
     report.step(f"its receipt, {format_receipt(receipt)}")
@@ -55,7 +55,7 @@ def format_receipt(receipt: Receipt) -> str:
 
 def _after(receipt: Receipt, verifier: VerifierStanding) -> str:
     seconds = receipt.seconds_until(verifier)
-    return "at a time that is not known" if seconds is None else f"{seconds * 1000:.0f} ms after it was asked for"
+    return "at an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms after the request"
 
 
 def _refused_since(fleet: Fleet, revocation: Revocation) -> int | None:

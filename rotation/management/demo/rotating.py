@@ -64,7 +64,7 @@ def watch_traffic(stage: Stage, fleet: Fleet) -> None:
     report.chapter("The merchant at work")
     for backend in BACKENDS:
         when = f"{backend.lag_seconds:.0f} s after it sees it" if backend.lag_seconds else "as soon as it sees it"
-        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it takes a new one into use {when}")
+        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it switches to a new one {when}")
     stage.until(
         "the first requests",
         lambda: len(fleet.requests) if len(fleet.requests) >= WARM_UP_REQUESTS else None,
@@ -74,7 +74,7 @@ def watch_traffic(stage: Stage, fleet: Fleet) -> None:
     failures = failures_while_good(fleet.requests)
     if failures:
         raise StoryError(f"The traffic has failures: {failures[0]}", SERVER)
-    report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the story; {_so_far(fleet)}")
+    report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the demo; {_so_far(fleet)}")
 
 
 def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced:
@@ -87,7 +87,7 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
         *plan_options(PLAN),
     )
     rotation_id = made["rotation_id"]
-    report.step(f"tam asks for {rotation_id}, approver approves the plan:")
+    report.step(f"tam requests {rotation_id}, approver approves the plan:")
     report.aside(
         f"proof by {PLAN['proof-count']} authentications from {PLAN['proof-sources']} sources, "
         f"{PLAN['quiet-seconds']} s of silence on the old key, {PLAN['quarantine-seconds']} s of quarantine"
@@ -120,14 +120,14 @@ def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> lis
             report.step(f"{entry.event:<15} {entry.why}".rstrip())
             if entry.event == RotationState.QUARANTINE:
                 # A dry run does not count as an attempt; a real one would restart the quarantine, which may be over.
-                stage.expect("the old key, tried dry", issued.text, "key_not_active", "key_revoked", dry_run=True)
+                stage.expect("the old key, in a dry run", issued.text, "key_not_active", "key_revoked", dry_run=True)
         reported = len(entries)
         before, using = using, fleet.using()
         for name, key_id in using.items():
             if before[name] != key_id:
                 report.step(f"{name} now presents the replacement, {key_id}")
         late = [name for name, key_id in using.items() if key_id == issued.key_id]
-        report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'nobody'}")
+        report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'none'}")
         return entries if entries and entries[-1].event in CLOSED | {RotationState.STALLED} else None
 
     return stage.until("the rotation to be completed", poll, seconds=ROTATION_SECONDS)

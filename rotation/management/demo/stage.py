@@ -45,12 +45,12 @@ class Stage:
                 if seen is not None:
                     return seen
                 if time.monotonic() > deadline:
-                    raise StoryError(f"Waited {seconds:.0f} s in vain for {what}.", program)
+                    raise StoryError(f"Timed out after {seconds:.0f} s waiting for {what}.", program)
                 self.service.wait(POLL_INTERVAL_SECONDS)
 
     def connect(self) -> DemoVerifier:
         if self.token is None:
-            raise StoryError("Nobody has a service token yet.")
+            raise StoryError("There is no service token yet.")
         return DemoVerifier(ADDRESS, self.port, self.token)
 
     def expect(self, said: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:

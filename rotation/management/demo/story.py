@@ -50,7 +50,7 @@ def tell(report: DemoReport, port: int) -> None:
 
     Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.
     """
-    report.chapter("A service from nothing")
+    report.chapter("Setup")
     _set_up(report)
     with supervise(port) as service:
         service.say = report.aside
@@ -62,9 +62,9 @@ def tell(report: DemoReport, port: int) -> None:
             tally, way, reinstated, receipt = _live(stage)
         except (StoryError, CommandError, KeyvaultError) as error:
             raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
-    report.chapter("What is left")
+    report.chapter("Checks")
     too = ", the Vault's audit log in it," if settings.IS_VAULT else ""
-    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, and goes away after that")
+    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, then deleted")
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
@@ -89,7 +89,7 @@ def _set_up(report: DemoReport) -> None:
     operators = ", ".join(operator["username"] for operator in seeded["operators"])
     report.step(f"merchants {merchants}; operators {operators}")
     needed = settings.APPROVALS_NEEDED[Environment.SANDBOX]
-    report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
+    report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox requires a second person, as production does")
 
 
 def _live(stage: Stage) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:
@@ -127,19 +127,19 @@ def _wrong(outcome: StoryResult) -> Iterator[str]:
         yield f"The receipt of the revocation: {format_receipt(outcome.receipt)}"
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
-    yield from (f"A secret stands readable in {place}" for place in outcome.found)
+    yield from (f"A secret is readable in {place}" for place in outcome.found)
     yield from (f"An error in a log: {line}" for line in outcome.trouble)
     passed = tuple(entry.event for entry in outcome.way if entry.event in HAPPY_PATH)
     if passed != HAPPY_PATH[1:]:
-        yield f"The rotation went another way: {', '.join(passed)}"
+        yield f"The rotation took other states: {', '.join(passed)}"
 
 
 def _first_refusal(tally: RequestTally) -> str:
     if tally.first_refusal_seconds is None:
         return "never"
     if tally.first_refusal_seconds < 0:
-        return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the answer to the revocation had arrived"
-    return f"{tally.first_refusal_seconds * 1000:.0f} ms after the answer to the revocation"
+        return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the reply to the revocation"
+    return f"{tally.first_refusal_seconds * 1000:.0f} ms after the reply to the revocation"
 
 
 def _timed(way: list[RotationEntry]) -> Iterator[str]:

@@ -60,7 +60,7 @@ def _failures_after(requests: Sequence[Request], revocation: Revocation) -> Iter
         if request.fault or request.code not in {None, REVOKED}:
             yield f"{_who(request)}: {request.fault or f'refused with {request.code}'}"
         elif request.key_id != revocation.key_id:
-            yield f"{_who(request)}: that is not the key which everybody had"
+            yield f"{_who(request)}: that is not the key that the fleet used"
         elif request.code is None and late >= 0:
             yield f"{_who(request)}: allowed {late * 1000:.0f} ms after it was revoked"
 

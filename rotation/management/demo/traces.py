@@ -24,7 +24,7 @@ def find_secrets(folder: Path, secrets: Sequence[Plaintext]) -> Iterator[str]:
             if text in content:
                 yield f"{path.relative_to(folder)}: a secret that was issued"
         for match in _SHAPED.finditer(content):
-            yield f"{path.relative_to(folder)}: {match['head'].decode()}… with what follows"
+            yield f"{path.relative_to(folder)}: {match['head'].decode()}… with its secret part"
 
 
 def find_trouble(logs: Path) -> Iterator[str]:

@@ -38,7 +38,7 @@ class DemoVerifier:
             self.close()
             raise
         if answer.status != http.HTTPStatus.OK:
-            raise http.client.HTTPException(f"the verify call itself was answered {answer.status}")
+            raise http.client.HTTPException(f"the verify call itself failed with status {answer.status}")
         decision: dict[str, Any] = json.loads(body)
         return decision
 
