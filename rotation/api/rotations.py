@@ -68,7 +68,7 @@ class RotationRequest(StrictSerializer):
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
     predecessor_may_expire = StrictBoolean(required=False)
 
-    def wish(self) -> PlanOverrides:
+    def overrides(self) -> PlanOverrides:
         """Return the requested plan overrides. Raises RequestInvalidError for an invalid window."""
         values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
         for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
@@ -126,7 +126,7 @@ class RotationsView(ServiceView):
         grant = self.grant_for(credential.account)
 
         def create() -> StoredResponse:
-            rotation = request_rotation(grant, credential, form.wish())
+            rotation = request_rotation(grant, credential, form.overrides())
             return StoredResponse(201, describe(get_rotation(rotation.rotation_id), self.now))
 
         return create

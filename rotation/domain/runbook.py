@@ -512,8 +512,8 @@ def _text_for(step: str | Only, case: Case) -> str:
     return step.text if step.group.includes(case) else ""
 
 
-def _matching(entries: tuple[RunbookEntry, ...], said: str) -> Iterator[RunbookEntry]:
-    return (entry for entry in entries if said.startswith(entry.says))
+def _matching(entries: tuple[RunbookEntry, ...], text: str) -> Iterator[RunbookEntry]:
+    return (entry for entry in entries if text.startswith(entry.says))
 
 
 def runbook_markdown() -> str:
@@ -532,7 +532,7 @@ def runbook_markdown() -> str:
 
 def _lines(entry: RunbookEntry) -> Iterator[str]:
     yield f"#### {entry.title}"
-    yield from textwrap.wrap(f"Reason: {', '.join(f'`{said.strip()} …`' for said in entry.says)}", _WIDTH)
+    yield from textwrap.wrap(f"Reason: {', '.join(f'`{text.strip()} …`' for text in entry.says)}", _WIDTH)
     yield ""
     yield from textwrap.wrap(entry.happened, _WIDTH)
     yield ""

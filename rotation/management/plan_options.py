@@ -46,7 +46,7 @@ def add_plan_options(parser: CommandParser) -> None:
     )
 
 
-def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
+def read_overrides(options: Mapping[str, Any]) -> PlanOverrides:
     """Read the plan overrides. Raises RequestInvalidError for an invalid time."""
     values: dict[str, Any] = {"reason": options["reason"]}
     values |= {name: options[name] for name in _NUMBERS}

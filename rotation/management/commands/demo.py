@@ -19,7 +19,7 @@ from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, sta
 from rotation.management.demo.own_vault import own_vault
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.stage import StoryError
-from rotation.management.demo.story import tell
+from rotation.management.demo.story import run_story
 
 TIDY_SECONDS = STOP_SECONDS + 5
 
@@ -35,10 +35,10 @@ class Command(BaseCommand):
         parser.add_argument("--inside", type=int, metavar="PORT", help="internal: run in the prepared data folder")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        sys.exit(_perform() if options["inside"] is None else _tell(options["inside"]))
+        sys.exit(_run_in_child() if options["inside"] is None else _run_story(options["inside"]))
 
 
-def _perform() -> int:
+def _run_in_child() -> int:
     """Prepare a data folder, run the demo in a child process, and clean up in every case.
 
     The child gets settings of its own, which a process reads only at startup. This process remains to clean up when the
@@ -57,11 +57,11 @@ def _perform() -> int:
             if settings.IS_VAULT:
                 environ |= stack.enter_context(own_vault(Path(folder)))
             command = [sys.executable, str(CHECKOUT / "manage.py"), "demo", "--inside", str(port)]
-            telling = start_leashed(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
+            process = start_leashed(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
             try:
-                status = telling.wait()
+                status = process.wait()
             except StopRequestedError as stop:
-                _end(telling, stop.number)
+                _end(process, stop.number)
                 return 128 + stop.number
     except StopRequestedError as stop:
         return 128 + stop.number
@@ -76,21 +76,21 @@ def _perform() -> int:
     return status
 
 
-def _end(telling: "subprocess.Popen[bytes]", number: int) -> None:
-    telling.send_signal(number)
+def _end(process: "subprocess.Popen[bytes]", number: int) -> None:
+    process.send_signal(number)
     try:
-        telling.wait(TIDY_SECONDS)
+        process.wait(TIDY_SECONDS)
     except subprocess.TimeoutExpired:
-        telling.kill()
-        telling.wait()
+        process.kill()
+        process.wait()
 
 
-def _tell(port: int) -> int:
+def _run_story(port: int) -> int:
     report = DemoReport()
     report.title("Keyvault: the life cycle of one key")
     try:
         with stopping_on_signals():
-            tell(report, port)
+            run_story(report, port)
     except StopRequestedError as stop:
         report.failure(f"Stopped by {stop}. All started processes have ended.")
         return 128 + stop.number

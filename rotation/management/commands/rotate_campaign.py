@@ -49,7 +49,7 @@ class Command(WatchingCommand):
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
-            wish=_wish(options),
+            wish=_overrides(options),
             pace=Pace(
                 per_minute=options["per_minute"],
                 concurrency=options["concurrency"],
@@ -77,7 +77,7 @@ class Command(WatchingCommand):
             raise
 
 
-def _wish(options: Mapping[str, Any]) -> PlanOverrides:
+def _overrides(options: Mapping[str, Any]) -> PlanOverrides:
     names = ("proof_count", "proof_sources", "soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days")
     chosen = {name: options[name] for name in names}
     return PlanOverrides(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)

@@ -10,7 +10,7 @@ from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Credential
 from rotation.domain.events import RotationState
-from rotation.management.plan_options import add_plan_options, read_wish
+from rotation.management.plan_options import add_plan_options, read_overrides
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 
@@ -35,7 +35,7 @@ class Command(JsonCommand):
         rotation = request_rotation(
             self.grant(requester, Permission.ROTATIONS_WRITE, credential.account),
             credential,
-            read_wish(options),
+            read_overrides(options),
         )
         if rotation.state == RotationState.AWAITING_APPROVAL:
             self._approve(rotation, credential, options)

@@ -53,18 +53,18 @@ class Stage:
             raise StoryError("There is no service token yet.")
         return DemoVerifier(ADDRESS, self.port, self.token)
 
-    def expect(self, said: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
+    def expect(self, what: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
         """Verify the key over HTTP and require one of the verdicts `codes`; None stands for allowed."""
         verifier = self.connect()
         try:
             decision = verifier.ask(key, **more)
         except (OSError, http.client.HTTPException) as error:
-            raise StoryError(f"{said}: there was no verdict, {error}.", SERVER) from None
+            raise StoryError(f"{what}: there was no verdict, {error}.", SERVER) from None
         finally:
             verifier.close()
         verdict = "allowed" if decision["allowed"] else f"{decision['status']} {decision['code']}"
         if decision["code"] not in codes or decision["allowed"] is not (decision["code"] is None):
             right = " or ".join(code or "allowed" for code in codes)
-            raise StoryError(f"{said}: the verdict was {verdict}, and should have been {right}.", SERVER)
-        self.report.step(f"{said}: {verdict}")
+            raise StoryError(f"{what}: the verdict was {verdict}, and should have been {right}.", SERVER)
+        self.report.step(f"{what}: {verdict}")
         return decision

@@ -45,7 +45,7 @@ class StoryResult:
     trouble: list[str]
 
 
-def tell(report: DemoReport, port: int) -> None:
+def run_story(report: DemoReport, port: int) -> None:
     """Run the demo. Raises StoryError or ServiceError, with an explanation, at the first failed expectation.
 
     Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.

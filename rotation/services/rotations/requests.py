@@ -101,7 +101,7 @@ def _requester_of(grant: Grant, credential: Credential) -> _Requester:
         # A service's request needs an operator's approval even where an operator's own request needs none.
         token = ServiceToken.objects.get(pk=principal.token_id)
         return _Requester(principal.person, max(needed, 1), token=token)
-    raise TypeError("operators and services ask for rotations")
+    raise TypeError("only operators and services request rotations")
 
 
 def _store_request(
@@ -148,7 +148,7 @@ def _store_request(
                 _announce_plan(grant, rotation)
     except DatabaseIntegrityError as error:
         # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
-        if any(words in str(error) for words in ("one open rotation", "rotation_one_open")):
+        if any(text in str(error) for text in ("one open rotation", "rotation_one_open")):
             raise StateConflictError("The credential has an open rotation already.") from None
         raise
     return rotation

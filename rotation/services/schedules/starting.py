@@ -61,7 +61,7 @@ class StartOrder:
 
     schedule: RotationSchedule
     terms: Terms
-    wish: PlanOverrides
+    overrides: PlanOverrides
     fault: str = ""
 
 
@@ -103,13 +103,13 @@ class Candidate:
 
 
 def list_candidates(
-    now: datetime, environments: Iterable[str], merchant: str | None = None, *, asked_before: datetime | None = None
+    now: datetime, environments: Iterable[str], merchant: str | None = None, *, requested_before: datetime | None = None
 ) -> Iterator[Candidate]:
     """Yield every scheduled private credential with its narrowest enabled schedule. Read-only, in a few queries.
 
-    `asked_before`: leaves out those that are certainly requested later than that, or never.
+    `requested_before`: leaves out those that are certainly requested later than that, or never.
     """
-    yield from _list_ordered(_read_orders(now, environments), merchant, asked_before)
+    yield from _list_ordered(_read_orders(now, environments), merchant, requested_before)
 
 
 def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]:
@@ -117,10 +117,10 @@ def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]
 
 
 def _list_ordered(
-    orders: Sequence[StartOrder], merchant: str | None = None, asked_before: datetime | None = None
+    orders: Sequence[StartOrder], merchant: str | None = None, requested_before: datetime | None = None
 ) -> Iterator[Candidate]:
     readable = [order for order in orders if not order.fault]
-    if not (orders if asked_before is None else readable):
+    if not (orders if requested_before is None else readable):
         return
     by_credential = {o.schedule.credential_id: o for o in orders if o.schedule.credential_id is not None}
     by_account = {o.schedule.account_id: o for o in orders if o.schedule.account_id is not None}
@@ -143,14 +143,14 @@ def _list_ordered(
     )
     if merchant is not None:
         rows = rows.filter(account__merchant_id=merchant)
-    if asked_before is not None:
+    if requested_before is not None:
         soonest = min(_min_age(order.terms) for order in readable)
-        rows = rows.filter(newest_at__lte=asked_before - soonest)
+        rows = rows.filter(newest_at__lte=requested_before - soonest)
     found = [
         (row, by_credential.get(row.pk) or by_account.get(row.account_id) or by_environment[row.account.environment])
         for row in rows
     ]
-    yield from _with_rotations([(row, order) for row, order in found if asked_before is None or not order.fault])
+    yield from _with_rotations([(row, order) for row, order in found if requested_before is None or not order.fault])
 
 
 def _min_age(terms: Terms) -> timedelta:
@@ -226,7 +226,7 @@ def begin_due(now: datetime) -> list[str]:
         _note_readable(order, failed, now)
     due = [
         (failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate)
-        for candidate in _list_ordered(orders, asked_before=now)
+        for candidate in _list_ordered(orders, requested_before=now)
         if candidate.ask_at is not None and candidate.ask_at <= now
     ]
     due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
@@ -323,8 +323,10 @@ def overrides_for(candidate: Candidate, now: datetime) -> PlanOverrides:
     if begins_at is None:
         raise RequestInvalidError("The schedule's window has no further opening.")
     terms = candidate.order.terms
-    wish = replace(candidate.order.wish, not_before=begins_at, window=terms.window)
-    return wish if wish.reason else replace(wish, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+    overrides = replace(candidate.order.overrides, not_before=begins_at, window=terms.window)
+    return (
+        overrides if overrides.reason else replace(overrides, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+    )
 
 
 def format_failure(error: Exception) -> str:
