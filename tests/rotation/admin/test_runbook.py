@@ -215,7 +215,7 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     assert "Rotations held up by a failing step" in text_of(client.get("/admin/")).split("Nothing of:")[0]
     assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
     text = text_of(client.get(page))
-    assert "the secret backend does not take it" in cure_of(text)
+    assert "a step that needs the secret backend fails" in cure_of(text)
     assert "The backend is sealed." in text
 
 

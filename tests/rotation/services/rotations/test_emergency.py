@@ -327,7 +327,7 @@ def test_leak_interrupted_has_ended_what_came_before_and_is_reported_again(
 def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         leaked(clock, *(f"{number:016}" for number in range(count)))
-    assert refused.value.faults[0].detail == "1 to 500 of them"
+    assert refused.value.faults[0].detail == "1 to 500 keys"
 
 
 def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> None:

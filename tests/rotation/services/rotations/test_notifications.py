@@ -132,7 +132,7 @@ def test_credential_that_was_dormant_is_not_confirmed_once_its_old_key_is_in_use
     assert rotation.approved_plan.is_dormant
     scene.use(verifier, rotation.predecessor_id, 20)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-    with pytest.raises(StateConflictError, match="word"):
+    with pytest.raises(StateConflictError, match="no confirmation"):
         confirm_rotation(grant, rotation, "Ada of Acme, by telephone")
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     rotation = wait(rotation, clock, verifier, 6)
