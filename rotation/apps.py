@@ -1,4 +1,4 @@
-"""The application's place in Django."""
+"""Django application configuration."""
 
 from django.apps import AppConfig
 

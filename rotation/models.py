@@ -1,6 +1,6 @@
-"""Rotations, their approvals, their ledger and their evidence; schedules and campaigns that begin them.
+"""Rotations with their approvals, ledger and evidence; schedules and campaigns that begin them.
 
-Triggers stand in `keyvault.models.triggers`.
+Triggers are in `keyvault.models.triggers`.
 """
 
 from django.conf import settings
@@ -20,14 +20,17 @@ from rotation.domain.states import CLOSED
 
 
 def explain_unreadable(error: Exception) -> str:
-    """Why stored JSON is not what this release writes, in one line."""
+    """Explain in one line why this release cannot read stored JSON."""
     if isinstance(error, RequestInvalidError):
-        return "; ".join(f"{fault.pointer} wants {fault.detail}" for fault in error.faults) or error.detail
+        return "; ".join(f"{fault.pointer} must be {fault.detail}" for fault in error.faults) or error.detail
     return f"{type(error).__name__}: {error}"[:200]
 
 
 class BlackoutCalendar(RecordedModel):
-    """Days on which nothing begins, by name. `periods`: [{"begins_at", "ends_at", "why"}], ISO 8601 with offset."""
+    """A named calendar of periods in which no rotation begins.
+
+    `periods`: [{"begins_at", "ends_at", "why"}], times in ISO 8601 with an offset.
+    """
 
     name = models.CharField(primary_key=True, max_length=64)
     periods = models.JSONField(default=list)
@@ -41,12 +44,12 @@ class BlackoutCalendar(RecordedModel):
 
 
 class RotationSchedule(RecordedModel):
-    """How often keys are rotated: in an environment, of an account there, or of one credential; the narrowest counts.
+    """How often keys are rotated in an environment, an account or one credential; the narrowest schedule applies.
 
-    `window`: as `windows.Window.as_json` writes it, its blackouts apart, which come from the `calendar`; None: any
-    time. A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` that its credential's id
-    decides; the rotation is asked for `lead_days` before, so that it can be approved in time. `wish`: what the plan
-    asks for beside the environment's defaults. `author`: the person behind what it asks for.
+    `window`: as `windows.Window.as_json` writes it, without blackouts, which come from the `calendar`; None: any time.
+    A key falls due `cryptoperiod_days` after its activation, less up to `jitter_days` derived from the credential's
+    id. The rotation is requested `lead_days` before, so that it can be approved in time. `wish`: plan overrides of the
+    environment's defaults. `author`: the requester of its rotations.
     """
 
     environment = choice(Environment)
@@ -103,13 +106,13 @@ class CampaignState(models.TextChoices):
 
 
 class Campaign(RecordedModel):
-    """A selection of credentials that is rotated under one approval of selection and plan.
+    """A selection of credentials that is rotated under one approval of selection, plan and pace.
 
-    `selection`: {"environment", "merchants" (list or null), "older_than_days" (or null)}. `wish`: what each plan asks
-    for. `pace`: {"per_minute", "concurrency", "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest is over all
-    three and over the credentials that were selected, which are `members` from the start. `selection` says
-    beside it how many were left out, by reason. `began_at`: when the approval was complete. `resumed_at`: when it was
-    last resumed after a halt; only what happened since counts for the next one.
+    `selection`: {"environment", "merchants" (list or null), "older_than_days" (or null)}, and `left_out`, the number
+    of excluded credentials by reason. `wish`: the overrides of each plan. `pace`: {"per_minute", "concurrency",
+    "halt_on_stall" (bool), "halt_at_failed_percent"}. The digest covers all three and the selected credentials, which
+    are `members` from the start. `began_at`: when the approval was complete. `resumed_at`: when it was last resumed
+    after a halt; only later outcomes count towards the next halt.
     """
 
     campaign_id = models.CharField(primary_key=True, max_length=32)
@@ -144,7 +147,7 @@ class Campaign(RecordedModel):
 
 
 class CampaignApproval(RecordedModel):
-    """One person's yes to one campaign's digest."""
+    """One person's approval of one campaign's digest."""
 
     campaign = models.ForeignKey(Campaign, models.PROTECT, related_name="approvals")
     approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="campaign_approvals")
@@ -163,13 +166,14 @@ class CampaignApproval(RecordedModel):
 
 
 class Rotation(RecordedModel):
-    """`accepted_at`, `delivered_at`, `used_at`, `silent_at` are the four facts; none stands for another.
+    """One rotation of a credential's key.
 
-    `deadline_at`: the plan's, or what it was extended to. `retire_at`: of a public key, the approved date.
-    `quarantined_at`: since when we have suspended the key that is being retired. `waived_at`: the predecessor went into
-    quarantine on an approved date, its silence unproved. `bypassed_at`: begun without the second person; it stays in
-    sight until the break-glass act is reviewed. `handover`: of a sealed credential, the replacement's string sealed
-    to the recipient's key. `reminded_percent`, `alarmed_at`: what the merchant and the operators were told of last.
+    `accepted_at`, `delivered_at`, `used_at`, `silent_at`: the four facts; none implies another. `deadline_at`: the
+    plan's deadline, or the extended one. `retire_at`: for a public key, the approved date. `quarantined_at`: when the
+    rotation suspended the key that is being retired. `waived_at`: when the predecessor went into quarantine on an
+    approved date, its silence unproved. `bypassed_at`: when the approval was bypassed; the break-glass act stays listed
+    until reviewed. `handover`: for a sealed credential, the replacement's string sealed to the recipient's key.
+    `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
     """
 
     rotation_id = models.CharField(primary_key=True, max_length=32)
@@ -256,16 +260,16 @@ class Rotation(RecordedModel):
 
     @property
     def approved_plan(self) -> Plan:
-        """Raises UnreadablePlanError."""
+        """The plan. Raises UnreadablePlanError."""
         try:
             return Plan.from_json(self.plan)
         except Exception as error:
-            # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+            # Content of a newer release or a damaged row can fail to parse in any way.
             raise UnreadablePlanError(f"{PLAN_UNREADABLE}: {explain_unreadable(error)}.") from error
 
     @property
     def readable_plan(self) -> Plan | None:
-        """The plan, or None where this release cannot read it: for what shows rotations."""
+        """The plan, or None where this release cannot read it; for display."""
         try:
             return self.approved_plan
         except UnreadablePlanError:
@@ -273,7 +277,7 @@ class Rotation(RecordedModel):
 
 
 class RotationApproval(RecordedModel):
-    """One person's yes to one plan digest."""
+    """One person's approval of one plan digest."""
 
     rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="approvals")
     approver = models.ForeignKey(settings.AUTH_USER_MODEL, models.PROTECT, related_name="rotation_approvals")
@@ -292,8 +296,10 @@ class RotationApproval(RecordedModel):
 
 
 class Retirement(RecordedModel):
-    """The date on which a rotation's public predecessor is taken out of service, asked by one person and approved by
-    another where the environment wants that."""
+    """The date on which a rotation's public predecessor is taken out of service.
+
+    One person requests it; another approves it where the environment requires that.
+    """
 
     rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="retirements")
     retire_at = models.DateTimeField()
@@ -319,9 +325,9 @@ class Retirement(RecordedModel):
 
 
 class CampaignMember(models.Model):
-    """A credential of a campaign, and the rotation that it got, whose state is then what became of it.
+    """A credential of a campaign and its rotation, whose state is the member's outcome.
 
-    `outcome` is `skipped` for a credential that no longer qualified when its turn came, and `why`; else empty.
+    `outcome`: `skipped` for a credential that no longer qualified at its turn, with `why`; else empty.
     """
 
     campaign = models.ForeignKey(Campaign, models.PROTECT, related_name="members")
@@ -345,7 +351,7 @@ class LedgerState(models.TextChoices):
 
 
 class LedgerEntry(models.Model):
-    """One try of one side effect, written before it: what a worker that died was about to do."""
+    """One attempt of one side effect, written before it, so that a dead worker's intent is known."""
 
     rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="ledger")
     step = choice(RotationState)
@@ -376,7 +382,7 @@ class EvidenceKind(models.TextChoices):
 
 
 class Evidence(RecordedModel):
-    """What was seen when a fact was taken for proved; the revoking transaction cites these rows."""
+    """The observations that proved a fact; the revoking transaction cites these rows."""
 
     evidence_id = models.CharField(primary_key=True, max_length=32)
     rotation = models.ForeignKey(Rotation, models.PROTECT, related_name="evidence")

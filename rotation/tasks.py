@@ -1,4 +1,4 @@
-"""Celery tasks, thin: messages carry ids only, and a lost or doubled one changes nothing."""
+"""Celery tasks. Messages carry ids only; a lost or duplicate message changes nothing."""
 
 from datetime import UTC, datetime
 
@@ -11,7 +11,7 @@ from rotation.services.schedules.starting import begin_due
 
 @shared_task(name="rotation.tasks.advance_due", expires=5)
 def advance_due() -> None:
-    """Takes the turns itself, for a moment: a message for each would pile up in front of everybody else's work."""
+    """Advance due rotations in this task; one message per rotation would delay all other tasks in the queue."""
     advance_all_due()
 
 

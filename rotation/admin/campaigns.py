@@ -44,7 +44,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.environments import Environment
 from keyvault.models import Merchant
 from rotation.admin.plan_fields import PRIVATE_PROOFS, quarantine_field, quiet_field
-from rotation.domain.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, START_WITHIN, Pace
+from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, START_WITHIN, Pace
 from rotation.domain.policy import DEFAULTS, Proof
 from rotation.models import Campaign, CampaignMember, CampaignState
 from rotation.services.campaigns.campaigns import (
@@ -85,14 +85,14 @@ class CampaignForm(ActForm):
     )
     per_minute = forms.IntegerField(
         min_value=1,
-        max_value=FASTEST_PER_MINUTE,
+        max_value=MAX_PER_MINUTE,
         initial=_AS_USUAL.per_minute,
         label="Begin per minute",
         help_text="At most so many in any 60 seconds.",
     )
     concurrency = forms.IntegerField(
         min_value=1,
-        max_value=MOST_AT_ONCE,
+        max_value=MAX_CONCURRENCY,
         initial=_AS_USUAL.concurrency,
         label="Unproved at once",
         help_text="A rotation counts from its begin until its replacement is proved in use. The quiet period and the "

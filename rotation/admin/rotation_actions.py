@@ -29,7 +29,7 @@ from rotation.admin.rotation_forms import (
     wish_of,
 )
 from rotation.domain.events import OUTCOMES, Event, RotationState
-from rotation.domain.runbook import IN_WORDS, Remedy
+from rotation.domain.runbook import REMEDY_LABELS, Remedy
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import (
@@ -232,7 +232,7 @@ def _what_collecting_does(rotation: Rotation) -> str:
 
 ASK = CreateAction(
     "request",
-    IN_WORDS[Remedy.ASK_AGAIN],
+    REMEDY_LABELS[Remedy.ASK_AGAIN],
     P.ROTATIONS_WRITE,
     RotateForm,
     _request,
@@ -246,7 +246,7 @@ ASK = CreateAction(
 ACTS = (
     RowAction(
         "approve",
-        IN_WORDS[Remedy.APPROVE],
+        REMEDY_LABELS[Remedy.APPROVE],
         P.ROTATIONS_APPROVE,
         _approve,
         _what_approving_does,
@@ -256,7 +256,7 @@ ACTS = (
     ),
     RowAction(
         "reject",
-        IN_WORDS[Remedy.REJECT],
+        REMEDY_LABELS[Remedy.REJECT],
         P.ROTATIONS_APPROVE,
         _reject,
         lambda rotation: f"No replacement is made. {_what_stays(rotation)} Whoever asked reads why.",
@@ -266,7 +266,7 @@ ACTS = (
     ),
     RowAction(
         "resume",
-        IN_WORDS[Remedy.RESUME],
+        REMEDY_LABELS[Remedy.RESUME],
         P.ROTATIONS_WRITE,
         _resume,
         lambda rotation: f"It goes on from {rotation.get_stalled_from_display()}, with its timers started anew.",
@@ -276,7 +276,7 @@ ACTS = (
     ),
     RowAction(
         "confirm",
-        IN_WORDS[Remedy.CONFIRM],
+        REMEDY_LABELS[Remedy.CONFIRM],
         P.ROTATIONS_WRITE,
         _confirm,
         _what_confirming_does,
@@ -286,7 +286,7 @@ ACTS = (
     ),
     RowAction(
         "retire",
-        IN_WORDS[Remedy.RETIRE],
+        REMEDY_LABELS[Remedy.RETIRE],
         P.ROTATIONS_WRITE,
         _retire,
         lambda rotation: (
@@ -298,7 +298,7 @@ ACTS = (
     ),
     RowAction(
         "extend",
-        IN_WORDS[Remedy.EXTEND],
+        REMEDY_LABELS[Remedy.EXTEND],
         P.ROTATIONS_WRITE,
         _extend,
         lambda rotation: (
@@ -311,7 +311,7 @@ ACTS = (
     ),
     RowAction(
         "collect",
-        IN_WORDS[Remedy.COLLECT],
+        REMEDY_LABELS[Remedy.COLLECT],
         P.ISSUANCE_COLLECT,
         _collect,
         _what_collecting_does,
@@ -320,7 +320,7 @@ ACTS = (
     ),
     RowAction(
         "bypass",
-        IN_WORDS[Remedy.BYPASS],
+        REMEDY_LABELS[Remedy.BYPASS],
         P.ROTATIONS_BYPASS,
         _bypass,
         lambda rotation: "It begins at once as this plan says, without the approval of a second person.",
@@ -331,7 +331,7 @@ ACTS = (
     ),
     RowAction(
         "abort",
-        IN_WORDS[Remedy.ABORT],
+        REMEDY_LABELS[Remedy.ABORT],
         P.ROTATIONS_WRITE,
         _abort,
         lambda rotation: f"{_what_stays(rotation)} A replacement that nobody was given is burned.",
@@ -341,7 +341,7 @@ ACTS = (
     ),
     RowAction(
         "roll-back",
-        IN_WORDS[Remedy.ROLL_BACK],
+        REMEDY_LABELS[Remedy.ROLL_BACK],
         P.ROTATIONS_WRITE,
         _roll_back,
         _what_rolling_back_does,

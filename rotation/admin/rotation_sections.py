@@ -32,7 +32,7 @@ from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.admin.rotation_forms import AT_DEADLINE, PROOFS, REINSTATEMENT, WEEKDAYS
 from rotation.domain.events import RotationState
 from rotation.domain.policy import PLAN_UNREADABLE, DeliveryChannel, Plan, Proof
-from rotation.domain.runbook import IN_WORDS, Advice, Remedy
+from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window, clock_text
 from rotation.models import Rotation
@@ -300,9 +300,9 @@ def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[Safe
         pages[Remedy.REPLACEMENT] = reverse("admin:keyvault_key_change", args=[row.replacement_id])
     for remedy in advice.remedies:
         if remedy.value in offered:
-            yield link(reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]), IN_WORDS[remedy])
+            yield link(reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]), REMEDY_LABELS[remedy])
         elif remedy in pages:
-            yield link(pages[remedy], IN_WORDS[remedy])
+            yield link(pages[remedy], REMEDY_LABELS[remedy])
 
 
 # --- tables -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rotation.domain.policy import Proof
 from rotation.domain.windows import Window, clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.rotations.planning import PlanOverrides
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_wish, readable_wish
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, readable_draft
 
 _WHOLE_DAY = 24 * 60
 
@@ -111,7 +111,7 @@ class ScheduleForm(TermsForm):
 class EditForm(SeenForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
-        saved = find_wish(row) or readable_wish(row)
+        saved = find_draft(row) or readable_draft(row)
         window, wish = saved.window, saved.wish
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
         same = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")

@@ -13,7 +13,7 @@ from rotation.admin.rotation_forms import WEEKDAYS
 from rotation.domain.windows import clock_text
 from rotation.models import RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate
-from rotation.services.schedules.schedules import find_unreadable, find_wish
+from rotation.services.schedules.schedules import find_draft, find_unreadable
 
 AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
 """How far the page looks."""
@@ -84,7 +84,7 @@ def scope_words(row: RotationSchedule) -> str:
 
 
 def window_words(row: RotationSchedule) -> str:
-    wished = find_wish(row)
+    wished = find_draft(row)
     if wished is None:
         return "cannot be read"
     window = wished.window

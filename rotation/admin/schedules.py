@@ -56,10 +56,10 @@ from rotation.services.schedules.calendar import list_next
 from rotation.services.schedules.schedules import (
     disable_schedule,
     enable_schedule,
+    find_draft,
     find_unreadable,
-    find_wish,
     place_of,
-    readable_wish,
+    readable_draft,
     save_schedule,
     scope_of,
 )
@@ -71,7 +71,7 @@ def _save(grant: Grant, cleaned: Cleaned) -> ActionResult:
 
 
 def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult:
-    saved = find_wish(row) or readable_wish(row)
+    saved = find_draft(row) or readable_draft(row)
     save_schedule(grant, scope_of(row), terms_from(cleaned, saved.wish), known=row)
     return ActionResult("Saved. What it asks for from now on is asked in your name.")
 
@@ -195,7 +195,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return place_of(row)
 
     def summary(self, row: RotationSchedule) -> FactTable:
-        wish = (find_wish(row) or readable_wish(row)).wish
+        wish = (find_draft(row) or readable_draft(row)).wish
         rows: list[tuple[str, Any]] = [
             ("For", scope_words(row)),
             ("Environment", badge(row.environment)),

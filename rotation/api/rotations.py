@@ -1,4 +1,4 @@
-"""Rotations over REST: asked for and read on the service plane, acknowledged on the integration plane."""
+"""REST endpoints: request, read and abort rotations on the service plane, acknowledge on the integration plane."""
 
 from datetime import UTC
 from typing import Any
@@ -30,7 +30,7 @@ from rotation.services.rotations.requests import request_rotation
 
 
 class WindowRequest(StrictSerializer):
-    """When it may begin: hours (`HH:MM`) of some weekdays (0 is Monday) in a time zone."""
+    """When the rotation may begin: hours (`HH:MM`) of weekdays (0 is Monday) in a time zone."""
 
     time_zone = StrictText(max_length=64)
     weekdays = serializers.ListField(
@@ -68,8 +68,8 @@ class RotationRequest(StrictSerializer):
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=3650)
     predecessor_may_expire = StrictBoolean(required=False)
 
-    def wish(self) -> PlanOverrides:
-        """Raises RequestInvalidError for a window that cannot be meant."""
+    def overrides(self) -> PlanOverrides:
+        """Return the requested plan overrides. Raises RequestInvalidError for an invalid window."""
         values = {name: value for name, value in self.validated_data.items() if name != "credential_id"}
         for name, kind in (("proof", Proof), ("at_deadline", AtDeadline), ("reinstatement", Reinstatement)):
             if name in values:
@@ -94,7 +94,7 @@ class RotationsView(ServiceView):
 
     @documented(
         "rotations_create",
-        summary="Asks for a rotation.",
+        summary="Request a rotation.",
         takes=RotationRequest,
         answers={201: RotationBody},
         codes=[ErrorCode.STATE_CONFLICT],
@@ -126,7 +126,7 @@ class RotationsView(ServiceView):
         grant = self.grant_for(credential.account)
 
         def create() -> StoredResponse:
-            rotation = request_rotation(grant, credential, form.wish())
+            rotation = request_rotation(grant, credential, form.overrides())
             return StoredResponse(201, describe(get_rotation(rotation.rotation_id), self.now))
 
         return create
@@ -137,7 +137,7 @@ class RotationView(ServiceView):
 
     @documented(
         "rotations_read",
-        summary="Where a rotation stands, and what it waits for.",
+        summary="Get a rotation's state and what it waits for.",
         answers={200: RotationBody},
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
@@ -152,14 +152,14 @@ class RotationAbortView(ServiceView):
 
     @documented(
         "rotations_abort",
-        summary="Ends a rotation: cancelled before delivery, rolled back after it.",
+        summary="End a rotation: cancel it before delivery, roll it back afterwards.",
         takes=AbortRequest,
         answers={200: RotationBody},
         codes=[ErrorCode.STATE_CONFLICT, ErrorCode.DEPENDENCY_UNAVAILABLE],
         parameters=[in_path("rotation_id", "^rot_[0-9A-Za-z]{20}$")],
     )
     def post(self, request: Request, rotation_id: str) -> Response:
-        """Repeatable: what is on its way back, or ended like that, is answered as it is."""
+        """Idempotent: a rotation that is canceled, rolling back or rolled back is returned unchanged."""
         rotation = get_rotation(rotation_id)
         grant = self.grant_for(rotation.credential.account)
         form = AbortRequest(data=request.data)
@@ -173,7 +173,7 @@ _ABORTED = frozenset({RotationState.CANCELLED, RotationState.ROLLING_BACK, Rotat
 
 
 def _acknowledge(call: Call) -> Response:
-    """With the replacement itself in X-Api-Key: the merchant's half of the proof."""
+    """Acknowledge the replacement; the merchant authenticates with it in X-Api-Key."""
     rotation = find_introduction(call.holder.key_id)
     if rotation is None:
         raise NotFoundError("The key is not the replacement of a rotation.")
@@ -183,4 +183,4 @@ def _acknowledge(call: Call) -> Response:
 
 
 SERVERS = {ACKNOWLEDGEMENT: EndpointServer(answers=_acknowledge, status=204)}
-"""What rotation serves of the integration plane."""
+"""Rotation's endpoints on the integration plane."""

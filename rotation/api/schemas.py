@@ -1,4 +1,4 @@
-"""What the service plane answers about a rotation, as shapes for the OpenAPI page."""
+"""Response bodies of rotations on the service plane, for the OpenAPI document."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from rotation.models import EvidenceKind
 
 
 class PlanBody(serializers.Serializer[Any]):
-    """Everything that is approved."""
+    """The approved plan."""
 
     credential_id = serializers.CharField()
     predecessor_key_id = serializers.CharField()
@@ -43,7 +43,7 @@ class EvidenceBody(serializers.Serializer[Any]):
 
 
 class UserBody(serializers.Serializer[Any]):
-    """Who used a key, from where and for what. `is_probe`: a test call of our own, which counts for nothing."""
+    """One client of a key: source, endpoint and counts. `is_probe`: a test call of ours, which proves nothing."""
 
     source = serializers.CharField()  # type: ignore[assignment]  # DRF takes fields off the class
     network = serializers.CharField()
@@ -58,7 +58,7 @@ class UserBody(serializers.Serializer[Any]):
 
 
 class HandoverBody(serializers.Serializer[Any]):
-    """The replacement, sealed: only the holder of the recipient's private key can open it (HPKE, RFC 9180)."""
+    """The sealed replacement; only the holder of the recipient's private key can open it (HPKE, RFC 9180)."""
 
     key_id = serializers.CharField()
     enc = serializers.CharField()

@@ -1,4 +1,4 @@
-"""When a key that is on a schedule is rotated: from its age, its credential's jitter and the window. PURE."""
+"""The date of a scheduled rotation, from the key's age, the credential's jitter and the window. PURE."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,8 +14,12 @@ _DAY = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A key is in use for `cryptoperiod_days` at most. Its rotation begins up to `jitter_days` earlier, so that not
-    all keys of one day are replaced on one day, and in the `window`; it is asked for `lead_days` before."""
+    """The terms of a schedule, in days.
+
+    `cryptoperiod_days`: maximum time a key is in use. `jitter_days`: the rotation begins up to that much earlier, so
+    that keys activated on one day are not all replaced on one day. `lead_days`: how long before its beginning the
+    rotation is requested. `window`: when it may begin.
+    """
 
     cryptoperiod_days: int
     jitter_days: int = 0
@@ -25,8 +29,11 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class NextDate:
-    """`due_at`: period less jitter. `begins_at`: the opening that is meant for it; None: there is none. `ask_at`:
-    when to ask for it. `ends_at`: the end of the cryptoperiod."""
+    """The dates of a key's next rotation.
+
+    `due_at`: end of the period less the jitter. `begins_at`: the opening chosen for it; None: there is none.
+    `ask_at`: when to request it. `ends_at`: the end of the cryptoperiod.
+    """
 
     due_at: datetime
     begins_at: datetime | None
@@ -35,21 +42,21 @@ class NextDate:
 
     @property
     def is_late(self) -> bool:
-        """Whether the window lets nothing begin within the cryptoperiod."""
+        """Whether the window has no opening within the cryptoperiod."""
         return self.begins_at is None or self.begins_at > self.ends_at
 
 
 def jitter_of(credential_id: str, jitter_days: int) -> timedelta:
-    """0 to `jitter_days`, to the second; the same for one credential whenever it is asked."""
+    """Return the credential's jitter, 0 to `jitter_days`, in whole seconds; deterministic per credential."""
     drawn = int.from_bytes(hashlib.sha256(credential_id.encode()).digest()[:8])
     return timedelta(seconds=drawn % (jitter_days * 86_400 + 1))
 
 
 def next_date(terms: Terms, credential_id: str, activated_at: datetime) -> NextDate:
-    """Of a key that was activated then.
+    """Return the dates of a key that was activated at `activated_at`.
 
-    Where the window is closed from the due date to the end of the cryptoperiod, it begins before the due date, in
-    the second half of the period; where that has no opening either, it begins late.
+    Where the window stays closed from the due date to the end of the cryptoperiod, the rotation begins before the due
+    date, in the second half of the period. Without an opening there, it begins late.
     """
     period = timedelta(days=terms.cryptoperiod_days)
     ends_at = activated_at + period
@@ -75,7 +82,7 @@ def _fit(window: Window | None, due_at: datetime, ends_at: datetime, earliest_at
 
 
 def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
-    """Why a schedule cannot be kept; nothing when it can. The window's shape is read before, see `windows`."""
+    """Yield each reason why a schedule cannot be met. `windows` checks the window's shape before."""
     if not 1 <= terms.cryptoperiod_days <= LONGEST_DAYS:
         yield Fault("/cryptoperiod_days", f"1 to {LONGEST_DAYS}")
         return
@@ -83,20 +90,20 @@ def find_term_faults(terms: Terms, now: datetime) -> Iterator[Fault]:
         yield Fault("/jitter_days", "0 or more, and less than the cryptoperiod")
         return
     if not 0 <= terms.lead_days < terms.cryptoperiod_days - terms.jitter_days:
-        yield Fault("/lead_days", "0 or more, and less than what the jitter leaves of the cryptoperiod")
+        yield Fault("/lead_days", "0 or more, and less than the cryptoperiod minus the jitter")
     if terms.window is None:
         return
     closed = _find_long_closure(terms.window, terms.cryptoperiod_days, now)
     if closed is not None:
         since, opens_at = closed
-        until = "for good" if opens_at is None else f"until {opens_at:%Y-%m-%d %H:%M} UTC"
-        yield Fault("/window", f"closed from {since:%Y-%m-%d %H:%M} {until}: that is longer than the cryptoperiod")
+        until = "onwards" if opens_at is None else f"until {opens_at:%Y-%m-%d %H:%M} UTC"
+        yield Fault("/window", f"closed from {since:%Y-%m-%d %H:%M} {until}, which is longer than the cryptoperiod")
 
 
 def _find_long_closure(window: Window, days: int, now: datetime) -> tuple[datetime, datetime | None] | None:
-    """Since when, and until when, the window does not open for longer than so many days; within `LOOK_AHEAD`.
+    """Find a closure of the window longer than `days`, within `LOOK_AHEAD`: its begin, and its end or None.
 
-    Looks at it every fiftieth of that time, so that a closure counts that is longer by as much.
+    The search samples at every fiftieth of `days`, so a closure must be longer by that much to be found.
     """
     longest = timedelta(days=days)
     at, last = now, now + LOOK_AHEAD

@@ -1,7 +1,7 @@
-"""What happens to a rotation from outside, and what it does then: the table of states by events. PURE.
+"""External events of a rotation and their outcomes: the table of states by events. PURE.
 
-`OUTCOMES[event]` names, for each open state, the state to go to, or STAYS. A rotation that stalled is judged
-by the state it stalled in. Every cell is tested, `tests/rotation/domain/test_events.py`.
+`OUTCOMES[event]` names, for each open state, the state to go to, or STAYS. For a stalled rotation the state that it
+stalled in counts. `tests/rotation/domain/test_events.py` tests every cell.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ S = RotationState
 
 
 class Event(StrEnum):
-    """In the order in which they are looked for: of several at once the first one counts."""
+    """External events, in order of precedence: of several at the same time the first one counts."""
 
     REPLACEMENT_COMPROMISED = "replacement_compromised"
     REPLACEMENT_REVOKED = "replacement_revoked"
@@ -51,7 +51,7 @@ class Event(StrEnum):
 
 
 class Stays(StrEnum):
-    """What leaves the state as it is. `REFUSED`: a person asked for what cannot be, and is told so."""
+    """Outcomes that keep the state. `REFUSED`: a person's request that the state does not allow raises an error."""
 
     STAYS = "stays"
     REFUSED = "refused"
@@ -66,7 +66,7 @@ _UNDELIVERED = (S.STAGED, S.PUBLISHING)
 _DELIVERED = (S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE)
 
 OPEN = (*_ASKED, S.SCHEDULED, S.EMERGENCY, *_UNDELIVERED, *_DELIVERED, S.REVOKING, S.ROLLING_BACK)
-"""Every state that is left again, but for `stalled`, which stands for the one that it stalled in."""
+"""Every state that is not final. `stalled` is absent: the state that the rotation stalled in stands for it."""
 
 
 def _row(*cells: tuple[tuple[RotationState, ...], Outcome]) -> Mapping[RotationState, Outcome]:
@@ -76,10 +76,10 @@ def _row(*cells: tuple[tuple[RotationState, ...], Outcome]) -> Mapping[RotationS
     return MappingProxyType(row)
 
 
-# The replacement is gone: the predecessor goes on. Once it is revoked there is nothing to go back to.
+# The predecessor stays in use. Once it is revoked there is nothing to go back to.
 _REPLACEMENT_ENDED = _row((_UNDELIVERED, S.CANCELLED), (_DELIVERED, S.CANCELLED), ((S.ROLLING_BACK,), S.ROLLED_BACK))
 
-# The predecessor is gone against everybody's plan: what was asked for is now all that the merchant can hope for.
+# The predecessor ended unplanned, so the requested replacement is the merchant's only key.
 _PREDECESSOR_LOST = _row(
     (_ASKED, S.EMERGENCY),
     ((S.SCHEDULED,), S.EMERGENCY),
@@ -95,7 +95,7 @@ OUTCOMES: Mapping[Event, Mapping[RotationState, Outcome]] = MappingProxyType(
         Event.REPLACEMENT_EXPIRED: _REPLACEMENT_ENDED,
         Event.PREDECESSOR_COMPROMISED: _PREDECESSOR_LOST,
         Event.PREDECESSOR_EXPIRED: _PREDECESSOR_LOST,
-        # Revoked on purpose, and there was no replacement yet: nobody wants the credential to go on.
+        # Revoked on purpose before there was a replacement: the credential is not wanted any more.
         Event.PREDECESSOR_REVOKED: _row(
             (_ASKED, S.CANCELLED),
             ((S.SCHEDULED,), S.CANCELLED),
@@ -111,12 +111,12 @@ OUTCOMES: Mapping[Event, Mapping[RotationState, Outcome]] = MappingProxyType(
             ((S.AWAITING_PROOF, S.OVERLAP), S.STALLED),
             ((S.ROLLING_BACK,), S.STALLED),
         ),
-        # Somebody resumed by hand the key that we had suspended.
+        # An operator resumed the key that the rotation had suspended.
         Event.QUARANTINE_LIFTED: _row(((S.QUARANTINE,), S.STALLED), ((S.ROLLING_BACK,), S.STALLED)),
         # Only where the plan allows it, once, and never for a public key: see `states`.
         Event.TRIED_BY_KNOWN_SOURCE: _row(((S.QUARANTINE,), S.OVERLAP)),
         Event.TRIED_BY_UNKNOWN_SOURCE: _row(),
-        # Both keys stay. The plan may say instead that a proved rotation goes on to the quarantine.
+        # Both keys stay. The plan may instead send a proved rotation on to the quarantine.
         Event.DEADLINE: _row(
             ((S.SCHEDULED,), S.STALLED),
             (_UNDELIVERED, S.STALLED),

@@ -1,8 +1,8 @@
-"""How fast a campaign begins its rotations, and when it stops by itself. PURE.
+"""The rate at which a campaign begins rotations, and the conditions that halt it. PURE.
 
-A rotation holds one of the `concurrency` places from its begin until its replacement is proved in use. The quiet
-period and the quarantine after that take days, in which both keys are good and nobody waits: they hold no place.
-For the same reason a rotation counts as gone well from its proof on, when the share of failures is judged.
+A rotation holds one of the `concurrency` slots from its beginning until its replacement is proved in use. The quiet
+period and the quarantine take days in which the rotation needs no attention, so they hold no slot. For the same reason
+a proved rotation counts as successful in the share of failures.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,19 +18,19 @@ from rotation.domain.events import RotationState
 S = RotationState
 
 TICK_SECONDS = 5
-"""A campaign is looked at that often; the begins of a minute are spread over its ticks."""
+"""Interval between a campaign's ticks, in seconds; the starts of a minute are spread over its ticks."""
 
 START_WITHIN = timedelta(days=30)
-"""What an approved campaign has not begun by then is not begun any more."""
+"""Time after the approval in which a campaign may begin rotations."""
 
-MOST_MEMBERS = 10_000
-FASTEST_PER_MINUTE = 600
-MOST_AT_ONCE = 1_000
+MAX_MEMBERS = 10_000
+MAX_PER_MINUTE = 600
+MAX_CONCURRENCY = 1_000
 
 UNPROVED = frozenset(
     {S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF}
 )
-"""Holds a place. One that stalled holds none: it waits for a person, and `judge_halt` has counted it."""
+"""States that hold a slot. A stalled rotation holds none: it waits for a person, and `judge_halt` counts it."""
 
 PROVED = frozenset({S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED})
 FAILED = frozenset({S.ROLLING_BACK, S.ROLLED_BACK, S.CANCELLED, S.REJECTED, S.EXPIRED})
@@ -38,10 +38,10 @@ FAILED = frozenset({S.ROLLING_BACK, S.ROLLED_BACK, S.CANCELLED, S.REJECTED, S.EX
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """At most `per_minute` begins in any 60 seconds, `concurrency` unproved rotations at once.
+    """At most `per_minute` starts in any 60 seconds and `concurrency` unproved rotations at the same time.
 
-    `halt_on_stall`: the first rotation that stalls halts the campaign. `halt_at_failed_percent`: so does a larger
-    share than that of failed and stalled ones among those that came to something; None: no share does.
+    `halt_on_stall`: the first stalled rotation halts the campaign. `halt_at_failed_percent`: a larger share of failed
+    and stalled rotations among the decided ones halts it, too; None: no share does.
     """
 
     per_minute: int = 10
@@ -54,13 +54,13 @@ class Pace:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pace":
-        """What `as_json` wrote."""
+        """Read what `as_json` wrote."""
         return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignTally:
-    """What became of a campaign's rotations since it was approved, or resumed after a halt."""
+    """Outcomes of a campaign's rotations since its approval, or since it was last resumed after a halt."""
 
     proved: int = 0
     failed: int = 0
@@ -68,23 +68,23 @@ class CampaignTally:
 
 
 def find_pace_faults(pace: Pace) -> Iterator[Fault]:
-    """What of it cannot be meant."""
-    if not 1 <= pace.per_minute <= FASTEST_PER_MINUTE:
-        yield Fault("/per_minute", f"1 to {FASTEST_PER_MINUTE}")
-    if not 1 <= pace.concurrency <= MOST_AT_ONCE:
-        yield Fault("/concurrency", f"1 to {MOST_AT_ONCE}")
+    """Yield each fault of a pace."""
+    if not 1 <= pace.per_minute <= MAX_PER_MINUTE:
+        yield Fault("/per_minute", f"1 to {MAX_PER_MINUTE}")
+    if not 1 <= pace.concurrency <= MAX_CONCURRENCY:
+        yield Fault("/concurrency", f"1 to {MAX_CONCURRENCY}")
     if pace.halt_at_failed_percent is not None and not 0 <= pace.halt_at_failed_percent <= 100:
         yield Fault("/halt_at_failed_percent", "0 to 100")
 
 
 def count_to_begin(pace: Pace, *, unproved: int, begun_in_last_minute: int) -> int:
-    """How many may begin in this tick: never more than the pace allows, and spread over the minute's ticks."""
+    """Return how many rotations may begin in this tick: at most what the pace allows, spread over the minute."""
     each_tick = ceil(pace.per_minute * TICK_SECONDS / 60)
     return max(0, min(each_tick, pace.per_minute - begun_in_last_minute, pace.concurrency - unproved))
 
 
 def judge_halt(pace: Pace, tally: CampaignTally) -> str | None:
-    """Why the campaign is to halt; None: it goes on."""
+    """Return why the campaign must halt; None: it continues."""
     if pace.halt_on_stall and tally.stalled:
         return "a rotation stalled" if tally.stalled == 1 else f"{tally.stalled} rotations stalled"
     bad = tally.failed + tally.stalled
@@ -96,7 +96,7 @@ def judge_halt(pace: Pace, tally: CampaignTally) -> str | None:
 
 
 def tally_of(counts: Mapping[RotationState, int]) -> CampaignTally:
-    """Of rotations counted by the state that each is in."""
+    """Build the tally from the number of rotations in each state."""
     return CampaignTally(
         proved=sum(count for state, count in counts.items() if state in PROVED),
         failed=sum(count for state, count in counts.items() if state in FAILED),
@@ -105,5 +105,5 @@ def tally_of(counts: Mapping[RotationState, int]) -> CampaignTally:
 
 
 def seconds_to_begin(pace: Pace, waiting: int) -> int:
-    """How long it takes at least, at this pace, until the last of those that wait has begun."""
+    """Return the minimum time until the last of `waiting` rotations begins at this pace, in seconds."""
     return ceil(waiting * 60 / pace.per_minute)

@@ -1,4 +1,4 @@
-"""What a rotation is asked to do: the plan, its defaults by environment, and whether it can be met. PURE."""
+"""The plan of a rotation, its defaults per environment, and its validation. PURE."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from rotation.domain.windows import Window
 
 
 class Proof(StrEnum):
-    """How the replacement is known to be in use. `confirmation`: an operator says so, for the merchant."""
+    """How the replacement is proved to be in use. `confirmation`: an operator confirms it for the merchant."""
 
     ACK = "ack"
     TRAFFIC = "traffic"
@@ -23,21 +23,21 @@ class Proof(StrEnum):
 
 
 class AtDeadline(StrEnum):
-    """What happens when the deadline passes and the predecessor is not silent. Unproved, a rotation always stalls."""
+    """What happens at the deadline while the predecessor is in use. An unproved rotation always stalls."""
 
     STALL = "stall"
     REVOKE = "revoke"
 
 
 class Reinstatement(StrEnum):
-    """What a use of the quarantined predecessor from a source that is known leads to."""
+    """How often an attempt by a known source reinstates the quarantined predecessor."""
 
     ONCE = "once"
     NEVER = "never"
 
 
 class DeliveryChannel(StrEnum):
-    """Where the replacement goes, or whom it is told of, before it counts as delivered."""
+    """Where the replacement is written, or announced, before it counts as delivered."""
 
     SECRET_BACKEND = "secret_backend"  # noqa: S105  a name
     WEBHOOK = "webhook"
@@ -47,18 +47,17 @@ PLAN_UNREADABLE = "The plan cannot be read by this release"
 
 
 class UnreadablePlanError(StateConflictError):
-    """A stored plan has a field or a value that this release does not know, or lacks one."""
+    """A stored plan has a field or value that this release does not know, or lacks a required one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that is approved; an approval is bound to its digest.
 
-    Proof by traffic: `proof_count` authentications from `proof_sources` distinct sources, the first of them
-    `soak_seconds` ago. `is_dormant`: the predecessor had no traffic at all, so that an acknowledgement or an
-    operator's confirmation is proof enough, whatever else was chosen. `deadline` None: only a public key's
-    rotation has none. `retire_at`: the approved date on which a public predecessor is taken out of service.
-    Times are aware UTC.
+    Proof by traffic: `proof_count` authentications from `proof_sources` distinct sources, the first of them at least
+    `soak_seconds` ago. `is_dormant`: the predecessor had no traffic, so an acknowledgement or an operator's
+    confirmation suffices, whatever `proof` says. `deadline` None: for a public key's rotation only. `retire_at`: the
+    approved date on which a public predecessor is taken out of service. Times are aware UTC.
     """
 
     credential_id: str
@@ -82,7 +81,7 @@ class Plan:
     retire_at: datetime | None = None
 
     def as_shown(self) -> dict[str, JsonValue]:
-        """Every field, in JSON's types."""
+        """Return every field as a JSON value."""
         values: dict[str, JsonValue] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -98,17 +97,21 @@ class Plan:
         return values
 
     def as_json(self) -> dict[str, JsonValue]:
-        """What is stored and digested. A field that is younger than version 1 is left out while it says nothing,
-        so that a plan that was approved before the field existed keeps its digest."""
+        """Return what is stored and digested.
+
+        Fields added after version 1 are omitted at their default, so plans approved before them keep their digest.
+        """
         shown = self.as_shown()
-        silent = {
-            each.name for each in fields(self) if each.name in _YOUNGER and getattr(self, each.name) == each.default
+        omitted = {
+            each.name
+            for each in fields(self)
+            if each.name in _OPTIONAL_FIELDS and getattr(self, each.name) == each.default
         }
-        return {name: value for name, value in shown.items() if name not in silent}
+        return {name: value for name, value in shown.items() if name not in omitted}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> "Plan":
-        """What `as_json` wrote; the digest is compared before it is relied on."""
+        """Read what `as_json` wrote. Callers compare the digest before they rely on the plan."""
         read: dict[str, Any] = dict(values)
         for name in ("not_before", "deadline", "retire_at"):
             if read.get(name) is not None:
@@ -128,12 +131,12 @@ class Plan:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
 
-_YOUNGER = frozenset({"is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"})
+_OPTIONAL_FIELDS = frozenset({"is_dormant", "at_deadline", "reinstatement", "channels", "window", "retire_at"})
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """An environment's defaults, and the least that a plan may ask for there."""
+    """An environment's defaults and the minimum values (`least_*`) of a plan there."""
 
     proof_count: int
     proof_sources: int
@@ -171,29 +174,32 @@ DEFAULTS = {
 APPROVAL_LIFETIME = timedelta(days=7)
 LONGEST_SECONDS = 366 * 86_400
 FARTHEST = timedelta(days=2 * 366)
-"""No plan begins or ends later than that from now."""
+"""Maximum distance of a plan's times from now."""
 
 
 def find_far_faults(times: Mapping[str, datetime | None], now: datetime) -> Iterator[Fault]:
-    """Which of these times are too far away to plan with; asked before anything is computed from them."""
+    """Yield a fault for each time that is too far away. Call it before computing anything from the times."""
     for name, at in times.items():
         if at is not None and not now - FARTHEST <= at <= now + FARTHEST:
             yield Fault(f"/{name}", f"a time in the next {FARTHEST.days} days")
 
 
 REMINDERS = (25, 50, 75)
-"""At these percents of the time to the deadline a merchant is reminded of a replacement that waits."""
+"""When a merchant is reminded of an unused replacement, in percent of the time to the deadline."""
 
 
 def due_reminder(begun_at: datetime, deadline: datetime, reminded_percent: int, now: datetime) -> int | None:
-    """The reminder whose time has come since the last one; of several, the latest."""
+    """Return the latest reminder that fell due since the last one, in percent; None: none did."""
     total = (deadline - begun_at).total_seconds()
     passed = 100 * (now - begun_at).total_seconds() / total if total > 0 else 100.0
     return max((percent for percent in REMINDERS if reminded_percent < percent <= passed), default=None)
 
 
 def default_quiet_seconds(environment: Environment, longest_gap_seconds: int) -> int:
-    """In production at least twice the longest gap seen on the predecessor: a weekly job must not pass for silence."""
+    """Return the default quiet period, in seconds.
+
+    In production it is at least twice the longest gap seen on the predecessor, or a weekly job would count as silent.
+    """
     quiet = DEFAULTS[environment].quiet_seconds
     wanted = max(quiet, 2 * longest_gap_seconds) if environment is Environment.PRODUCTION else quiet
     return min(wanted, LONGEST_SECONDS)
@@ -202,7 +208,7 @@ def default_quiet_seconds(environment: Environment, longest_gap_seconds: int) ->
 def find_faults(
     plan: Plan, environment: Environment, kind: KeyKind, predecessor_expires_at: datetime | None, now: datetime
 ) -> Iterator[Fault]:
-    """Why this plan cannot be met; nothing when it can."""
+    """Yield each reason why this plan cannot be met."""
     yield from _kind_faults(plan, kind, now)
     least = DEFAULTS[environment]
     for name, value, floor in (
@@ -213,13 +219,13 @@ def find_faults(
         ("soak_seconds", plan.soak_seconds, 0),
     ):
         if not floor <= value <= LONGEST_SECONDS:
-            yield Fault(f"/{name}", f"{environment} takes {floor} to {LONGEST_SECONDS}")
+            yield Fault(f"/{name}", f"{floor} to {LONGEST_SECONDS} in {environment}")
     if any(value > LONGEST_SECONDS for value in (plan.quiet_seconds, plan.soak_seconds)):
-        return  # Said above; and no clock goes that far.
+        return  # Reported above, and datetime arithmetic would overflow.
     begins_at = max(now, plan.not_before)
     opens_at = begins_at if plan.window is None else plan.window.next_opening(begins_at)
     if opens_at is None:
-        yield Fault("/window", "it never opens: see its weekdays and blackouts")
+        yield Fault("/window", "the window never opens; change its weekdays or blackouts")
         return
     if plan.deadline is None:
         return
@@ -242,17 +248,20 @@ def find_faults(
 
 
 def _kind_faults(plan: Plan, kind: KeyKind, now: datetime) -> Iterator[Fault]:
-    """A public key sits in shipped apps: nobody acknowledges with it, and no traffic proves that all have switched."""
+    """Check proof, deadline and date against the key's kind.
+
+    Shipped apps hold a public key: none can acknowledge with it, and traffic cannot prove that all have switched.
+    """
     if kind is KeyKind.PUBLIC:
         if plan.proof is not Proof.CONFIRMATION:
             yield Fault("/proof", "a public key's replacement is proved by confirmation")
         if plan.deadline is not None:
-            yield Fault("/deadline", "a public key's rotation has none; set retire_at when its date is known")
+            yield Fault("/deadline", "a public key's rotation has no deadline; set retire_at once the date is known")
         if plan.retire_at is not None and plan.retire_at <= now:
             yield Fault("/retire_at", "later than now")
         return
     if plan.deadline is None:
-        yield Fault("/deadline", "a time; only a public key's rotation has none")
+        yield Fault("/deadline", "a time; only a public key's rotation has no deadline")
     if plan.retire_at is not None:
         yield Fault("/retire_at", "for public keys only; a private one is retired by silence")
     if plan.proof is Proof.CONFIRMATION and not plan.is_dormant:

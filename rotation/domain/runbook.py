@@ -1,8 +1,7 @@
-"""What to do when a rotation does not move: for every cause, what happened and what helps. PURE.
+"""The runbook: for every reason why a rotation does not progress, what happened and what helps. PURE.
 
-A rotation that stalled is looked up by its `why`, one that waits by what it waits for. The console shows the entry on
-the rotation's page, with the acts that it names; `rotation/README.md` holds all of them, as `runbook_markdown` writes
-them.
+A stalled rotation is looked up by its `why`, a waiting one by its `waiting_for`. The console shows the entry on the
+rotation's page, with the actions that it names. `rotation/README.md` holds all entries, written by `runbook_markdown`.
 """
 
 import textwrap
@@ -18,7 +17,7 @@ from rotation.domain.states import WHY
 
 
 class Remedy(StrEnum):
-    """What an entry sends its reader to: an act on the rotation, by its name in the console, or another page."""
+    """An action on the rotation, by its name in the console, or another page."""
 
     APPROVE = "approve"
     REJECT = "reject"
@@ -38,28 +37,28 @@ class Remedy(StrEnum):
 
 R = Remedy
 
-IN_WORDS = {
+REMEDY_LABELS = {
     R.APPROVE: "Approve",
     R.REJECT: "Reject",
-    R.BYPASS: "Begin without the second person",
+    R.BYPASS: "Bypass approval (break-glass)",
     R.RESUME: "Resume",
-    R.EXTEND: "Extend the deadline",
+    R.EXTEND: "Extend deadline",
     R.ABORT: "Abort",
     R.ROLL_BACK: "Roll back",
     R.CONFIRM: "Confirm for the merchant",
-    R.RETIRE: "Set the retirement date",
-    R.COLLECT: "Collect the replacement",
-    R.PREDECESSOR: "The old key's page",
-    R.REPLACEMENT: "The replacement's page",
-    R.ACCOUNT: "The account's page, with its webhook endpoints",
+    R.RETIRE: "Set retirement date",
+    R.COLLECT: "Collect replacement",
+    R.PREDECESSOR: "Old key",
+    R.REPLACEMENT: "Replacement",
+    R.ACCOUNT: "Account and webhook endpoints",
     R.ASK_AGAIN: "Rotate a key",
 }
-"""What the console calls each of them."""
+"""Console label of each remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the advice for a rotation depends on.
+    """The properties of a rotation that its advice depends on.
 
     `has_old_key`: the predecessor is neither revoked, compromised nor expired.
     """
@@ -71,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rotations that a sentence is true of; `name` is how the README calls them."""
+    """The rotations that a sentence applies to; `name` is the README's name for them."""
 
     name: str
     includes: Callable[[Case], bool]
@@ -92,7 +91,7 @@ OLD_KEY_ENDED = Group("Old key ended", lambda case: not case.has_old_key)
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A sentence for some rotations."""
+    """A sentence that applies to one group of rotations."""
 
     group: Group
     text: str
@@ -100,10 +99,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class RunbookEntry:
-    """`says`: how the `why`, or what is waited for, begins. `steps`: in the order in which to try them.
+    """One cause and its remedies.
 
-    `besides`: what is also true, of some rotations. `only_failing`: nothing is wrong with waiting for that, until a
-    try fails.
+    `says`: prefixes of the matching `why` or `waiting_for`. `steps`: in the order in which to try them. `besides`:
+    additional facts for some rotations. `only_failing`: the wait is normal until an attempt fails.
     """
 
     title: str
@@ -117,7 +116,7 @@ class RunbookEntry:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """An entry as it is true of one rotation."""
+    """An entry reduced to what applies to one rotation."""
 
     title: str
     happened: str
@@ -127,28 +126,32 @@ class Advice:
 
 _WHERE_IT_IS = (
     Only(BACKEND, "The replacement waits in the secret backend, at the credential's path."),
-    Only(SHOWN_ONCE, "The replacement is shown once, in the console, to whoever collects it for the merchant."),
+    Only(
+        SHOWN_ONCE, "The replacement is shown once, in the console, to the operator who collects it for the merchant."
+    ),
     Only(
         SEALED,
-        "The replacement is sealed to the recipient's key: the rotation's handover in the API holds it, and so does "
-        "the message to the merchant's webhook endpoint.",
+        "The replacement is sealed to the recipient's key. The API returns it as the rotation's handover, and the "
+        "message to the merchant's webhook endpoint holds it, too.",
     ),
-    Only(PUBLIC, "The replacement has its own page, where it is shown as often as anybody needs it."),
+    Only(PUBLIC, "The replacement has its own page, where it is shown as often as needed."),
 )
 
 _ONLY_THE_REPLACEMENT = "The old key has ended: only the replacement verifies."
-_TELL_THEM_YOURSELF = (
-    "Where there will be no endpoint, tell the merchant yourself where the replacement is: it verifies, and there is "
-    "no old key to go back to. The rotation stays open until an endpoint takes the message."
+_INFORM_MERCHANT = (
+    "If there will be no endpoint, inform the merchant yourself where the replacement is: it verifies, and there is "
+    "no old key to return to. The rotation stays open until an endpoint accepts the message."
 )
-_SEE_THAT_IT_WAS_COLLECTED = (
-    'See below whether it was "Collected in the console". If not, have it collected and brought to the merchant: '
-    "nobody can use what nobody was given."
+_CHECK_COLLECTION = (
+    'Check below whether it was "Collected in the console". If not, have it collected and handed to the merchant, '
+    "who cannot use it before."
 )
 _END_IT = (
-    Only(OLD_KEY_GOOD, "Where it cannot be mended, end it."),
+    Only(OLD_KEY_GOOD, "If the cause cannot be fixed, end the rotation."),
     Only(
-        OLD_KEY_ENDED, "Where it cannot be mended, end it while nobody has the replacement, and reissue the credential."
+        OLD_KEY_ENDED,
+        "If the cause cannot be fixed, end the rotation before the replacement is handed over, and reissue the "
+        "credential.",
     ),
 )
 
@@ -157,83 +160,82 @@ STALLS = (
     RunbookEntry(
         "The deadline has passed",
         ("the deadline has passed",),
-        "The deadline came before the rotation was done. Nothing was taken away for that.",
+        "The deadline passed before the rotation was completed. No key was revoked.",
         (
             Only(
                 OLD_KEY_GOOD,
-                "See below how far it came, and who still uses the old key: these are the places to switch.",
+                "Check below how far it came, and which clients still use the old key: these must switch.",
             ),
-            "Agree on a date with the merchant and extend the deadline: it goes on where it stalled.",
+            "Agree on a date with the merchant and extend the deadline: the rotation resumes where it stalled.",
             Only(
                 OLD_KEY_GOOD,
-                "Where the merchant cannot switch, end it: before delivery nothing is left of it; after delivery it "
+                "If the merchant cannot switch, end the rotation: before delivery it is canceled; after delivery it "
                 "rolls back, and the old key stays.",
             ),
         ),
         (R.EXTEND, R.ABORT, R.ROLL_BACK),
         besides=(
-            Only(OLD_KEY_GOOD, "Whatever verified before still does."),
+            Only(OLD_KEY_GOOD, "Every key that verified before still does."),
             Only(
                 OLD_KEY_ENDED,
-                "The old key has ended since: the merchant has nothing but the replacement, and a new deadline lets it "
-                "come.",
+                "The old key has ended since: the replacement is the merchant's only key, and a new deadline lets the "
+                "rotation deliver it.",
             ),
         ),
     ),
     RunbookEntry(
-        "Nobody takes the news of the replacement",
-        ("the merchant's webhook endpoint does not take the news",),
-        "The plan wants the merchant's endpoint to take the message before the replacement counts as delivered, and "
-        "it took none for about 75 hours, or was disabled.",
+        "The webhook message about the replacement was not accepted",
+        ("the merchant's webhook endpoint does not accept the message",),
+        "The plan requires the merchant's endpoint to accept the message before the replacement counts as delivered. "
+        "The endpoint accepted none for about 75 hours, or was disabled.",
         (
-            "Open the webhook endpoint, from the account's page: its last answers say what is wrong.",
-            "Have it mended, enable it, and resume the rotation: the message is sent anew.",
-            Only(OLD_KEY_GOOD, "Where there will be no endpoint, roll back, and ask again without the webhook."),
-            Only(OLD_KEY_ENDED, _TELL_THEM_YOURSELF),
+            "Open the webhook endpoint from the account's page: its last responses show the cause.",
+            "Have it fixed, enable it, and resume the rotation: the message is sent again.",
+            Only(OLD_KEY_GOOD, "If there will be no endpoint, roll back, and request a rotation without the webhook."),
+            Only(OLD_KEY_ENDED, _INFORM_MERCHANT),
         ),
         (R.ACCOUNT, R.RESUME, R.ROLL_BACK),
         besides=(
-            Only(OLD_KEY_GOOD, "The old key is as it was."),
+            Only(OLD_KEY_GOOD, "The old key is unchanged."),
             Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT),
         ),
     ),
     RunbookEntry(
         "The replacement was suspended",
         (WHY[Event.REPLACEMENT_SUSPENDED],),
-        "Somebody suspended the new key by hand. Whoever has switched to it is refused.",
+        "An operator suspended the new key. Clients that have switched to it are refused.",
         (
-            "Find out who suspended it, and ask them why: the audit log tells, under the replacement's key id.",
-            "If it is good, resume the key on its page, then resume the rotation.",
+            "Find out who suspended it and why: the audit log names them, under the replacement's key id.",
+            "If the key is safe to use, resume it on its page, then resume the rotation.",
             Only(
                 OLD_KEY_GOOD,
-                "If it is not, revoke it on its page or report it compromised: the rotation is then cancelled by "
-                "itself and the old key stays. If only the rotation is unwanted, end it.",
+                "If it is not, revoke it on its page or report it compromised: the rotation is then canceled "
+                "automatically and the old key stays. If only the rotation is unwanted, end it.",
             ),
             Only(
                 OLD_KEY_ENDED,
-                "If it is not, revoke it on its page or report it compromised: the rotation is then cancelled by "
-                "itself. Reissue the credential after that, from its page.",
+                "If it is not, revoke it on its page or report it compromised: the rotation is then canceled "
+                "automatically. Reissue the credential after that, from its page.",
             ),
         ),
         (R.REPLACEMENT, R.RESUME, R.ABORT, R.ROLL_BACK),
         besides=(
-            Only(OLD_KEY_GOOD, "The old key is as it was."),
-            Only(OLD_KEY_ENDED, "The old key has ended, too: nobody gets in with either."),
+            Only(OLD_KEY_GOOD, "The old key is unchanged."),
+            Only(OLD_KEY_ENDED, "The old key has ended, too: neither key verifies."),
         ),
     ),
     RunbookEntry(
         "The old key was suspended",
         (WHY[Event.PREDECESSOR_SUSPENDED],),
-        "Somebody suspended the old key by hand, before it was due for quarantine. Whoever has not switched is "
+        "An operator suspended the old key before it was due for quarantine. Clients that have not switched are "
         "refused.",
         (
-            "Find out who suspended it, and ask them why: the audit log tells, under the old key's id.",
-            "If it may go on, resume the key on its page, then resume the rotation.",
+            "Find out who suspended it and why: the audit log names them, under the old key's id.",
+            "If the key is safe to use, resume it on its page, then resume the rotation.",
             (
-                "If it must not be used again, revoke it on its page. With the replacement delivered, the rotation "
-                "then ends by itself and the replacement stays. With one made and not delivered, resume the rotation "
-                "too, so that it comes. With none made, the rotation is cancelled: reissue the credential from its "
-                "page."
+                "If it must not be used again, revoke it on its page. If the replacement is delivered, the rotation "
+                "then completes automatically. If it is made but not delivered, resume the rotation, too, so that it "
+                "is delivered. If none is made, the rotation is canceled: reissue the credential from its page."
             ),
         ),
         (R.PREDECESSOR, R.RESUME, R.ABORT, R.ROLL_BACK),
@@ -241,53 +243,51 @@ STALLS = (
     RunbookEntry(
         "The quarantine was lifted by hand",
         (WHY[Event.QUARANTINE_LIFTED],),
-        "Somebody resumed the key that the rotation had suspended. Both keys verify.",
+        "An operator resumed the key that the rotation had suspended. Both keys verify.",
         (
-            "Find out who resumed it and for whom: somebody still needed it, and stands below among its users.",
+            "Find out who resumed it and for which client: a client still needs it, and is listed below.",
             Only(
                 PRIVATE,
-                "When they have switched, resume the rotation: it waits for silence anew, and then quarantines again.",
+                "When it has switched, resume the rotation: it waits for silence again, and then quarantines again.",
             ),
-            Only(PUBLIC, "When they have switched, resume the rotation: it quarantines again at once."),
-            "Where they cannot switch, roll back.",
+            Only(PUBLIC, "When it has switched, resume the rotation: it quarantines again immediately."),
+            "If it cannot switch, roll back.",
         ),
         (R.PREDECESSOR, R.RESUME, R.ROLL_BACK),
     ),
     RunbookEntry(
         "A step kept failing",
         ("a step kept failing",),
-        "The same step failed a dozen times in a row, and not because the backend was away. No key that verified was "
-        "taken away.",
+        "The same step failed 12 times in a row, while the backend was available. No key that verified was taken away.",
         (
-            "Read the error: it stands above, and with each try in the ledger below.",
-            "Mend what it names, in the secret backend or in our access to it.",
-            "Resume the rotation. A step that was done in part is found and finished, never done twice.",
+            "Read the error: it is shown above, and with each attempt in the ledger below.",
+            "Fix what it names, in the secret backend or in the access to it.",
+            "Resume the rotation. A partly completed step is found and finished, never repeated.",
             *_END_IT,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
     RunbookEntry(
-        "The secret backend refuses us",
-        ("the secret backend refuses us",),
-        "The worker logged in anew and tried once more, and was refused again: a policy is too narrow, a role is gone, "
-        "or this host lacks a login. No key that verified was taken away, and every other rotation there will meet the "
-        "same.",
+        "The secret backend denies access",
+        ("the secret backend denies access",),
+        "The worker logged in again and retried once, and was denied again: a policy is too narrow, a role is missing, "
+        "or this host lacks a login. No key that verified was taken away. Every other rotation there will fail alike.",
         (
-            "Run manage.py vault_doctor on the worker's host: it names the path or the login, and how to mend it.",
-            "Mend it; manage.py vault_bootstrap writes policies and roles anew, and changes nothing that is right.",
-            "Resume the rotation. A step that was done in part is found and finished, never done twice.",
+            "Run manage.py vault_doctor on the worker's host: it names the path or the login, and the fix.",
+            "Fix it; manage.py vault_bootstrap rewrites policies and roles, and leaves correct ones unchanged.",
+            "Resume the rotation. A partly completed step is found and finished, never repeated.",
             *_END_IT,
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
     RunbookEntry(
-        "The secret backend holds something that is not ours",
+        "The secret backend holds an unknown version",
         ("The secret backend holds something at this credential's place that Keyvault did not write",),
-        "Somebody else wrote to the credential's path. It is never overwritten: it may be what the merchant runs on.",
+        "Another writer wrote to the credential's path. That version is never overwritten: the merchant may use it.",
         (
             "Find out in the backend's own log who wrote the newest version at the credential's path.",
-            "Have that version deleted there, or moved to a path that is theirs.",
-            "Resume the rotation. Ending it takes the same clearing first.",
+            "Have that version deleted there, or moved to a path of its writer's own.",
+            "Resume the rotation. Ending it requires the same cleanup first.",
         ),
         (R.RESUME, R.ABORT, R.ROLL_BACK),
     ),
@@ -295,208 +295,210 @@ STALLS = (
         "This release cannot read the plan",
         (PLAN_UNREADABLE,),
         "The plan has a field or a value of a newer release, or names a time zone that the worker's host does not "
-        "know. Other rotations continue.",
+        "know. No key that verified was taken away. Other rotations continue.",
         (
             "Read the reason: it names the field, the value or the zone.",
             "Run the newest release on every worker, or install the zone (package tzdata), then resume the rotation.",
             (
-                "Where that cannot be, abort it before delivery and ask for another one. After delivery it goes back "
-                "only with a release that reads its plan."
+                "If that is not possible, abort it before delivery and request another one. After delivery only a "
+                "release that reads its plan can return it to the old key."
             ),
         ),
         (R.RESUME, R.ABORT),
     ),
     RunbookEntry(
-        "Its window does not open any more",
-        ("its window does not open any more",),
-        "The hours, weekdays and blackouts of the approved plan leave no time in which it may begin. Nothing was "
-        "begun.",
+        "The window has no further opening",
+        ("the window has no further opening",),
+        "The hours, weekdays and blackouts of the approved plan leave no time to begin. Nothing has begun.",
         (
-            "Abort it. A plan that was approved is never changed.",
-            "Ask for another one, with a window that opens.",
+            "Abort it. An approved plan is never changed.",
+            "Request another one, with a window that opens.",
         ),
         (R.ABORT, R.ASK_AGAIN),
     ),
 )
-"""Every way in which a rotation stalls."""
+"""An entry for every reason to stall."""
 
 UNKNOWN = RunbookEntry(
     "It stalled",
     (),
-    "For the reason that stands above. No key that verified was taken away.",
-    ("Mend what the reason names, then resume it.", *_END_IT),
+    "It stalled for the reason shown above. No key that verified was taken away.",
+    ("Fix what the reason names, then resume it.", *_END_IT),
     (R.RESUME, R.EXTEND, R.ABORT, R.ROLL_BACK),
 )
-"""For a reason that no entry knows."""
+"""The entry for a reason that no other entry matches."""
 
 WAITS = (
     RunbookEntry(
-        "Nobody has approved it yet",
+        "It is not approved yet",
         ("approval by a second person",),
-        "It begins once another person than the one who asked has approved exactly this plan. Unapproved, it expires.",
+        "It begins once a person other than the requester has approved exactly this plan. Unapproved, it expires.",
         (
-            "Ask an approver: it stands on their front page.",
+            "Ask an approver: the request is on their front page.",
             (
-                "Where nobody can be reached and it cannot wait, begin it without the second person: that is "
-                "break-glass, raises an alarm, and stays in sight until it was reviewed."
+                "If none can be reached and it is urgent, bypass the approval: that is break-glass, raises an alarm, "
+                "and stays listed until reviewed."
             ),
         ),
         (R.APPROVE, R.BYPASS, R.REJECT, R.ABORT),
     ),
     RunbookEntry(
-        "Not every verifier would accept the replacement",
+        "Not every verifier accepts the replacement yet",
         ("every verifier to accept the replacement",),
-        "A verifier has not heard of the new key yet. It is delivered once all have, or are too old to count.",
+        "A verifier has not loaded the new key yet. It is delivered once all have, or are too stale to count.",
         (
-            "Wait: it goes on by itself.",
-            "If it lasts, see that the verifiers run and reach the database.",
+            "Wait: the rotation continues automatically.",
+            "If the wait persists, check that the verifiers run and reach the database.",
         ),
         (R.ABORT,),
     ),
     RunbookEntry(
-        "The secret backend does not take it",
+        "A step that needs the secret backend fails",
         ("the secret backend to", "the replacement to be made"),
-        "A step that needs the secret backend, or our peppers, is tried again and again. While the backend is away "
-        "nothing is used up: it goes on within a minute of its return.",
+        "A step that needs the secret backend, or the peppers, is retried. While the backend is down no attempt is "
+        "used up: the rotation continues within a minute of its return.",
         (
-            "See the last error below.",
-            "Mend the backend, or our way to it. Nothing has to be resumed.",
+            "Check the last error below.",
+            "Fix the backend, or the connection to it. Nothing has to be resumed.",
         ),
         (),
         only_failing=True,
         besides=(
-            Only(OLD_KEY_GOOD, "Whatever verified before still does."),
+            Only(OLD_KEY_GOOD, "Every key that verified before still does."),
             Only(OLD_KEY_ENDED, "The old key has ended: the merchant has no key until the replacement is delivered."),
         ),
     ),
     RunbookEntry(
-        "The merchant's webhook endpoint does not take the news",
-        ("the merchant's webhook endpoint to take the news",),
-        "The replacement is ready, but the plan counts it as delivered only once the merchant's endpoint has taken the "
-        "message. Messages are tried again for about 75 hours; 410 disables an endpoint.",
+        "The merchant's webhook endpoint does not accept the message",
+        ("the merchant's webhook endpoint to accept the message",),
+        "The replacement is ready, but the plan counts it as delivered only once the merchant's endpoint has accepted "
+        "the message. Messages are retried for about 75 hours; 410 disables an endpoint.",
         (
-            "Open the webhook endpoint, from the account's page: its last answers say what is wrong.",
+            "Open the webhook endpoint from the account's page: its last responses show the cause.",
             (
-                "Have the merchant mend it, then enable it again: what was given up in the last 7 days is sent anew, "
-                "and the rotation goes on by itself."
+                "Have the merchant fix it, then enable it again: messages given up in the last 7 days are sent again, "
+                "and the rotation continues automatically."
             ),
-            Only(OLD_KEY_GOOD, "Where it cannot be mended, roll back and ask again without the webhook."),
-            Only(OLD_KEY_ENDED, _TELL_THEM_YOURSELF),
+            Only(OLD_KEY_GOOD, "If it cannot be fixed, roll back and request a rotation without the webhook."),
+            Only(OLD_KEY_ENDED, _INFORM_MERCHANT),
         ),
         (R.ACCOUNT, R.ROLL_BACK),
         besides=(*_WHERE_IT_IS, Only(OLD_KEY_ENDED, _ONLY_THE_REPLACEMENT)),
     ),
     RunbookEntry(
-        "The merchant has not taken the replacement up",
+        "The merchant does not use the replacement yet",
         ("traffic on the replacement", "the merchant to acknowledge"),
-        "The replacement is not proved in use. Nothing is taken away before it is.",
+        "The replacement is not proved in use. No key is revoked before it is.",
         (
-            Only(SHOWN_ONCE, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(SHOWN_ONCE, _CHECK_COLLECTION),
             Only(SEALED, "Have the merchant open it with the private key that the recipient's key belongs to."),
-            "Tell the merchant to switch. They are reminded at 25, 50 and 75 percent of the time to the deadline.",
+            "Ask the merchant to switch. They are reminded at 25, 50 and 75 percent of the time to the deadline.",
             "Both keys verify. Extend the deadline before it passes, if they need longer.",
-            "Of a credential that nobody uses, an operator may confirm instead.",
+            "For a credential without traffic, an operator may confirm instead.",
         ),
         (R.COLLECT, R.CONFIRM, R.EXTEND, R.ROLL_BACK),
         besides=_WHERE_IT_IS,
     ),
     RunbookEntry(
-        "It waits for an operator's word",
+        "It waits for an operator's confirmation",
         ("an operator to confirm",),
-        "No traffic can prove this one.",
+        "Traffic cannot prove that this replacement is in use.",
         (
-            Only(SHOWN_ONCE, _SEE_THAT_IT_WAS_COLLECTED),
+            Only(SHOWN_ONCE, _CHECK_COLLECTION),
             Only(
                 PUBLIC, "Ask the merchant whether the replacement is in use, that is shipped in their pages and apps."
             ),
-            Only(PRIVATE, "Ask the merchant whether the replacement is what they will use."),
-            "Confirm it for them, and say who told you and how.",
+            Only(PRIVATE, "Ask the merchant whether they will use the replacement."),
+            "Confirm it for them, and state who informed you and how.",
         ),
         (R.COLLECT, R.CONFIRM, R.ROLL_BACK),
         besides=(
-            Only(PUBLIC, "A public key sits in shipped apps."),
-            Only(PRIVATE, "Nobody uses the credential."),
+            Only(PUBLIC, "Shipped apps hold a public key."),
+            Only(PRIVATE, "The credential has no traffic."),
             *_WHERE_IT_IS,
         ),
     ),
     RunbookEntry(
         "The replacement is in use, but not for long enough",
         ("the replacement to be in use for its soak time",),
-        "The traffic on it suffices; the plan wants it to last for the soak time.",
-        ("Wait: it goes on by itself.",),
+        "The traffic on it suffices; the plan requires it to last for the soak time.",
+        ("Wait: the rotation continues automatically.",),
         (R.ROLL_BACK,),
     ),
     RunbookEntry(
-        "A key is still in use, or its silence is not seen yet",
+        "A key is still in use, or its silence is not proved yet",
         ("silence of ",),
-        "Each use of the key that is to go starts the time of silence anew, and only what every verifier has reported "
-        "counts.",
+        "Each use of the key that is being retired restarts the period of silence. Only times that every verifier has "
+        "reported count.",
         (
             (
-                "See below who still uses it: source, network, user agent, endpoint, last seen. These places have not "
-                "switched."
+                "Check below which clients still use it: source, network, user agent, endpoint, last seen. These have "
+                "not switched."
             ),
             Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
             Only(
                 PRIVATE,
-                "During the quarantine, attempts of a known source reinstate the old key once, if the plan says so; "
-                "those of a stranger raise an alarm.",
+                "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
+                "those by an unknown source raise an alarm.",
             ),
-            Only(PUBLIC, "Traffic never brings back a public key whose date has come: whoever uses it has to switch."),
+            Only(PUBLIC, "Traffic never brings back a public key whose date has come: its clients have to switch."),
         ),
         (R.EXTEND, R.ROLL_BACK),
     ),
     RunbookEntry(
-        "The key that is to stay was not used last",
+        "The key that stays was not used last",
         ("the replacement to be used after", "the predecessor to be used after"),
-        "The key that is to go was used later than the one that is to stay: somebody has not switched, or both are "
-        "silent since. An outage, or a pause of the merchant, is no sign that they have switched.",
+        "The key that is being retired was used later than the one that stays: a client has not switched, or both keys "
+        "are silent since. An outage, or a pause of the merchant, does not prove a switch.",
         (
-            "See below who uses the key that is to go: these places have not switched.",
-            "Where both are silent, wait for the traffic to come back, or have them call once with the key that stays.",
+            "Check below who uses the key that is being retired: these clients have not switched.",
+            "If both are silent, wait for traffic, or have the merchant call once with the key that stays.",
             "Extend the deadline if that takes longer.",
-            "On the way back, where nobody calls: confirm for the merchant that they are on the old key.",
+            "In a roll-back without traffic: confirm for the merchant that they use the old key.",
         ),
         (R.EXTEND, R.CONFIRM, R.ROLL_BACK),
     ),
     RunbookEntry(
         "No verifier reports",
         ("a verifier that reports uses",),
-        "Silence is observed, not assumed: without a process that verifies and reports, nothing is known.",
-        ("Start the service, or see why it cannot write its reports to the database.",),
+        "Silence is observed, not assumed: it needs a process that verifies keys and reports their uses.",
+        ("Start the service, or find out why it cannot write its reports to the database.",),
         (),
     ),
     RunbookEntry(
-        "The old public key waits for its date",
-        ("a date on which the old public key is retired", "the date on which the old public key is retired"),
-        "Shipped apps hold a public key for months. It is retired on an approved date and on nothing else; until then "
-        "both verify, and nobody is paged.",
+        "The old public key waits for its retirement date",
+        ("a retirement date for the old public key", "the retirement date of the old public key"),
+        "Shipped apps hold a public key for months. Only an approved date retires it; until then both keys verify, and "
+        "no alarm is raised.",
         (
-            "See below which shops and app versions still use it.",
-            "Set the date, or another one; where the environment wants it, a second person approves it.",
+            "Check below which shops and app versions still use it.",
+            "Set the date, or another one; where the environment requires it, a second person approves it.",
         ),
         (R.RETIRE, R.ROLL_BACK),
     ),
 )
-"""What a rotation waits for that a person can do something about."""
+"""An entry for every wait that a person can influence."""
 
 
 _WIDTH = 118
 
 
 def find_stall(why: str) -> RunbookEntry:
-    """Of a stalled rotation; `UNKNOWN` for a reason that is not in the book."""
+    """Return the entry for a stalled rotation; `UNKNOWN` for a reason that no entry matches."""
     return next(_matching(STALLS, why), UNKNOWN)
 
 
 def find_wait(waiting_for: str, *, is_failing: bool) -> RunbookEntry | None:
-    """None: it waits for its time, or for its next turn. `is_failing`: the last try of its step failed."""
+    """Return the entry for a wait; None: it waits for a time or for its next turn.
+
+    `is_failing`: the last attempt of its step failed.
+    """
     entry = next(_matching(WAITS, waiting_for), None)
     return None if entry is not None and entry.only_failing and not is_failing else entry
 
 
 def fitted(entry: RunbookEntry, case: Case) -> Advice:
-    """What the entry says of such a rotation."""
+    """Reduce the entry to what applies to such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)
     return Advice(
@@ -510,18 +512,18 @@ def _text_for(step: str | Only, case: Case) -> str:
     return step.text if step.group.includes(case) else ""
 
 
-def _matching(entries: tuple[RunbookEntry, ...], said: str) -> Iterator[RunbookEntry]:
-    return (entry for entry in entries if said.startswith(entry.says))
+def _matching(entries: tuple[RunbookEntry, ...], text: str) -> Iterator[RunbookEntry]:
+    return (entry for entry in entries if text.startswith(entry.says))
 
 
 def runbook_markdown() -> str:
-    """The whole book, for the README: first how it stalls, then what it waits for."""
+    """Return all entries for the README: stalls first, then waits."""
     return "\n".join(
         [
-            "### It has stalled",
+            "### The rotation is stalled",
             "",
             *(line for entry in STALLS for line in _lines(entry)),
-            "### It waits",
+            "### The rotation waits",
             "",
             *(line for entry in WAITS for line in _lines(entry)),
         ]
@@ -530,7 +532,7 @@ def runbook_markdown() -> str:
 
 def _lines(entry: RunbookEntry) -> Iterator[str]:
     yield f"#### {entry.title}"
-    yield from textwrap.wrap(f"Says: {', '.join(f'`{said.strip()} …`' for said in entry.says)}", _WIDTH)
+    yield from textwrap.wrap(f"Reason: {', '.join(f'`{text.strip()} …`' for text in entry.says)}", _WIDTH)
     yield ""
     yield from textwrap.wrap(entry.happened, _WIDTH)
     yield ""
@@ -542,8 +544,8 @@ def _lines(entry: RunbookEntry) -> Iterator[str]:
         yield from textwrap.wrap(f"{place}. {_named(step)}", _WIDTH, subsequent_indent="   ")
     yield ""
     if entry.remedies:
-        words = ", ".join(IN_WORDS[remedy] for remedy in entry.remedies)
-        yield from textwrap.wrap(f"In the console: {words}.", _WIDTH)
+        labels = ", ".join(REMEDY_LABELS[remedy] for remedy in entry.remedies)
+        yield from textwrap.wrap(f"In the console: {labels}.", _WIDTH)
         yield ""
 
 

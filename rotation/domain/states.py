@@ -1,13 +1,13 @@
-"""The way of a rotation, and `next_step`: what it does next, given what is known. PURE.
+"""The states of a rotation and their transitions; `next_step` decides the next one from the facts. PURE.
 
     requested → awaiting_approval → scheduled → staged → publishing → awaiting_proof → overlap
               → quarantine → revoking → completed
     side: rejected · expired · cancelled · stalled → (resume | extend | roll back)
           rolling_back → rolled_back · emergency → staged
 
-Four facts, four timestamps, never collapsed: accepted, delivered, used, silent. Time alone never revokes:
-at the deadline a rotation stalls and both keys stay, unless the approved plan says otherwise and the
-replacement is proved. What happens from outside is judged by the table in `events`.
+Each of the four facts (accepted, delivered, used, silent) has its own timestamp; none implies another. Time alone
+never revokes a key: at the deadline the rotation stalls and both keys stay. It revokes at the deadline only where the
+approved plan says so and the replacement is proved. The table in `events` decides the outcome of external events.
 """
 
 from collections.abc import Iterator
@@ -46,18 +46,18 @@ TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
 CLOSED = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
 BEFORE_APPROVAL = frozenset({S.REQUESTED, S.AWAITING_APPROVAL})
 UNPUBLISHED = frozenset({S.SCHEDULED, S.EMERGENCY, S.STAGED, S.PUBLISHING})
-"""Nobody has been given the replacement for certain."""
+"""States in which the replacement is not known to have been delivered."""
 
 DELIVERED = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFacts:
-    """What is known of one of the two keys.
+    """Facts about one of the two keys.
 
-    `count`, `sources`, `first_used_at`: real traffic that may prove something. `last_used_at`: any sign of life.
-    `tried_at`: the last attempt on it since it was quarantined; `tried_by_known_at`: the last one of these from a
-    source that had used it before.
+    `count`, `sources`, `first_used_at`: real traffic, which counts as proof. `last_used_at`: the last use of any kind.
+    `tried_at`: the last attempt to use the key since it was quarantined. `tried_by_known_at`: the last such attempt
+    from a source that had used the key before.
     """
 
     state: KeyState
@@ -77,20 +77,20 @@ class KeyFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that `next_step` looks at.
+    """The complete input of `next_step`.
 
-    `deadline`: the plan's, or what it was extended to; None: there is none.
-    `retire_at`: of a public key, the approved date on which the predecessor is taken out of service.
-    `observed_through`: up to when every live verifier has reported its uses; None while none is live.
-    `has_left`: the merchant is gone for good, and its credentials get no keys any more.
-    `stalled_from`: of a stalled rotation, the state it stalled in.
-    `lost_at`: when a verifier was last found dead with uses that it may not have reported.
-    `is_accepted`: every verifier would accept the replacement; `unconfirmed`: which ones have yet to say so.
-    `is_delivered`: it is where the merchant reads it.
-    `is_told`: everybody has been told whom the plan wants told before it counts as delivered; `telling_failed`: nobody
-    will be any more.
-    `quarantined_at`: when the key that is being retired was suspended by us; None: it is not.
-    `written_back_at`: in a roll-back, when the predecessor was again what the merchant reads.
+    `deadline`: the plan's deadline, or the extended one; None: no deadline.
+    `retire_at`: for a public key, the approved date on which the predecessor is taken out of service.
+    `observed_through`: the time up to which every live verifier has reported its uses; None while none is live.
+    `has_left`: the merchant is offboarded, and its credentials get no more keys.
+    `stalled_from`: for a stalled rotation, the state it stalled in.
+    `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
+    `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
+    `is_delivered`: the replacement is where the merchant reads it.
+    `is_notified`: every notification is delivered that the plan requires before delivery counts.
+    `notification_failed`: all attempts to deliver it were given up.
+    `quarantined_at`: when the rotation suspended the key that is being retired; None: it is not suspended.
+    `written_back_at`: in a roll-back, when the predecessor became again what the merchant reads.
     """
 
     state: RotationState
@@ -108,8 +108,8 @@ class Facts:
     is_accepted: bool = False
     unconfirmed: tuple[str, ...] = ()
     is_delivered: bool = False
-    is_told: bool = True
-    telling_failed: bool = False
+    is_notified: bool = True
+    notification_failed: bool = False
     acknowledged_at: datetime | None = None
     confirmed_at: datetime | None = None
     is_proved: bool = False
@@ -122,7 +122,7 @@ class Facts:
 
     @property
     def is_dormant(self) -> bool:
-        """As planned, and still: once the predecessor is seen in use, a word is no proof any more."""
+        """Whether the plan found no use and none was seen since; a predecessor in use needs proof by traffic."""
         return self.plan.is_dormant and self.predecessor.last_used_at is None and self.kind is not KeyKind.PUBLIC
 
     @property
@@ -132,7 +132,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do yet. `until`: when looking again may help; None: when something happens."""
+    """Nothing to do yet. `until`: when to check again; None: when an event occurs."""
 
     waiting_for: str
     until: datetime | None = None
@@ -140,7 +140,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Go to `to`, having done what that state stands for. `event`: what happened from outside, if that is why."""
+    """A transition to `to`. `event`: the external event that caused it, if any."""
 
     to: RotationState
     why: str
@@ -149,7 +149,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class RotationAction:
-    """Do the side effect of the present state, then look again.
+    """Perform the side effect of the current state, then evaluate again.
 
     scheduled, emergency: make the replacement. publishing: deliver it. rolling_back: deliver the predecessor again.
     revoking: destroy the predecessor's copy.
@@ -159,22 +159,22 @@ class RotationAction:
 
 
 def next_step(facts: Facts, now: datetime) -> Wait | Move | RotationAction:
-    """The one thing to do next. Reads top to bottom: what ends or stops a rotation, then its way forward."""
+    """Return the one thing to do next. Events that end or stop a rotation are checked before progress."""
     if facts.state in CLOSED:
-        return Wait("nothing: it is closed")
+        return Wait("nothing: the rotation is closed")
     if facts.has_left and facts.stage is S.EMERGENCY:
-        return Move(S.CANCELLED, "the merchant has left")
+        return Move(S.CANCELLED, "the merchant is offboarded")
     happened = _judge_events(facts, now)
     if facts.state is S.STALLED:
         ends = happened is not None and happened.to is not S.STALLED and happened.event in _ENDS
-        return happened if ends and happened is not None else Wait("an operator, who looks at why it stalled")
+        return happened if ends and happened is not None else Wait("an operator to resolve the stall")
     return happened or _FORWARD[facts.state](facts, now)
 
 
-# --- what happens from outside ------------------------------------------------------------------------------
+# --- external events ----------------------------------------------------------------------------------------
 
 _ENDS = frozenset(event for event in Event if event.value.endswith(("_compromised", "_revoked", "_expired")))
-"""What a rotation that stalled is moved by too."""
+"""Events that move a stalled rotation, too."""
 
 WHY = {
     Event.REPLACEMENT_COMPROMISED: "the replacement was reported compromised",
@@ -186,24 +186,24 @@ WHY = {
     Event.REPLACEMENT_SUSPENDED: "the replacement was suspended by an operator",
     Event.PREDECESSOR_SUSPENDED: "the predecessor was suspended by an operator",
     Event.QUARANTINE_LIFTED: "the key in quarantine was resumed by an operator",
-    Event.TRIED_BY_KNOWN_SOURCE: "the predecessor was still in use in quarantine, by a source that is known",
-    Event.DEADLINE: "the deadline has passed; nothing was taken away",
+    Event.TRIED_BY_KNOWN_SOURCE: "a known source still used the predecessor in quarantine",
+    Event.DEADLINE: "the deadline has passed; no key was revoked",
 }
 
 
 def _judge_events(facts: Facts, now: datetime) -> Move | None:
-    """By the table; of several events the first one that moves anything."""
+    """Return the transition for the first event that causes one, by the table; None: no event does."""
     for event in find_events(facts, now):
         outcome = OUTCOMES[event].get(facts.stage, STAYS)
         if not isinstance(outcome, Stays):
             if event is Event.DEADLINE and facts.plan.at_deadline is AtDeadline.REVOKE and facts.stage is S.OVERLAP:
-                return Move(S.QUARANTINE, "the deadline has passed, and the approved plan then revokes", event)
+                return Move(S.QUARANTINE, "the deadline has passed, and the approved plan revokes then", event)
             return Move(outcome, WHY[event], event)
     return None
 
 
 def find_events(facts: Facts, now: datetime) -> Iterator[Event]:
-    """What has happened, as far as the facts tell."""
+    """Yield the events that the facts show, in the order of `Event`."""
     old, new = facts.predecessor, facts.replacement
     if new is not None and new.is_dead:
         yield _end_of(new, Event.REPLACEMENT_COMPROMISED, Event.REPLACEMENT_REVOKED, Event.REPLACEMENT_EXPIRED)
@@ -220,8 +220,8 @@ def find_events(facts: Facts, now: datetime) -> Iterator[Event]:
         yield Event.QUARANTINE_LIFTED
     if is_ours and retiring is not None and retiring.tried_at is not None:
         yield Event.TRIED_BY_KNOWN_SOURCE if _reinstates(facts) else Event.TRIED_BY_UNKNOWN_SOURCE
-    # A rotation whose predecessor is gone is the merchant's only hope, and has no time to run out of.
-    # Nor has a roll-back that only waits for the end of its quarantine.
+    # Without a predecessor the replacement is the merchant's only key, so no deadline applies.
+    # Nor does it to a roll-back that only waits for the end of its quarantine.
     is_nearly_back = is_ours and facts.stage is S.ROLLING_BACK
     if facts.deadline is not None and now >= facts.deadline and not old.is_dead and not is_nearly_back:
         yield Event.DEADLINE
@@ -234,7 +234,10 @@ def _end_of(key: KeyFacts, compromised: Event, revoked: Event, expired: Event) -
 
 
 def _reinstates(facts: Facts) -> bool:
-    """Once, only where the replacement is proved, only for a source seen before, never for a public key."""
+    """Whether an attempt reinstates the predecessor.
+
+    It does once, for a source seen before, while the replacement is proved; never for a public key.
+    """
     return (
         facts.predecessor.tried_by_known_at is not None
         and facts.plan.reinstatement is Reinstatement.ONCE
@@ -245,7 +248,7 @@ def _reinstates(facts: Facts) -> bool:
     )
 
 
-# --- the way forward ----------------------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------------------
 
 
 def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
@@ -256,7 +259,7 @@ def _when_asked(facts: Facts, now: datetime) -> Wait | Move:
 
 def _no_approval(facts: Facts, now: datetime) -> Wait | Move:
     if facts.approval_expires_at is not None and now >= facts.approval_expires_at:
-        return Move(S.EXPIRED, "nobody approved it in time")
+        return Move(S.EXPIRED, "not approved in time")
     return Wait("approval by a second person", facts.approval_expires_at)
 
 
@@ -265,14 +268,14 @@ def _when_scheduled(facts: Facts, now: datetime) -> Wait | RotationAction | Move
     window = facts.plan.window
     opens_at = begins_at if window is None else window.next_opening(begins_at)
     if opens_at is None:
-        return Move(S.STALLED, "its window does not open any more")
+        return Move(S.STALLED, "the window has no further opening")
     if now < opens_at:
-        return Wait(f"its time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
+        return Wait(f"its start time, {opens_at:%Y-%m-%d %H:%M:%S} UTC", opens_at)
     return RotationAction("the replacement to be made")
 
 
 def _in_emergency(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
-    """No window and no deadline: the merchant has no key that is good."""
+    """Ignore window and deadline, since the merchant has no usable key."""
     return RotationAction("the replacement to be made") if facts.has_approval else _no_approval(facts, now)
 
 
@@ -286,7 +289,7 @@ _MOST_NAMED = 3
 
 
 def _named(waited_for: tuple[str, ...]) -> str:
-    """The first few of them, after a colon."""
+    """Name the first three, after a colon."""
     more = f" and {len(waited_for) - _MOST_NAMED} more" if len(waited_for) > _MOST_NAMED else ""
     return f": {', '.join(waited_for[:_MOST_NAMED])}{more}" if waited_for else ""
 
@@ -294,11 +297,11 @@ def _named(waited_for: tuple[str, ...]) -> str:
 def _when_publishing(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
     if not facts.is_delivered:
         return RotationAction("the secret backend to hold the replacement")
-    if not facts.is_told and facts.telling_failed:
-        return Move(S.STALLED, "the merchant's webhook endpoint does not take the news of the replacement")
-    if not facts.is_told:
-        return Wait("the merchant's webhook endpoint to take the news")
-    return Move(S.AWAITING_PROOF, "the replacement is where the merchant reads it")
+    if not facts.is_notified and facts.notification_failed:
+        return Move(S.STALLED, "the merchant's webhook endpoint does not accept the message about the replacement")
+    if not facts.is_notified:
+        return Wait("the merchant's webhook endpoint to accept the message")
+    return Move(S.AWAITING_PROOF, "the replacement is delivered")
 
 
 def _when_awaiting_proof(facts: Facts, now: datetime) -> Wait | Move:
@@ -351,22 +354,20 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
 
 
 def _until_retired(facts: Facts, now: datetime) -> Wait | Move:
-    """Shipped apps hold a public key for months: only an approved date retires it, and traffic never says no."""
+    """Wait for the approved date. Shipped apps hold a public key for months, so traffic cannot delay its retirement."""
     if facts.retire_at is None:
-        return Wait("a date on which the old public key is retired")
+        return Wait("a retirement date for the old public key")
     if now < facts.retire_at:
-        return Wait(
-            f"the date on which the old public key is retired, {facts.retire_at:%Y-%m-%d %H:%M} UTC", facts.retire_at
-        )
-    return Move(S.QUARANTINE, "the approved date has come on which the old public key is retired")
+        return Wait(f"the retirement date of the old public key, {facts.retire_at:%Y-%m-%d %H:%M} UTC", facts.retire_at)
+    return Move(S.QUARANTINE, "the approved retirement date of the old public key has come")
 
 
 def _when_quarantined(facts: Facts, now: datetime) -> Wait | Move:
-    """A source that is known holds the revocation up; a stranger who has the key cannot, and is an alarm instead."""
+    """Wait until the quarantine ends. A known source delays the revocation; an unknown one only raises an alarm."""
     last_at = None if facts.silence_waived else facts.predecessor.tried_by_known_at
     return _silence(facts, last_at, facts.plan.quarantine_seconds, "the predecessor") or Move(
         S.REVOKING,
-        "the quarantine is over" if facts.silence_waived else "nobody who is known tried the predecessor in quarantine",
+        "the quarantine is over" if facts.silence_waived else "no known source tried the predecessor in quarantine",
     )
 
 
@@ -377,21 +378,21 @@ def _when_revoking(facts: Facts, now: datetime) -> RotationAction | Move:
 
 
 def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
-    """The same way with the roles changed: the predecessor is delivered, the replacement falls silent and goes."""
+    """Rotate with the roles exchanged: deliver the predecessor, wait until the replacement is silent, revoke it."""
     replacement = facts.replacement
     assert replacement is not None  # noqa: S101  nothing is rolled back before there is one
     if facts.written_back_at is None:
         return RotationAction("the secret backend to hold the predecessor again")
     if facts.quarantined_at is None:
         last_at = max(filter(None, (replacement.last_used_at, facts.acknowledged_at)), default=None)
-        # Where nobody ever had the replacement in use, nobody has to come back from it.
+        # A replacement that was never used leaves no client to switch back.
         what = "the predecessor to be used after the replacement was"
         signs = (facts.predecessor.last_used_at, facts.confirmed_at)
         waits = None if last_at is None else _is_carried(signs, last_at, what)
         return (
             waits
             or _silence(facts, last_at, facts.plan.quiet_seconds, "the replacement")
-            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; it goes into quarantine")
+            or Move(S.ROLLING_BACK, "the replacement was silent for the quiet period; its quarantine begins")
         )
     return _silence(facts, replacement.tried_at, facts.plan.quarantine_seconds, "the replacement") or Move(
         S.ROLLED_BACK, "the predecessor is in use again, and the replacement is revoked"
@@ -399,14 +400,17 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
 
 
 def _is_carried(signs: tuple[datetime | None, ...], left_at: datetime | None, what: str) -> Wait | None:
-    """Silence of one key means something only while the other carries the traffic: when both are silent, somebody
-    may just be away. `signs`: of life of the key that stays; `left_at`: the last one of the key that goes."""
+    """Wait unless the key that stays was used last.
+
+    Silence of one key proves a switch only while the other one carries the traffic: when both are silent, the client
+    may be down. `signs`: last uses of the key that stays; `left_at`: the last use of the key that is retired.
+    """
     seen = [at for at in signs if at is not None]
     return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
 
 
 def _silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
-    """Silence counts from the last sign of life, and only as far as every live verifier has reported."""
+    """Wait until the key is silent, counted from its last use and only as far as every live verifier has reported."""
     signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)
     if facts.observed_through is None:

@@ -1,7 +1,7 @@
-"""When a rotation may begin: hours of the week in a time zone, and days on which it may not. PURE.
+"""Maintenance windows of rotations: weekly hours in a time zone, less the periods of a blackout calendar. PURE.
 
-Open is what the clock on the wall there says, daylight saving time included: an hour that a change of the clock
-skips does not open, and one that it repeats opens twice.
+Hours are local time, daylight saving time included: an hour that a clock change skips does not open, and one that it
+repeats opens twice.
 """
 
 import re
@@ -15,19 +15,19 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.free_text import find_text_fault
 
 LOOK_AHEAD = timedelta(days=2 * 366)
-"""A window that does not open within this does not open."""
+"""How far ahead an opening is searched; a window without one counts as never open."""
 
-MOST_BLACKOUTS = 400
+MAX_BLACKOUTS = 400
 _DAY = timedelta(days=1)
 _DAY_MINUTES = 24 * 60
 _CLOCK = re.compile(r"([0-9]{2}):([0-9]{2})", re.ASCII)
-_OF_THE_HOST = frozenset({"localtime", "posixrules"})
-"""Zone files that mean another zone on every machine."""
+_HOST_ZONES = frozenset({"localtime", "posixrules"})
+"""Zone files whose meaning depends on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blackout:
-    """Nothing begins from `begins_at` (inclusive) to `ends_at` (exclusive); aware UTC."""
+    """A period in which no rotation begins: `begins_at` (inclusive) to `ends_at` (exclusive), aware UTC."""
 
     begins_at: datetime
     ends_at: datetime
@@ -39,8 +39,11 @@ class Blackout:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Open on `weekdays` (0 is Monday) from `opens` to `closes` (minutes of the local day, `closes` may be past
-    midnight: less than `opens`), in the IANA zone `time_zone`; never in a blackout. No weekdays: always open."""
+    """Weekly hours in which a rotation may begin, never in a blackout.
+
+    `weekdays`: 0 is Monday; empty: always open. `opens`, `closes`: minutes of the local day; `closes` less than
+    `opens` means the next day. `time_zone`: an IANA name.
+    """
 
     time_zone: str = "UTC"
     weekdays: tuple[int, ...] = ()
@@ -49,7 +52,7 @@ class Window:
     blackouts: tuple[Blackout, ...] = ()
 
     def next_opening(self, after: datetime) -> datetime | None:
-        """`after` itself while it is open, else when it opens next, in UTC; None: not within `LOOK_AHEAD`."""
+        """Return `after` while the window is open, else its next opening, in UTC; None: not within `LOOK_AHEAD`."""
         zone = ZoneInfo(self.time_zone)
         at = after.astimezone(UTC)
         last = at + LOOK_AHEAD
@@ -60,7 +63,7 @@ class Window:
             elif self._is_open(_wall(at, zone)):
                 return at
             else:
-                at = self._nearer(at, zone)
+                at = self._step(at, zone)
         return None
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -74,11 +77,11 @@ class Window:
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> "Window":
-        """Of what `as_json` writes, of which all but the zone may be absent. Raises RequestInvalidError."""
+        """Read what `as_json` writes; all but the zone is optional. Raises RequestInvalidError."""
         faults: list[Fault] = []
         if not isinstance(values, Mapping):
-            raise RequestInvalidError("The window is not one.", [Fault("", "an object")])
-        faults += [Fault(f"/{name}", "no field of a window") for name in values if name not in cls.__slots__]
+            raise RequestInvalidError("The window is not a JSON object.", [Fault("", "an object")])
+        faults += [Fault(f"/{name}", "not a field of a window") for name in values if name not in cls.__slots__]
         weekdays = values.get("weekdays", [])
         if not isinstance(weekdays, list | tuple) or not all(type(day) is int for day in weekdays):
             faults.append(Fault("/weekdays", "a list of numbers, 0 is Monday"))
@@ -98,7 +101,7 @@ class Window:
         window = cls(str(zone), tuple(weekdays), minutes["opens"], minutes["closes"], blackouts)
         faults = faults or list(_shape_faults(window))
         if faults:
-            raise RequestInvalidError("The window cannot be meant like that.", faults)
+            raise RequestInvalidError("The window is invalid.", faults)
         return window
 
     def _is_open(self, wall: datetime) -> bool:
@@ -110,11 +113,11 @@ class Window:
         since_yesterday = (wall.weekday() - 1) % 7 in self.weekdays and minute < self.closes
         return since_yesterday or (wall.weekday() in self.weekdays and self.opens <= minute)
 
-    def _nearer(self, at: datetime, zone: ZoneInfo) -> datetime:
-        """Later than `at`, while it is closed: the next opening, or a moment before it, in steps of a day at most.
+    def _step(self, at: datetime, zone: ZoneInfo) -> datetime:
+        """Return a time after `at` and not after the next opening, at most a day ahead; the window is closed at `at`.
 
-        Within a step the clock is changed once at most; such a change is looked at by itself, since it may
-        skip into an open hour, or back into one.
+        The zone's offset changes at most once in a day. Such a change ends the step, since it may skip into an open
+        hour or back into one.
         """
         wall = _wall(at, zone)
         midnight = wall.replace(hour=0, minute=0, second=0, microsecond=0)
@@ -136,27 +139,27 @@ class Window:
 
 
 def find_window_faults(window: Window, now: datetime) -> Iterator[Fault]:
-    """Why this cannot be meant: an unknown zone, minutes out of range, no opening at all."""
+    """Yield each fault of a window: an unknown zone, minutes out of range, no opening."""
     faults = list(_shape_faults(window))
     yield from faults
     if not faults and window.next_opening(now) is None:
-        yield Fault("", f"it does not open within {LOOK_AHEAD.days} days: see its weekdays, hours and blackouts")
+        yield Fault("", f"no opening within {LOOK_AHEAD.days} days; change the weekdays, hours or blackouts")
 
 
 def read_blackouts(values: object, pointer: str = "") -> tuple[Blackout, ...]:
-    """Periods as JSON, each {"begins_at", "ends_at", "why"}, in ISO 8601 with an offset, sorted.
+    """Read periods from JSON, sorted. Each is {"begins_at", "ends_at", "why"} with times in ISO 8601 with an offset.
 
     Raises RequestInvalidError.
     """
     faults: list[Fault] = []
     blackouts = _read_blackouts(values, pointer, faults)
     if faults:
-        raise RequestInvalidError("The periods cannot be meant like that.", faults)
+        raise RequestInvalidError("The blackout periods are invalid.", faults)
     return tuple(sorted(blackouts, key=lambda each: (each.begins_at, each.ends_at)))
 
 
 def read_clock(value: object) -> int | None:
-    """Minutes of a day as `HH:MM`, 00:00 to 24:00; None for anything else."""
+    """Read `HH:MM`, 00:00 to 24:00, as minutes of a day; None for anything else."""
     match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
     if match is None or int(match[2]) > 59:
         return None
@@ -182,18 +185,18 @@ def _shape_faults(window: Window) -> Iterator[Fault]:
     if not 0 < window.closes <= _DAY_MINUTES:
         yield Fault("/closes", "a time of day, 00:01 to 24:00")
     if window.opens == window.closes:
-        yield Fault("/closes", "another time than it opens; the whole day is 00:00 to 24:00")
+        yield Fault("/closes", "a time other than opens; the whole day is 00:00 to 24:00")
     if not window.weekdays and (window.opens, window.closes) != (0, _DAY_MINUTES):
-        yield Fault("/weekdays", "the days on which it has these hours")
-    if len(window.blackouts) > MOST_BLACKOUTS:
-        yield Fault("/blackouts", f"at most {MOST_BLACKOUTS}")
+        yield Fault("/weekdays", "the weekdays on which these hours apply")
+    if len(window.blackouts) > MAX_BLACKOUTS:
+        yield Fault("/blackouts", f"at most {MAX_BLACKOUTS}")
     for place, each in enumerate(window.blackouts):
         if each.ends_at <= each.begins_at:
-            yield Fault(f"/blackouts/{place}/ends_at", "later than it begins")
+            yield Fault(f"/blackouts/{place}/ends_at", "later than begins_at")
 
 
 def _is_zone(name: str) -> bool:
-    if name in _OF_THE_HOST:
+    if name in _HOST_ZONES:
         return False
     try:
         ZoneInfo(name)
@@ -206,8 +209,8 @@ def _read_blackouts(values: object, pointer: str, faults: list[Fault]) -> tuple[
     if not isinstance(values, list | tuple):
         faults.append(Fault(pointer, "a list of periods"))
         return ()
-    if len(values) > MOST_BLACKOUTS:
-        faults.append(Fault(pointer, f"at most {MOST_BLACKOUTS}"))
+    if len(values) > MAX_BLACKOUTS:
+        faults.append(Fault(pointer, f"at most {MAX_BLACKOUTS}"))
         return ()
     read = [_read_blackout(value, f"{pointer}/{place}", faults) for place, value in enumerate(values)]
     return tuple(each for each in read if each is not None)
@@ -219,7 +222,7 @@ def _read_blackout(value: object, pointer: str, faults: list[Fault]) -> Blackout
         "ends_at",
         "why",
     }:
-        faults.append(Fault(pointer, "an object with begins_at, ends_at and, if you like, why"))
+        faults.append(Fault(pointer, "an object with begins_at, ends_at and optionally why"))
         return None
     begins_at, ends_at = (_read_time(value[name]) for name in ("begins_at", "ends_at"))
     why = value.get("why", "")
@@ -234,13 +237,13 @@ def _read_blackout(value: object, pointer: str, faults: list[Fault]) -> Blackout
     if begins_at is None or ends_at is None:
         return None
     if ends_at <= begins_at:
-        faults.append(Fault(f"{pointer}/ends_at", "later than it begins"))
+        faults.append(Fault(f"{pointer}/ends_at", "later than begins_at"))
         return None
     return Blackout(begins_at, ends_at, str(why))
 
 
 def _read_time(value: object) -> datetime | None:
-    """Aware UTC; None for what is no time, or none that a calendar goes to."""
+    """Read a time as aware UTC; None for anything else, also for one outside the range of datetime."""
     try:
         read = datetime.fromisoformat(value) if isinstance(value, str) else None
         return None if read is None or read.tzinfo is None else read.astimezone(UTC)

@@ -1,4 +1,4 @@
-"""A campaign's progress in a terminal: bars on standard error until it has ended or a person is needed."""
+"""Show a campaign's progress in a terminal: bars on standard error until it has ended or needs a person."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,18 +16,18 @@ from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import CLOSED, get_campaign
 from rotation.services.campaigns.reports import describe_campaign
 
-LOOK_AGAIN_SECONDS = 2.0
+POLL_INTERVAL_SECONDS = 2.0
 
 STOPPED = frozenset({*CLOSED, CampaignState.HALTED})
-"""Nothing more will happen by itself."""
+"""States in which the campaign makes no automatic progress."""
 
 
 class WatchingCommand(JsonCommand):
-    """A command that may watch a campaign. Exit 1, after the answer, when it was watched to anything but its end."""
+    """A command with `--watch`. It exits 1, after its output, when the watched campaign was not completed."""
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("--watch", action="store_true", help="shows its progress until it has ended or halted")
+        parser.add_argument("--watch", action="store_true", help="show its progress until it has ended or halted")
 
     def handle(self, *args: Any, **options: Any) -> None:
         self.stopped: str | None = None
@@ -35,45 +35,45 @@ class WatchingCommand(JsonCommand):
         if self.stopped is not None:
             raise CommandError(redact(self.stopped))
 
-    def told(self, campaign: Campaign, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the command answers: at once, or after having watched."""
+    def report(self, campaign: Campaign, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the command's output, with `--watch` after the campaign has stopped."""
         if not options["watch"]:
             return describe_campaign(campaign, datetime.now(UTC))
-        told = watch_campaign(campaign.campaign_id, Console(stderr=True))
-        self.stopped = exit_words(told)
-        return told
+        described = watch_campaign(campaign.campaign_id, Console(stderr=True))
+        self.stopped = format_exit(described)
+        return described
 
 
 def _pause() -> None:
-    """Until the next look; which may be after a restart of the database."""
-    time.sleep(LOOK_AGAIN_SECONDS)
+    """Sleep until the next poll and drop stale connections, since the database may have restarted."""
+    time.sleep(POLL_INTERVAL_SECONDS)
     close_old_connections()
 
 
 def watch_campaign(campaign_id: str, console: Console, pause: Callable[[], None] = _pause) -> dict[str, Any]:
-    """Returns what the campaign has come to; earlier when the user interrupts, which changes nothing about it."""
+    """Return the campaign's description once it has stopped, or when the user interrupts; the campaign continues."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bars:
         proved, ended = bars.add_task("replacement proved", note=""), bars.add_task("ended", note="")
         while True:
-            told: dict[str, Any] = describe_campaign(get_campaign(campaign_id), datetime.now(UTC))
-            count = told["progress"]
+            described: dict[str, Any] = describe_campaign(get_campaign(campaign_id), datetime.now(UTC))
+            count = described["progress"]
             done = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
-            bars.update(proved, total=count["members"], completed=count["proved"], note=told["state"])
+            bars.update(proved, total=count["members"], completed=count["proved"], note=described["state"])
             bars.update(ended, total=count["members"], completed=done, note=_trouble(count))
-            if told["state"] in STOPPED:
-                return told
+            if described["state"] in STOPPED:
+                return described
             try:
                 pause()
             except KeyboardInterrupt:
-                return told
+                return described
 
 
-def exit_words(told: dict[str, Any]) -> str | None:
-    """What a script is to be stopped with: of a campaign that ended otherwise than completed. None: nothing."""
-    if told["state"] not in STOPPED or told["state"] == CampaignState.COMPLETED:
+def format_exit(described: dict[str, Any]) -> str | None:
+    """Return the error for a campaign that stopped without being completed; None for any other."""
+    if described["state"] not in STOPPED or described["state"] == CampaignState.COMPLETED:
         return None
-    return f"the campaign is {told['state']}{': ' + told['why'] if told['why'] else ''}"
+    return f"the campaign is {described['state']}{': ' + described['why'] if described['why'] else ''}"
 
 
 def _trouble(count: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""The options of a plan, the same for every command that asks for one."""
+"""Plan options shared by every command that requests a rotation."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,40 +12,42 @@ from rotation.domain.policy import AtDeadline, DeliveryChannel, Proof, Reinstate
 from rotation.services.rotations.planning import PlanOverrides
 
 _NUMBERS = {
-    "proof_count": "so many authentications prove it",
-    "proof_sources": "from so many distinct sources",
-    "soak_seconds": "the first of them so long ago",
-    "quiet_seconds": "so long the old key must be silent",
-    "quarantine_seconds": "so long it is then suspended before it is revoked",
-    "expires_in_days": "the replacement expires then",
+    "proof_count": "number of authentications that prove use",
+    "proof_sources": "number of distinct sources of these",
+    "soak_seconds": "minimum time since the first of these, in seconds",
+    "quiet_seconds": "time without a use of the old key, in seconds",
+    "quarantine_seconds": "time the old key is suspended before it is revoked, in seconds",
+    "expires_in_days": "lifetime of the replacement, in days",
 }
 _TIMES = {
     "not_before": "the earliest time to begin",
-    "deadline": "the rotation stalls then, and both keys stay",
-    "retire_at": "of a public key: the date on which the old one is taken out of service",
+    "deadline": "when an unfinished rotation stalls and both keys stay",
+    "retire_at": "for a public key: the date on which the old one is taken out of service",
 }
 _CHOICES: dict[str, tuple[type[StrEnum], str]] = {
-    "proof": (Proof, "how the replacement is known to be in use"),
+    "proof": (Proof, "how the replacement is proved to be in use"),
     "at_deadline": (AtDeadline, "what a proved rotation does at its deadline"),
-    "reinstatement": (Reinstatement, "whether a known source brings the quarantined key back"),
+    "reinstatement": (Reinstatement, "whether a known source reinstates the quarantined key"),
 }
 
 
 def add_plan_options(parser: CommandParser) -> None:
     parser.add_argument("--reason", default="")
-    for name, (kind, words) in _CHOICES.items():
-        parser.add_argument(_option(name), choices=[each.value for each in kind], help=words)
-    for name, words in _NUMBERS.items():
-        parser.add_argument(_option(name), type=int, metavar="N", help=words)
-    for name, words in _TIMES.items():
-        parser.add_argument(_option(name), metavar="TIME", help=f"{words}; ISO 8601, UTC unless it says otherwise")
+    for name, (kind, text) in _CHOICES.items():
+        parser.add_argument(_option(name), choices=[each.value for each in kind], help=text)
+    for name, text in _NUMBERS.items():
+        parser.add_argument(_option(name), type=int, metavar="N", help=text)
+    for name, text in _TIMES.items():
+        parser.add_argument(_option(name), metavar="TIME", help=f"{text}; ISO 8601, UTC without an offset")
     parser.add_argument(
-        "--webhook", action="store_true", help="delivered only once the merchant's endpoint took the news"
+        "--webhook",
+        action="store_true",
+        help="require that the merchant's endpoint accepts the message before delivery counts",
     )
 
 
-def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
-    """Raises RequestInvalidError for a time that is none."""
+def read_overrides(options: Mapping[str, Any]) -> PlanOverrides:
+    """Read the plan overrides. Raises RequestInvalidError for an invalid time."""
     values: dict[str, Any] = {"reason": options["reason"]}
     values |= {name: options[name] for name in _NUMBERS}
     values |= {name: kind(options[name]) for name, (kind, _) in _CHOICES.items() if options[name]}
@@ -56,12 +58,12 @@ def read_wish(options: Mapping[str, Any]) -> PlanOverrides:
 
 
 def read_time(name: str, text: str) -> datetime:
-    """Raises RequestInvalidError."""
+    """Read a time in ISO 8601, UTC unless it has an offset. Raises RequestInvalidError."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         fault = Fault(f"/{name}", "a time in ISO 8601, such as 2027-01-31T09:00:00+01:00")
-        raise RequestInvalidError("That is no time.", [fault]) from error
+        raise RequestInvalidError("The time is invalid.", [fault]) from error
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 

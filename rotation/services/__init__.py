@@ -1,1 +1,1 @@
-"""The only writers of rotations: `requests` (asked for and decided by people), `engine` (moved on by workers)."""
+"""The only writers of rotations, schedules and campaigns. Operators call `requests`, workers call `engine`."""

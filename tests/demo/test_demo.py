@@ -124,11 +124,9 @@ def assert_all_held(text: str) -> None:
     quarantine = re.fullmatch(r"(\d+), and (\d+) counted", figures["refused in quarantine"])
     assert quarantine is not None
     assert int(quarantine[1]) == int(quarantine[2]) >= 1
-    assert re.fullmatch(
-        r"\d+ ms (after|before) the answer to the revocation( had arrived)?", figures["from revoke to first refusal"]
-    )
+    assert re.fullmatch(r"\d+ ms (after|before) the reply to the revocation", figures["from revoke to first refusal"])
     receipt = re.fullmatch(
-        r"complete: 1 verifier has confirmed, the last (\d+) ms after it was asked for",
+        r"complete: 1 verifier has confirmed, the last (\d+) ms after the request",
         figures["receipt of the revocation"],
     )
     assert receipt is not None
@@ -142,7 +140,7 @@ def assert_all_held(text: str) -> None:
     ]
     for refused in (
         "tam approves it himself",
-        "admin, who may approve, approves her own wish",
+        "admin, who may approve, approves her own request",
         "tam collects it again",
     ):
         assert re.search(rf"{refused}: refused\.", text)
@@ -159,7 +157,7 @@ def assert_nothing_left(folder: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("when", "number", "status"),
-    [("A service from nothing", signal.SIGTERM, 143), ("Rotation under that traffic", signal.SIGINT, 130)],
+    [("Setup", signal.SIGTERM, 143), ("Rotation under that traffic", signal.SIGINT, 130)],
 )
 def test_demo_stopped_in_the_middle_leaves_nothing(
     demo: "subprocess.Popen[str]", tmp_path: Path, when: str, number: signal.Signals, status: int
@@ -169,7 +167,7 @@ def test_demo_stopped_in_the_middle_leaves_nothing(
     demo.send_signal(number)
     rest, _ = demo.communicate()
     assert demo.returncode == status
-    assert "Everything that was started has ended." in rest
+    assert "All started processes have ended." in rest
     assert "Traceback" not in rest
     assert_nothing_left(tmp_path)
 

@@ -6,7 +6,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.events import RotationState as S
-from rotation.domain.pacing import FASTEST_PER_MINUTE, MOST_AT_ONCE, Pace
+from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, Pace
 from rotation.domain.policy import Proof
 from rotation.domain.states import CLOSED
 from rotation.models import Campaign, Rotation
@@ -30,7 +30,7 @@ def begin_campaign() -> Campaign:
         merchants=None,
         older_than_days=None,
         wish=PlanOverrides(proof=Proof.TRAFFIC, proof_count=2, proof_sources=1, quiet_seconds=2, quarantine_seconds=1),
-        pace=Pace(per_minute=FASTEST_PER_MINUTE, concurrency=MOST_AT_ONCE),
+        pace=Pace(per_minute=MAX_PER_MINUTE, concurrency=MAX_CONCURRENCY),
         reason="an experiment",
     )
 

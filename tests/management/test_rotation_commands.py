@@ -63,7 +63,7 @@ def test_rotation_is_aborted_before_delivery_and_rolled_back_after_it(seeded: An
     assert run("abort_rotation", waiting, "--by", "tam", "--reason", "too early")["state"] == "cancelled"
     delivered = begun("--proof", "ack")
     assert run("abort_rotation", delivered, "--by", "tam", "--reason", "a mistake")["state"] == "rolling_back"
-    with pytest.raises(CommandError, match="cannot be ended"):
+    with pytest.raises(CommandError, match="can no longer be ended"):
         run("abort_rotation", delivered, "--by", "tam", "--reason", "again")
     with pytest.raises(CommandError, match="permission_missing"):
         run("abort_rotation", delivered, "--by", "auditor", "--reason", "again")
@@ -73,7 +73,7 @@ def test_rotation_is_extended_and_only_a_stalled_one_resumed(seeded: Any) -> Non
     rotation_id = begun("--proof", "ack")
     run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2028-01-01")
     assert run("show_rotation", rotation_id)["deadline"] == "2028-01-01T00:00:00+00:00"
-    with pytest.raises(CommandError, match="present deadline"):
+    with pytest.raises(CommandError, match="current deadline"):
         run("extend_rotation", rotation_id, "--by", "tam", "--deadline", "2027-12-31")
     with pytest.raises(CommandError, match="Only a stalled"):
         run("resume_rotation", rotation_id, "--by", "tam")
@@ -81,7 +81,7 @@ def test_rotation_is_extended_and_only_a_stalled_one_resumed(seeded: Any) -> Non
 
 def test_dormant_credential_is_confirmed_with_a_reason(seeded: Any) -> None:
     rotation_id = begun()
-    with pytest.raises(CommandError, match="who told you"):
+    with pytest.raises(CommandError, match="who informed you"):
         run("confirm_rotation", rotation_id, "--by", "tam", "--reason", " ")
     run("confirm_rotation", rotation_id, "--by", "tam", "--reason", "Ada of Acme, by telephone")
     advance_rotation(rotation_id)

@@ -65,4 +65,4 @@ def test_rotation_refused_by_the_server_stalls_by_name_and_waits_for_a_person(st
     at = Journey(stand).run().calls.index("POST keys-sandbox/data") + 1
     trial = Journey(stand, fault, at).run()
     assert trial.violations == []
-    assert trial.stalled.startswith("the secret backend refuses us: ")
+    assert trial.stalled.startswith("the secret backend denies access: ")

@@ -1,4 +1,4 @@
-"""Ends a rotation: cancelled before its delivery, rolled back after it."""
+"""End a rotation: cancel it before delivery, roll it back afterwards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(JsonCommand):
-    help = "Ends a rotation: cancelled before delivery; afterwards the old key is delivered again and both verify."
+    help = "Ends a rotation: cancels it before delivery; afterwards delivers the old key again while both verify."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")

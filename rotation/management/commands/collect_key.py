@@ -14,14 +14,14 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(JsonCommand):
-    help = "Collects a key exactly once. In production a key shown to a person is break-glass, to be reviewed."
+    help = "Collects a key, once. In production this is break-glass and has to be reviewed."
 
     def add_options(self, parser: CommandParser) -> None:
         what = parser.add_mutually_exclusive_group(required=True)
         what.add_argument("--rotation", metavar="ID")
         what.add_argument("--request", metavar="ID")
-        parser.add_argument("--by", required=True, metavar="OPERATOR", help="whoever asked for it")
-        parser.add_argument("--reveal", action="store_true", required=True, help="print it, this once")
+        parser.add_argument("--by", required=True, metavar="OPERATOR", help="the requester")
+        parser.add_argument("--reveal", action="store_true", required=True, help="print the key, once")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         operator = self.operator(options["by"])
@@ -31,6 +31,6 @@ class Command(JsonCommand):
             return {"key_id": rotation.replacement_id or "", "key": collect_replacement(grant, rotation).reveal()}
         request = requests.get_request(options["request"])
         if request is None:
-            raise NotFoundError("There is no such request.")
+            raise NotFoundError("There is no such issuance request.")
         grant = self.grant(operator, Permission.ISSUANCE_COLLECT, request.account)
         return {"key_id": request.key_id or "", "key": requests.collect_key(grant, request).reveal()}

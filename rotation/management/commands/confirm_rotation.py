@@ -1,4 +1,4 @@
-"""An operator says for the merchant that the replacement is in use."""
+"""Confirm for the merchant that the replacement is in use."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from rotation.services.rotations.reports import get_rotation
 
 class Command(JsonCommand):
     help = (
-        "Confirms for the merchant that the replacement is in use: of a public key, or of a credential without traffic."
+        "Confirms for the merchant that the replacement of a public key, or of a credential without traffic, is in use."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")
         parser.add_argument("--by", required=True, metavar="OPERATOR")
-        parser.add_argument("--reason", required=True, help="who told you, and how")
+        parser.add_argument("--reason", required=True, help="who informed you, and how")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         rotation = get_rotation(options["rotation_id"])

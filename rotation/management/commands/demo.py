@@ -1,4 +1,4 @@
-"""The whole story of a key in a minute, told live: what `make demo` runs."""
+"""Run the demo: the life cycle of a key in a minute, live. `make demo` runs it."""
 
 import os
 import shutil
@@ -19,30 +19,30 @@ from keyvault.management.supervisor import STOP_SECONDS, StopRequestedError, sta
 from rotation.management.demo.own_vault import own_vault
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.stage import StoryError
-from rotation.management.demo.story import tell
+from rotation.management.demo.story import run_story
 
 TIDY_SECONDS = STOP_SECONDS + 5
 
 
 class Command(BaseCommand):
     help = (
-        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts. In a data folder "
-        "and on a port of its own, both gone afterwards; exit 0 only when everything held. KEYVAULT_BACKEND=vault: "
-        "on an OpenBao or Vault that it starts itself, from PATH."
+        "Issues a key under four eyes, rotates it while a merchant uses it, revokes it, and counts requests and "
+        "failures. Runs in a temporary data folder and on a free port. Exits 0 only if every check passed. "
+        "KEYVAULT_BACKEND=vault: starts an OpenBao or Vault from PATH and uses it."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--inside", type=int, metavar="PORT", help="the telling itself, on a stage that is set")
+        parser.add_argument("--inside", type=int, metavar="PORT", help="internal: run in the prepared data folder")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        sys.exit(_perform() if options["inside"] is None else _tell(options["inside"]))
+        sys.exit(_run_in_child() if options["inside"] is None else _run_story(options["inside"]))
 
 
-def _perform() -> int:
-    """Sets a stage, has the story told there by a process of its own, and clears the stage whatever happened.
+def _run_in_child() -> int:
+    """Prepare a data folder, run the demo in a child process, and clean up in every case.
 
-    Of its own, since a process has the settings that it started with; and this one lives on to tidy up when
-    that one is killed.
+    The child gets settings of its own, which a process reads only at startup. This process remains to clean up when the
+    child is killed.
     """
     port = find_free_port()
     folder = tempfile.mkdtemp(prefix="kv-demo-")
@@ -57,11 +57,11 @@ def _perform() -> int:
             if settings.IS_VAULT:
                 environ |= stack.enter_context(own_vault(Path(folder)))
             command = [sys.executable, str(CHECKOUT / "manage.py"), "demo", "--inside", str(port)]
-            telling = start_child_process(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
+            process = start_child_process(command, environ=environ, folder=CHECKOUT, orphan_signal=signal.SIGTERM)
             try:
-                status = telling.wait()
+                status = process.wait()
             except StopRequestedError as stop:
-                _end(telling, stop.number)
+                _end(process, stop.number)
                 return 128 + stop.number
     except StopRequestedError as stop:
         return 128 + stop.number
@@ -71,31 +71,31 @@ def _perform() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if status < 0:
-        sys.stderr.write(f"The telling was killed by {signal.Signals(-status).name}.\n")
+        sys.stderr.write(f"The demo was killed by {signal.Signals(-status).name}.\n")
         return 1
     return status
 
 
-def _end(telling: "subprocess.Popen[bytes]", number: int) -> None:
-    telling.send_signal(number)
+def _end(process: "subprocess.Popen[bytes]", number: int) -> None:
+    process.send_signal(number)
     try:
-        telling.wait(TIDY_SECONDS)
+        process.wait(TIDY_SECONDS)
     except subprocess.TimeoutExpired:
-        telling.kill()
-        telling.wait()
+        process.kill()
+        process.wait()
 
 
-def _tell(port: int) -> int:
+def _run_story(port: int) -> int:
     report = DemoReport()
-    report.title("Keyvault: the story of one key")
+    report.title("Keyvault: the life cycle of one key")
     try:
         with stopping_on_signals():
-            tell(report, port)
+            run_story(report, port)
     except StopRequestedError as stop:
-        report.failure(f"Stopped by {stop}. Everything that was started has ended.")
+        report.failure(f"Stopped by {stop}. All started processes have ended.")
         return 128 + stop.number
     except (StoryError, ServiceError) as error:
-        report.failure(f"It did not hold.\n{error}")
+        report.failure(f"A check failed.\n{error}")
         return 1
-    report.success(f"All of it held, in {report.elapsed:.0f} s.")
+    report.success(f"Every check passed, in {report.elapsed:.0f} s.")
     return 0

@@ -1,4 +1,4 @@
-"""Gives a rotation a later deadline."""
+"""Extend the deadline of a rotation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(JsonCommand):
-    help = "Gives a rotation a later deadline; one that its deadline stalled goes on."
+    help = "Extends the deadline of a rotation, and resumes it if it stalled at the deadline."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")
         parser.add_argument("--by", required=True, metavar="OPERATOR")
-        parser.add_argument("--deadline", required=True, metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
+        parser.add_argument("--deadline", required=True, metavar="TIME", help="ISO 8601, UTC without an offset")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         rotation = get_rotation(options["rotation_id"])

@@ -1,4 +1,4 @@
-"""Asks for a key for a credential that has no usable one left, and approves it where an approver is named."""
+"""Request a key for a credential without a usable one, and approve it if an approver is named."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +16,12 @@ from rotation.services.rotations.requests import approve_rotation, is_undecided,
 
 
 class Command(JsonCommand):
-    help = "Asks for a new key for a credential that has no usable one; the worker makes and delivers it."
+    help = "Requests a new key for a credential without a usable one; the worker makes and delivers it."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--credential", required=True, metavar="ID")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="not named: the approval is given in the console")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
         parser.add_argument("--reason", required=True)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,11 +35,11 @@ class Command(JsonCommand):
         rotation = reissue_key(grant, credential, options["reason"])
         if options["approved_by"] and is_undecided(rotation):
             self._approve(rotation, credential, options)
-        told = describe(rotation, self.now)
-        return {name: told[name] for name in ("rotation_id", "state", "waiting_for")}
+        described = describe(rotation, self.now)
+        return {name: described[name] for name in ("rotation_id", "state", "waiting_for")}
 
     def _approve(self, rotation: Rotation, credential: Credential, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the rotation again, so that it does not block the next one."""
+        """Approve the rotation; abort it if the approval is refused, so that it does not block the next one."""
         try:
             approver = self.operator(options["approved_by"])
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, credential.account, rotation.requester_person)

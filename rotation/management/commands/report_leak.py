@@ -1,4 +1,4 @@
-"""Keys that were found in wrong hands: all of them end now."""
+"""Report leaked keys as compromised, which revokes them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +12,17 @@ from rotation.services.rotations.emergency import Response, respond_to_leak
 
 class Command(JsonCommand):
     help = (
-        "Reports keys as compromised: each is refused at once and for ever. Needs neither the secret backend nor the "
-        "broker; repeatable."
+        "Reports keys as compromised, which revokes each of them immediately. Needs neither the secret backend nor the "
+        "broker. Safe to repeat."
     )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("key_ids", nargs="*", metavar="KEY_ID")
-        parser.add_argument("--file", metavar="PATH", help="key ids, or the leaked keys themselves, one a line")
+        parser.add_argument("--file", metavar="PATH", help="key ids, or the leaked keys themselves, one per line")
         parser.add_argument("--by", required=True, metavar="OPERATOR")
         parser.add_argument("--reason", default="")
         parser.add_argument(
-            "--replace", action="store_true", help="asks for a replacement where a credential has no usable key left"
+            "--replace", action="store_true", help="request a replacement where a credential has no usable key left"
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,18 +39,16 @@ class Command(JsonCommand):
         return {
             "revoked": self.revoked,
             "not_revoked": self.not_revoked,
-            "keys": [_told(response) for response in responses],
+            "keys": [_describe(response) for response in responses],
         }
 
     def handle(self, *args: Any, **options: Any) -> None:
         self.revoked = self.not_revoked = 0
         super().handle(*args, **options)
         if not self.revoked:
-            raise CommandError(
-                f"No key was revoked: none of the {self.not_revoked} is a key that this service knows and you may end"
-            )
+            raise CommandError(f"No key was revoked: none of the {self.not_revoked} is a known key that you may revoke")
         if self.not_revoked:
-            raise CommandError(f"{self.not_revoked} of them were not revoked")
+            raise CommandError(f"Keys not revoked: {self.not_revoked}")
 
 
 def _lines(path: str | None) -> list[str]:
@@ -62,15 +60,15 @@ def _lines(path: str | None) -> list[str]:
         raise CommandError(f"{path} cannot be read: {error}") from error
 
 
-def _told(response: Response) -> dict[str, Any]:
+def _describe(response: Response) -> dict[str, Any]:
     if response.fault:
         return {"key_id": response.key_id, "state": None, "fault": response.fault}
-    told = {
+    described = {
         "key_id": response.key_id,
         "state": response.state,
         "sequence": response.sequence,
         "credential_id": response.credential_id,
     }
     if response.rotation_id or response.no_replacement:
-        told |= {"rotation_id": response.rotation_id, "no_replacement": response.no_replacement or None}
-    return told
+        described |= {"rotation_id": response.rotation_id, "no_replacement": response.no_replacement or None}
+    return described

@@ -1,4 +1,4 @@
-"""Lets a stalled rotation go on where it stalled."""
+"""Resume a stalled rotation where it stalled."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(JsonCommand):
-    help = "Lets a stalled rotation go on where it stalled, with its timers started anew. Mend first what stalled it."
+    help = "Resumes a stalled rotation where it stalled, with its timers restarted. Fix first what stalled it."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")

@@ -1,4 +1,4 @@
-"""Sets the date on which an old public key is taken out of service."""
+"""Set the date on which an old public key is taken out of service."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,13 @@ from rotation.services.rotations.reports import get_rotation
 
 
 class Command(JsonCommand):
-    help = "Sets the date on which the old public key of a rotation is taken out of service, whoever still uses it."
+    help = (
+        "Sets the date on which the old public key of a rotation is taken out of service, even if it is still in use."
+    )
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("rotation_id")
-        parser.add_argument("--at", required=True, metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
+        parser.add_argument("--at", required=True, metavar="TIME", help="ISO 8601, UTC without an offset")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
         parser.add_argument("--approved-by", metavar="OPERATOR")
 
@@ -39,7 +41,7 @@ class Command(JsonCommand):
     def _approve(self, retirement: Retirement, account: Any, options: Mapping[str, Any]) -> Retirement:
         if not options["approved_by"]:
             raise StateConflictError(
-                "Asked, but this takes a second person: name one with --approved-by, or the console."
+                "Requested, but this takes a second person: name one with --approved-by, or approve it in the console."
             )
         approver = self.operator(options["approved_by"])
         grant = self.grant(approver, Permission.ROTATIONS_APPROVE, account, retirement.requester_person)

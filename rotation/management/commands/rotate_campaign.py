@@ -1,4 +1,4 @@
-"""Asks for a campaign, and approves it where the policy wants that and somebody is named; workers do the rest."""
+"""Request a campaign, and approve it where required if an approver is named; workers do the rest."""
 
 from argparse import BooleanOptionalAction
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Command(WatchingCommand):
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--environment", required=True, choices=[env.value for env in Environment])
-        parser.add_argument("--merchant", action="append", metavar="ID", help="may be given again; none: all")
+        parser.add_argument("--merchant", action="append", metavar="ID", help="repeatable; default: all")
         parser.add_argument("--older-than-days", type=int, metavar="N")
         parser.add_argument("--per-minute", type=int, metavar="N", default=_AS_USUAL.per_minute)
         parser.add_argument("--concurrency", type=int, metavar="N", default=_AS_USUAL.concurrency)
@@ -38,9 +38,9 @@ class Command(WatchingCommand):
         parser.add_argument("--quiet-seconds", type=int)
         parser.add_argument("--quarantine-seconds", type=int)
         parser.add_argument("--expires-in-days", type=int)
-        parser.add_argument("--reason", default="asked for on the command line")
+        parser.add_argument("--reason", default="requested on the command line")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
-        parser.add_argument("--approved-by", metavar="OPERATOR", help="none: it waits for approval in the console")
+        parser.add_argument("--approved-by", metavar="OPERATOR", help="default: approve it in the console")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         requester = self.operator(options["requested_by"])
@@ -49,7 +49,7 @@ class Command(WatchingCommand):
             environment=Environment(options["environment"]),
             merchants=options["merchant"],
             older_than_days=options["older_than_days"],
-            wish=_wish(options),
+            wish=_overrides(options),
             pace=Pace(
                 per_minute=options["per_minute"],
                 concurrency=options["concurrency"],
@@ -60,13 +60,13 @@ class Command(WatchingCommand):
         )
         if campaign.state == CampaignState.AWAITING_APPROVAL and options["approved_by"]:
             self._approve(campaign, options)
-        return self.told(campaign, options)
+        return self.report(campaign, options)
 
     def format_text(self, answer: Mapping[str, Any]) -> str:
         return super().format_text({name: answer[name] for name in _SHOWN})
 
     def _approve(self, campaign: Campaign, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the campaign again: it was asked for together with its approval."""
+        """Approve the campaign; cancel it if the approval is refused, since both were requested together."""
         try:
             approver = self.operator(options["approved_by"])
             grant = self.grant(approver, Permission.ROTATIONS_APPROVE, requester_person=campaign.requester_person)
@@ -77,7 +77,7 @@ class Command(WatchingCommand):
             raise
 
 
-def _wish(options: Mapping[str, Any]) -> PlanOverrides:
+def _overrides(options: Mapping[str, Any]) -> PlanOverrides:
     names = ("proof_count", "proof_sources", "soak_seconds", "quiet_seconds", "quarantine_seconds", "expires_in_days")
     chosen = {name: options[name] for name in names}
     return PlanOverrides(proof=Proof(options["proof"]) if options["proof"] else None, **chosen)

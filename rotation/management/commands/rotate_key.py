@@ -1,4 +1,4 @@
-"""Asks for a rotation, and approves it where the policy wants that; the worker does the rest."""
+"""Request a rotation, and approve it where the policy requires that; the worker does the rest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import Credential
 from rotation.domain.events import RotationState
-from rotation.management.plan_options import add_plan_options, read_wish
+from rotation.management.plan_options import add_plan_options, read_overrides
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, request_rotation
 
@@ -22,7 +22,7 @@ class Command(JsonCommand):
         parser.add_argument("--credential", required=True, metavar="ID")
         parser.add_argument("--requested-by", required=True, metavar="OPERATOR")
         parser.add_argument("--approved-by", metavar="OPERATOR")
-        parser.add_argument("--bypass", metavar="WHY", help="break-glass: begin without the second person, and say why")
+        parser.add_argument("--bypass", metavar="WHY", help="bypass the approval (break-glass), with a reason")
         add_plan_options(parser)
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,14 +35,14 @@ class Command(JsonCommand):
         rotation = request_rotation(
             self.grant(requester, Permission.ROTATIONS_WRITE, credential.account),
             credential,
-            read_wish(options),
+            read_overrides(options),
         )
         if rotation.state == RotationState.AWAITING_APPROVAL:
             self._approve(rotation, credential, options)
         return {"rotation_id": rotation.rotation_id, "state": rotation.state}
 
     def _approve(self, rotation: Any, credential: Credential, options: Mapping[str, Any]) -> None:
-        """A refused approval closes the rotation again, so that it does not block the next one."""
+        """Approve or bypass the rotation; abort it if that is refused, so that it does not block the next one."""
         try:
             if options["bypass"]:
                 grant = self.grant(

@@ -1,4 +1,4 @@
-"""The next dates of rotations that the schedules have, and what is in the way of any: a dry run."""
+"""Show the next dates of scheduled rotations and what prevents any of them, as a dry run."""
 
 import io
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ _STYLES = {
 
 
 class Command(JsonCommand):
-    help = "Shows when the keys on a schedule are rotated next. Nothing is written. Times are UTC."
+    help = "Shows when scheduled keys are rotated next, without writing anything. Times are UTC."
 
     def add_options(self, parser: CommandParser) -> None:
         parser.add_argument("--environment", choices=[each.value for each in Environment])
         parser.add_argument("--merchant", metavar="ID")
-        parser.add_argument("--days", type=_days, default=90, metavar="N", help="look so far ahead (90)")
+        parser.add_argument("--days", type=_days, default=90, metavar="N", help="number of days ahead, 1 to 732 (90)")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options["merchant"] and not Merchant.objects.filter(pk=options["merchant"]).exists():
@@ -44,7 +44,7 @@ class Command(JsonCommand):
 
     def format_text(self, answer: Mapping[str, Any]) -> str:
         if not answer["dates"]:
-            return f"No key on a schedule is rotated until {answer['until']:%Y-%m-%d}."
+            return f"No scheduled key is rotated until {answer['until']:%Y-%m-%d}."
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("begins (UTC)", "account", "credential", "label", "state", "why"):
             table.add_column(column, no_wrap=column != "why", overflow="fold")
@@ -57,11 +57,11 @@ class Command(JsonCommand):
                 Text(date["state"].replace("_", " "), style=_STYLES.get(DateState(date["state"]), "")),
                 Text(redact(date["why"])),
             )
-        told, on_terminal = io.StringIO(), self.stdout.isatty()
-        # Elsewhere than on a terminal a line is never broken: somebody will search it.
+        output, on_terminal = io.StringIO(), self.stdout.isatty()
+        # Without a terminal lines are not wrapped, so that the output can be searched.
         width = None if on_terminal else 400
-        Console(file=told, force_terminal=on_terminal, highlight=False, width=width).print(table)
-        return "\n".join(line.rstrip() for line in told.getvalue().splitlines())
+        Console(file=output, force_terminal=on_terminal, highlight=False, width=width).print(table)
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
 def _short(text: str | None) -> str:

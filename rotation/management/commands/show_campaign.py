@@ -1,4 +1,4 @@
-"""How far a campaign is, and what holds it up."""
+"""Show a campaign's progress and obstacles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,4 +16,4 @@ class Command(WatchingCommand):
         parser.add_argument("campaign_id")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return self.told(get_campaign(options["campaign_id"]), options)
+        return self.report(get_campaign(options["campaign_id"]), options)

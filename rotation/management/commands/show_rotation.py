@@ -1,4 +1,4 @@
-"""Where a rotation stands, what it waits for, and what was seen."""
+"""Show a rotation's state, what it waits for, and its evidence."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime

@@ -1,1 +1,1 @@
-"""What `manage.py demo` is made of: the story, the people, the merchant's traffic, the traces, the report."""
+"""The parts of `manage.py demo`: the story, the operators, the merchant's traffic, the search for traces, a report."""

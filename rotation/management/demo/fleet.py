@@ -1,7 +1,7 @@
 """The merchant's backends: each presents the key that it read from the secret backend, many times a second.
 
-A real fleet does not change keys at once. Each backend looks at the secret backend now and then, and takes a
-new version into use some time after it was published; until then it goes on with the one that it has.
+A real fleet does not switch keys simultaneously. Each backend polls the secret backend and starts to use a new version
+some time after it was published; until then it keeps the old one.
 """
 
 import http.client
@@ -16,12 +16,12 @@ from keyvault.domain.errors import DependencyUnavailableError
 from rotation.management.demo.verifier import DemoVerifier
 
 THREADS_PER_BACKEND = 2
-LOOK_SECONDS = 0.5
+POLL_INTERVAL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One of the merchant's own servers. `lag_seconds`: how long it takes to use what was published."""
+    """One of the merchant's own servers. `lag_seconds`: delay before it uses a published version."""
 
     name: str
     client_ip: str
@@ -30,7 +30,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One verification as the caller saw it. `code` None: allowed. `fault`: there was no verdict at all."""
+    """One verification as the caller saw it. `code` None: allowed. `fault`: why there was no verdict."""
 
     backend: str
     key_id: str
@@ -42,9 +42,9 @@ class Request:
 
 @dataclass(slots=True)
 class Fleet:
-    """Sends `rate` requests a second in all, from entering to leaving. Every one of them is kept.
+    """A context manager that sends `rate` requests a second in total and keeps every one.
 
-    `read_published` is what a backend does to read the merchant's secret.
+    `read_published`: how a backend reads the merchant's secret.
     """
 
     backends: Sequence[Backend]
@@ -64,7 +64,7 @@ class Fleet:
         threads = len(self.backends) * THREADS_PER_BACKEND
         for number in range(threads):
             backend = self.backends[number % len(self.backends)]
-            # Out of step with each other, so that the requests come evenly.
+            # Staggered, so that the requests are evenly spaced.
             self._start(self._present, backend, number / self.rate, threads / self.rate)
         for backend in self.backends:
             self._start(self._follow, backend)
@@ -76,7 +76,7 @@ class Fleet:
             thread.join()
 
     def using(self) -> dict[str, str]:
-        """The id of the key that each backend presents now."""
+        """Return the id of the key that each backend presents now."""
         return {name: secret.labels["key_id"] for name, secret in self.keys.items()}
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
@@ -85,13 +85,13 @@ class Fleet:
         thread.start()
 
     def _follow(self, backend: Backend) -> None:
-        """Takes what is published into use, `lag_seconds` after it was first seen there."""
+        """Switch to a published version `lag_seconds` after it was first seen."""
         seen_at: float | None = None
-        while not self._stop.wait(LOOK_SECONDS):
+        while not self._stop.wait(POLL_INTERVAL_SECONDS):
             try:
                 published = self.read_published()
             except DependencyUnavailableError:
-                continue  # as a real backend would: it goes on with what it has, and looks again
+                continue  # as a real backend would: keep the current version and poll again
             if published is None or published.version == self.keys[backend.name].version:
                 seen_at = None
             elif seen_at is None:
@@ -104,7 +104,7 @@ class Fleet:
         due_at = time.monotonic() + first_pause
         while not self._stop.wait(due_at - time.monotonic()):
             self.requests.append(self._ask(verifier, backend))
-            due_at = max(due_at + pause, time.monotonic() - pause)  # after a stall, no flood of what was missed
+            due_at = max(due_at + pause, time.monotonic() - pause)  # after a pause, no burst of missed requests
         verifier.close()
 
     def _ask(self, verifier: DemoVerifier, backend: Backend) -> Request:

@@ -1,4 +1,4 @@
-"""A second rotation, and a client that nobody has thought of: the quarantine refuses it, and then gives it time."""
+"""A second rotation with an overlooked client: the quarantine refuses it, then reinstates the old key once."""
 
 import time
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Forgotten:
-    """A job of the merchant's that was not told of the rotation. `refusals`: how often it was refused."""
+    """A merchant's job that does not know of the rotation. `refusals`: how often it was refused."""
 
     stage: Stage
     key: Issued
@@ -36,7 +36,7 @@ class Forgotten:
     called_at: float = 0.0
 
     def call(self) -> bool:
-        """One request; whether it was allowed."""
+        """Send one request; return whether it was allowed."""
         self.called_at = time.monotonic()
         verifier = self.stage.connect()
         try:
@@ -49,14 +49,16 @@ class Forgotten:
         return decision["allowed"] is True
 
     def call_in_time(self) -> bool | None:
-        """The same, but that it waits a little between its calls; True once it was allowed."""
+        """Send one request if the last was PAUSE_SECONDS ago; True if it was allowed, else None."""
         return (time.monotonic() - self.called_at >= PAUSE_SECONDS and self.call()) or None
 
 
 @dataclass(frozen=True, slots=True)
 class Reinstated:
-    """The replacement that everybody has in the end. `refusals`: what the forgotten client was refused; `counted`:
-    what the quarantine has counted."""
+    """The replacement that every client uses in the end.
+
+    `refusals`: how often the forgotten client was refused; `counted`: the attempts that the quarantine counted.
+    """
 
     replacement: Issued
     refusals: int
@@ -65,18 +67,18 @@ class Reinstated:
 
 def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> Reinstated:
     report = stage.report
-    report.chapter("Somebody was forgotten")
+    report.chapter("An overlooked client")
     job = Forgotten(stage, used)
     if not job.call():
-        raise StoryError(f"{NAME} was refused before anything had happened.")
-    report.step(f"{NAME} ({CLIENT_IP}) calls now and then with {used.key_id}; nobody has told it of rotations")
+        raise StoryError(f"{NAME} was refused before the rotation.")
+    report.step(f"{NAME} ({CLIENT_IP}) calls occasionally with {used.key_id} and does not know of rotations")
     made = call(
         "rotate_key",
         *("--credential", used.credential.credential_id, "--requested-by", "tam", "--approved-by", "approver"),
-        *("--reason", "demo: a forgotten client", "--proof", "traffic", *plan_options(PLAN)),
+        *("--reason", "demo: an overlooked client", "--proof", "traffic", *plan_options(PLAN)),
     )
     rotation_id = made["rotation_id"]
-    report.step(f"the key is rotated again, {rotation_id}; the three backends take the replacement up")
+    report.step(f"the key is rotated again, {rotation_id}; the three backends switch to the replacement")
     stage.until(
         "the quarantine of the old key",
         lambda: _reached(rotation_id, RotationState.QUARANTINE),
@@ -86,26 +88,26 @@ def rotate_with_a_forgotten_client(stage: Stage, fleet: Fleet, used: Issued) -> 
     entries = stage.until("the rotation to be completed", lambda: _closed(rotation_id), seconds=ROTATION_SECONDS)
     way = tuple(entry.event for entry in entries if entry.event in WAY)
     if way != WAY:
-        raise StoryError(f"The rotation went another way: {', '.join(way)}.", WORKER)
+        raise StoryError(f"The rotation took other states: {', '.join(way)}.", WORKER)
     counted = _counted(call("show_rotation", rotation_id))
     _require_no_others(fleet, job, counted)
-    report.step(f"{NAME} has switched, the old key falls silent again, and is revoked")
+    report.step(f"{NAME} has switched, the old key is silent again, and is revoked")
     report.step(f"refused meanwhile: {job.refusals}, all of them {NAME}'s, and counted by the quarantine: {counted}")
     return Reinstated(job.key, job.refusals, counted)
 
 
 def _trip(stage: Stage, job: Forgotten, rotation_id: str) -> None:
-    """It calls once more in the quarantine, and goes on until it gets through again."""
+    """Call once more in the quarantine, and again until the key is reinstated."""
     report, old = stage.report, job.key
     if job.call():
-        raise StoryError(f"{NAME} was let in with a key in quarantine.")
+        raise StoryError(f"{NAME} was allowed with a key in quarantine.")
     report.step(f"the old key is in quarantine, and {NAME} calls once more: 401 {QUARANTINED}")
     stage.until("the tripwire", job.call_in_time, seconds=REINSTATED_SECONDS)
-    report.step(f"it is known from before, so the old key is reinstated, this once: {NAME} is allowed again")
+    report.step(f"it is a known source, so the old key is reinstated, once: {NAME} is allowed again")
     alarms = [notice for notice in list_unseen() if notice.subject == rotation_id]
     if [notice.payload.get("is_reinstated") for notice in alarms] != [True]:
         raise StoryError(f"The inbox should hold one alarm of it, and holds {len(alarms)}.", WORKER)
-    report.step(f"in the operators' inbox: {alarms[0].kind}, an alarm, until somebody has seen it")
+    report.step(f"in the operators' inbox: {alarms[0].kind}, an alarm, until an operator acknowledges it")
     published = find_stored(old.credential)
     if published is None or published.labels["key_id"] == old.key_id:
         raise StoryError("The secret backend does not hold the replacement.", WORKER)
@@ -125,15 +127,15 @@ def _closed(rotation_id: str) -> list[RotationEntry] | None:
 
 
 def _counted(shown: dict[str, Any]) -> int:
-    """Tries of the suspended key, of everybody together."""
+    """Return the number of attempts with the suspended key, from all sources."""
     return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
 
 
 def _require_no_others(fleet: Fleet, job: Forgotten, counted: int) -> None:
     failures = failures_while_good(list(fleet.requests))
     if failures:
-        raise StoryError(f"A backend that had done nothing wrong was refused: {failures[0]}")
+        raise StoryError(f"A backend with a valid key was refused: {failures[0]}")
     if job.codes != {QUARANTINED}:
         raise StoryError(f"{NAME} was refused for another reason: {', '.join(sorted(job.codes))}.")
     if counted != job.refusals:
-        raise StoryError(f"The quarantine counted {counted} tries, and there were {job.refusals}.")
+        raise StoryError(f"The quarantine counted {counted} attempts, and there were {job.refusals}.")

@@ -1,4 +1,4 @@
-"""A key is asked for, approved by a second person, made by the worker, and handed over once."""
+"""Issue a key: request, approval by a second person, issuance by the worker, one-time collection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RATE_FOR_THE_FLEET = 1000
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A key in somebody's hands."""
+    """An issued key with its string."""
 
     credential: Credential
     key_id: str
@@ -29,13 +29,13 @@ def issue_under_four_eyes(stage: Stage) -> Issued:
     report = stage.report
     report.chapter("Two people, one key")
     request = people.ask_for_key("tam")
-    report.step(f"tam asks for a private sandbox key of {MERCHANT}: {request.request_id} is {request.state}")
+    report.step(f"tam requests a private sandbox key for {MERCHANT}: {request.request_id} is {request.state}")
     _must_be_refused(stage, "tam approves it himself", lambda: people.approve("tam", request))
     own = people.ask_for_key("admin")
-    _must_be_refused(stage, "admin, who may approve, approves her own wish", lambda: people.approve("admin", own))
+    _must_be_refused(stage, "admin, who may approve, approves her own request", lambda: people.approve("admin", own))
     people.withdraw("admin", own)
     people.approve("approver", request)
-    report.step(f"approver approves exactly what was asked (digest {request.plan_digest[:12]}…), without seeing a key")
+    report.step(f"approver approves exactly this request (digest {request.plan_digest[:12]}…), without seeing a key")
     issued = stage.until("the worker to issue the key", lambda: _issued(request.request_id), seconds=ISSUE_SECONDS)
     if issued.key is None:
         raise StoryError(f"{issued.request_id} is issued and names no key.")
@@ -49,25 +49,25 @@ def issue_under_four_eyes(stage: Stage) -> Issued:
 
 def verify_as_a_backend(stage: Stage, issued: Issued) -> None:
     report = stage.report
-    report.chapter("Is this key good?")
+    report.chapter("Verification")
     made = call(
         "create_service_token",
         *("orders-service", "--environment", "sandbox", "--permission", "keys:verify", "--days", "1", "--reveal"),
     )
     stage.token = Plaintext(made["token"])
     stage.secrets.append(stage.token)
-    report.step("orders-service, a backend of the platform, gets a token that may do one thing: keys:verify in sandbox")
+    report.step("orders-service, a backend of the platform, gets a token with one permission: keys:verify in sandbox")
     decision = stage.expect("the key, presented for orders.retrieve", issued.text, None, dry_run=True)
     report.aside(f"it is {decision['merchant_id']}'s {decision['kind']} key {decision['key_id']}")
     stage.expect("the same for a public endpoint", issued.text, "method_not_supported", endpoint="client.configuration")
-    stage.expect("the same, said to be globex's", issued.text, "merchant_mismatch", merchant="globex")
+    stage.expect("the same, presented as globex's", issued.text, "merchant_mismatch", merchant="globex")
     stage.expect("the same with its last character mistyped", _mistyped(issued.text), "credential_invalid")
     call(
         "set_limit",
         *("--merchant", MERCHANT, "--environment", "sandbox", "--by", "admin"),
         *("--rate", str(RATE_FOR_THE_FLEET), "--per-seconds", "1"),
     )
-    report.step(f"admin raises {MERCHANT}'s limit to {RATE_FOR_THE_FLEET} a second, in force at once")
+    report.step(f"admin raises {MERCHANT}'s limit to {RATE_FOR_THE_FLEET} a second, effective immediately")
 
 
 def _must_be_refused(stage: Stage, what: str, act: Callable[[], object]) -> None:
@@ -83,7 +83,7 @@ def _issued(request_id: str) -> IssuanceRequest | None:
 
 
 def _again(request: IssuanceRequest) -> IssuanceRequest:
-    """As it is stored now."""
+    """Reload the request."""
     fresh = get_request(request.request_id)
     if fresh is None:
         raise StoryError(f"{request.request_id} is gone.")

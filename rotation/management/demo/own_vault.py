@@ -1,6 +1,6 @@
-"""An OpenBao or Vault of the demo's own, in memory, with the roles and policies of deploy/vault and an audit log.
+"""A private in-memory OpenBao or Vault for the demo, with the roles and policies of deploy/vault and an audit log.
 
-Whatever VAULT_ADDR says is left alone: a story that is told twice must not write to anybody's secrets manager.
+VAULT_ADDR is ignored: a demo must not write to an existing secrets manager.
 """
 
 import os
@@ -24,24 +24,24 @@ from keyvault.management.service import ADDRESS, CHECKOUT, ServiceError, find_fr
 from keyvault.management.supervisor import start_child_process
 
 AUDIT_LOG = "vault-audit.log"
-"""In the demo's folder, so that it is searched for secrets like everything else there."""
+"""File name of the audit log in the demo's folder, where it is searched for secrets, too."""
 
 LOGINS = "vault"
 
 READY_SECONDS = 20.0
 END_SECONDS = 10.0
 
-# OpenBao takes audit devices from its configuration unless this is said; Vault does not know it, and warns.
+# Without this OpenBao accepts audit devices only in its configuration. Vault does not know the setting and warns.
 _SETTINGS = "unsafe_allow_api_audit_creation = true\n"
 
 
 @contextmanager
 def own_vault(folder: Path) -> Iterator[dict[str, str]]:
-    """What the service's environment needs in order to use it. Raises ServiceError without one on PATH."""
+    """Start the server and yield the environment variables to use it. Raises ServiceError if PATH has no binary."""
     binary = shutil.which("bao") or shutil.which("vault")
     if binary is None:
         raise ServiceError(
-            "KEYVAULT_BACKEND=vault: the demo starts an OpenBao or Vault, and found no bao or vault on PATH."
+            "KEYVAULT_BACKEND=vault: the demo needs OpenBao or Vault, and found no bao or vault on PATH. Install one."
         )
     address, token = f"{ADDRESS}:{find_free_port()}", Plaintext(secrets.token_urlsafe(24))
     server = VaultServer(f"http://{address}")
@@ -68,15 +68,15 @@ def own_vault(folder: Path) -> Iterator[dict[str, str]]:
 def _start(binary: str, address: str, token: Plaintext, folder: Path) -> "subprocess.Popen[bytes]":
     settings = folder / "vault.hcl"
     write_private_file(settings, _SETTINGS)
-    # Not among its arguments, which every user of the machine can read. Each server knows the variable of its name.
-    told = {"BAO_DEV_ROOT_TOKEN_ID": token.reveal(), "VAULT_DEV_ROOT_TOKEN_ID": token.reveal()}
+    # Not passed as an argument, which every user of the machine can read. Each server reads the variable of its name.
+    root_token = {"BAO_DEV_ROOT_TOKEN_ID": token.reveal(), "VAULT_DEV_ROOT_TOKEN_ID": token.reveal()}
     with (folder / "vault.log").open("wb") as log:
         return start_child_process(
             (
                 *(binary, "server", "-dev", "-dev-no-store-token"),
                 *(f"-dev-listen-address={address}", f"-config={settings}"),
             ),
-            environ=_without_settings(os.environ) | told,
+            environ=_without_settings(os.environ) | root_token,
             folder=CHECKOUT,
             output=log.fileno(),
         )
@@ -90,6 +90,6 @@ def _wait_until_ready(server: VaultServer, process: "subprocess.Popen[bytes]", f
     deadline = time.monotonic() + READY_SECONDS
     while not read_health(server).ready:
         if process.poll() is not None or time.monotonic() > deadline:
-            # Not its log as it is: a server in dev mode prints its key and its root token there.
-            raise ServiceError(f"The secrets manager did not start; {folder / 'vault.log'} was its log.")
+            # The log's content is withheld: in dev mode it holds the unseal key and the root token.
+            raise ServiceError(f"The secrets manager did not start; see its log, {folder / 'vault.log'}.")
         time.sleep(0.05)

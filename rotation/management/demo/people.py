@@ -1,4 +1,4 @@
-"""The operators of the demo, acting through the same services as everybody else."""
+"""The operators of the demo; they use the same services as the console."""
 
 import getpass
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MERCHANT = "acme"
 
 
 def ask_for_key(username: str) -> IssuanceRequest:
-    """The merchant's private sandbox key, delivered to the secret backend."""
+    """Request a private sandbox key for the merchant, delivered to the secret backend."""
     account = find_account(MERCHANT, Environment.SANDBOX)
     return requests.request_issuance(
         _grant(username, Permission.ISSUANCE_REQUEST, account),
@@ -46,7 +46,7 @@ def collect(username: str, request: IssuanceRequest) -> Plaintext:
 
 
 def refusal_of(act: Callable[[], object]) -> str | None:
-    """The words in which it was refused; None when it was not."""
+    """Return the error detail with which the action was refused; None when it was not."""
     try:
         act()
     except KeyvaultError as error:

@@ -1,4 +1,4 @@
-"""The story on a terminal: live where there is one, plain lines where the output goes elsewhere."""
+"""The demo's output: live on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from rich.text import Text
 from keyvault.domain.redaction import redact
 
 STILL_ALIVE_SECONDS = 5.0
-"""Without a terminal, a wait says this often where it stands."""
+"""Interval between status lines of a wait without a terminal, in seconds."""
 
 
 class DemoReport:
-    """Everything told goes through the redactor first: a demonstration must not leak what it demonstrates."""
+    """The demo's output. All of it is redacted, since a demo must not leak secrets."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -32,7 +32,7 @@ class DemoReport:
         self._print(f"\n{self._chapters}. {text}", style="bold cyan")
 
     def step(self, text: str) -> None:
-        """Something that was done or seen, and is as it should be."""
+        """Print something that was done or observed as expected."""
         self._print(f"  {self.elapsed:5.1f} s  {text}")
 
     def aside(self, text: str) -> None:
@@ -53,7 +53,7 @@ class DemoReport:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """A line that moves while something is waited for; `now` changes its text."""
+        """Show an animated status line during a wait; `now` changes its text."""
         self._said_at = time.monotonic()
         with self._console.status(Text(redact(text))) as self._status:
             try:

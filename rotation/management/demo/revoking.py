@@ -1,4 +1,4 @@
-"""The new key leaks: the incident responder ends it alone and at once, and the merchant's traffic is refused."""
+"""The new key leaks: the incident responder revokes it alone, and the merchant's traffic is refused."""
 
 import time
 
@@ -29,10 +29,10 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     took = (revocation.answered_at - asked_at) * 1000
     report.step(
         f"responder reports key {leaked.key_id} as leaked: {revoked['state']}, change {revoked['sequence']}, "
-        f"answered in {took:.0f} ms; nobody had to approve"
+        f"answered in {took:.0f} ms; no approval is needed"
     )
     receipt, _ = wait_for_receipt(revoked["sequence"], MAX_WAIT_SECONDS)
-    report.step(f"its receipt, {tell_receipt(receipt)}")
+    report.step(f"its receipt, {format_receipt(receipt)}")
     for verifier in receipt.of(VerifierProgress.CONFIRMED):
         report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
     refused = stage.until(
@@ -42,8 +42,8 @@ def revoke_at_once(stage: Stage, fleet: Fleet, leaked: Issued) -> tuple[Revocati
     return revocation, receipt
 
 
-def tell_receipt(receipt: Receipt) -> str:
-    """How many have confirmed it, and when the last of them had."""
+def format_receipt(receipt: Receipt) -> str:
+    """Format how many verifiers have confirmed the revocation, and when the last of them did."""
     confirmed = receipt.of(VerifierProgress.CONFIRMED)
     if not confirmed:
         return "not confirmed by any verifier"
@@ -55,11 +55,11 @@ def tell_receipt(receipt: Receipt) -> str:
 
 def _after(receipt: Receipt, verifier: VerifierStanding) -> str:
     seconds = receipt.seconds_until(verifier)
-    return "at a time that is not known" if seconds is None else f"{seconds * 1000:.0f} ms after it was asked for"
+    return "at an unknown time" if seconds is None else f"{seconds * 1000:.0f} ms after the request"
 
 
 def _refused_since(fleet: Fleet, revocation: Revocation) -> int | None:
-    """How many, once they are enough to tell that it was no accident."""
+    """Return the number of refused requests once there are REFUSALS_TO_SEE; None before."""
     refused = sum(
         request.code == REVOKED and request.sent_at >= revocation.answered_at for request in list(fleet.requests)
     )

@@ -1,4 +1,4 @@
-"""The key is replaced while the merchant's backends use it, and none of them notices."""
+"""Rotate the key under the merchant's traffic, without a failed request."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -43,19 +43,19 @@ class RotationEntry:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A completed rotation. `entries`: its way, oldest first."""
+    """A completed rotation. `entries`: its audit entries, oldest first."""
 
     replacement: Issued
     entries: list[RotationEntry]
 
 
 def plan_options(plan: Mapping[str, int]) -> Iterator[str]:
-    """As `rotate_key` takes them."""
+    """Yield the plan as command-line options of `rotate_key`."""
     return (text for name, value in plan.items() for text in (f"--{name}", str(value)))
 
 
 def merchant_fleet(stage: Stage, issued: Issued) -> Fleet:
-    """Not yet at work: entering it starts it."""
+    """Return the merchant's fleet; entering it starts the traffic."""
     return Fleet(BACKENDS, stage.connect, lambda: find_stored(issued.credential), RATE)
 
 
@@ -64,7 +64,7 @@ def watch_traffic(stage: Stage, fleet: Fleet) -> None:
     report.chapter("The merchant at work")
     for backend in BACKENDS:
         when = f"{backend.lag_seconds:.0f} s after it sees it" if backend.lag_seconds else "as soon as it sees it"
-        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it takes a new one into use {when}")
+        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it switches to a new one {when}")
     stage.until(
         "the first requests",
         lambda: len(fleet.requests) if len(fleet.requests) >= WARM_UP_REQUESTS else None,
@@ -74,7 +74,7 @@ def watch_traffic(stage: Stage, fleet: Fleet) -> None:
     failures = failures_while_good(fleet.requests)
     if failures:
         raise StoryError(f"The traffic has failures: {failures[0]}", SERVER)
-    report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the story; {_so_far(fleet)}")
+    report.step(f"about {RATE:.0f} requests a second, over REST, until the end of the demo; {_so_far(fleet)}")
 
 
 def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced:
@@ -87,7 +87,7 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
         *plan_options(PLAN),
     )
     rotation_id = made["rotation_id"]
-    report.step(f"tam asks for {rotation_id}, approver approves the plan:")
+    report.step(f"tam requests {rotation_id}, approver approves the plan:")
     report.aside(
         f"proof by {PLAN['proof-count']} authentications from {PLAN['proof-sources']} sources, "
         f"{PLAN['quiet-seconds']} s of silence on the old key, {PLAN['quarantine-seconds']} s of quarantine"
@@ -108,33 +108,33 @@ def rotate_under_traffic(stage: Stage, fleet: Fleet, issued: Issued) -> Replaced
 
 
 def _follow(stage: Stage, fleet: Fleet, issued: Issued, rotation_id: str) -> list[RotationEntry]:
-    """Tells each step as it is taken, and who still uses the old key, until the rotation is closed."""
-    report, told = stage.report, 0
+    """Report each transition and the backends still on the old key, until the rotation is closed."""
+    report, reported = stage.report, 0
     using = fleet.using()
     entries: list[RotationEntry] = []
 
-    def look() -> list[RotationEntry] | None:
-        nonlocal told, using, entries
+    def poll() -> list[RotationEntry] | None:
+        nonlocal reported, using, entries
         entries = list(entries_of(rotation_id))
-        for entry in entries[told:]:
+        for entry in entries[reported:]:
             report.step(f"{entry.event:<15} {entry.why}".rstrip())
             if entry.event == RotationState.QUARANTINE:
-                # A dry run is no attempt: a real one would start the quarantine again, which may be over by now.
-                stage.expect("the old key, tried dry", issued.text, "key_not_active", "key_revoked", dry_run=True)
-        told = len(entries)
+                # A dry run does not count as an attempt; a real one would restart the quarantine, which may be over.
+                stage.expect("the old key, in a dry run", issued.text, "key_not_active", "key_revoked", dry_run=True)
+        reported = len(entries)
         before, using = using, fleet.using()
         for name, key_id in using.items():
             if before[name] != key_id:
                 report.step(f"{name} now presents the replacement, {key_id}")
         late = [name for name, key_id in using.items() if key_id == issued.key_id]
-        report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'nobody'}")
+        report.now(f"{_so_far(fleet)}; on the old key: {', '.join(late) or 'none'}")
         return entries if entries and entries[-1].event in CLOSED | {RotationState.STALLED} else None
 
-    return stage.until("the rotation to be completed", look, seconds=ROTATION_SECONDS)
+    return stage.until("the rotation to be completed", poll, seconds=ROTATION_SECONDS)
 
 
 def entries_of(rotation_id: str) -> Iterator[RotationEntry]:
-    """Its way so far, as the audit log has it, oldest first."""
+    """Yield the rotation's audit entries, oldest first."""
     chain = account_chain(MERCHANT, Environment.SANDBOX)
     rows = AuditEntry.objects.filter(chain=chain, event__startswith="rotation.").order_by("sequence")
     for row in rows:

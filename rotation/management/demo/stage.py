@@ -1,4 +1,4 @@
-"""What every chapter stands on: the running service, the report, and waiting for what must happen."""
+"""What every chapter uses: the running service, the report, and waiting with a time limit."""
 
 import http.client
 import time
@@ -12,13 +12,13 @@ from keyvault.management.supervisor import Supervisor
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.verifier import DemoVerifier
 
-LOOK_SECONDS = 0.1
+POLL_INTERVAL_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
 class StoryError(Exception):
-    """Something was not as it should be. `program`: whose log may tell why."""
+    """An expectation of the demo failed. `program`: the process whose log may show why."""
 
     def __init__(self, text: str, program: str | None = None) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class StoryError(Exception):
 
 @dataclass(slots=True)
 class Stage:
-    """`secrets`: everything issued so far that no file may hold."""
+    """The running demo. `secrets`: everything issued so far that no file may hold."""
 
     report: DemoReport
     service: Supervisor
@@ -35,36 +35,36 @@ class Stage:
     secrets: list[Plaintext] = field(default_factory=list)
     token: Plaintext | None = None
 
-    def until(self, what: str, look: Callable[[], T | None], *, seconds: float, program: str = WORKER) -> T:
-        """What `look` returns as soon as that is something. Raises StoryError when it takes longer than that."""
+    def until(self, what: str, poll: Callable[[], T | None], *, seconds: float, program: str = WORKER) -> T:
+        """Call `poll` until it returns a value other than None, and return that. Raises StoryError after `seconds`."""
         deadline = time.monotonic() + seconds
         with self.report.waiting(f"waiting for {what} …"):
             while True:
                 self.service.restart_ended()
-                seen = look()
+                seen = poll()
                 if seen is not None:
                     return seen
                 if time.monotonic() > deadline:
-                    raise StoryError(f"Waited {seconds:.0f} s in vain for {what}.", program)
-                self.service.wait(LOOK_SECONDS)
+                    raise StoryError(f"Timed out after {seconds:.0f} s waiting for {what}.", program)
+                self.service.wait(POLL_INTERVAL_SECONDS)
 
     def connect(self) -> DemoVerifier:
         if self.token is None:
-            raise StoryError("Nobody has a service token yet.")
+            raise StoryError("There is no service token yet.")
         return DemoVerifier(ADDRESS, self.port, self.token)
 
-    def expect(self, said: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
-        """One verification over HTTP whose verdict is known beforehand: one of `codes`, of which None is allowed."""
+    def expect(self, what: str, key: Plaintext, *codes: str | None, **more: Any) -> dict[str, Any]:
+        """Verify the key over HTTP and require one of the verdicts `codes`; None stands for allowed."""
         verifier = self.connect()
         try:
             decision = verifier.ask(key, **more)
         except (OSError, http.client.HTTPException) as error:
-            raise StoryError(f"{said}: there was no verdict, {error}.", SERVER) from None
+            raise StoryError(f"{what}: there was no verdict, {error}.", SERVER) from None
         finally:
             verifier.close()
         verdict = "allowed" if decision["allowed"] else f"{decision['status']} {decision['code']}"
         if decision["code"] not in codes or decision["allowed"] is not (decision["code"] is None):
             right = " or ".join(code or "allowed" for code in codes)
-            raise StoryError(f"{said}: the verdict was {verdict}, and should have been {right}.", SERVER)
-        self.report.step(f"{said}: {verdict}")
+            raise StoryError(f"{what}: the verdict was {verdict}, and should have been {right}.", SERVER)
+        self.report.step(f"{what}: {verdict}")
         return decision

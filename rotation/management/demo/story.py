@@ -1,4 +1,4 @@
-"""The story of one key, told while it happens: issued, approved, used, rotated under traffic, reinstated, revoked."""
+"""The life cycle of one key, live: requested, approved, used, rotated under traffic, reinstated, revoked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,22 +18,21 @@ from rotation.domain.events import RotationState as S
 from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
 from rotation.management.demo.report import DemoReport
-from rotation.management.demo.revoking import revoke_at_once, tell_receipt
+from rotation.management.demo.revoking import format_receipt, revoke_at_once
 from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
 from rotation.management.demo.stage import Stage, StoryError
 from rotation.management.demo.tally import RequestTally, count
 from rotation.management.demo.traces import find_secrets, find_trouble
 
 HAPPY_PATH = (S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED)
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class StoryResult:
-    """What is left to be judged when everything has stopped.
+    """The results to check after all processes have stopped.
 
-    `way`: the first rotation's entries in the audit log. `reinstated`: what came of the second one. `receipt`: of the
-    revocation.
+    `way`: the first rotation's audit entries. `reinstated`: the outcome of the second one. `receipt`: the revocation's.
     `found`: readable secrets. `trouble`: errors in the logs.
     """
 
@@ -46,12 +45,12 @@ class StoryResult:
     trouble: list[str]
 
 
-def tell(report: DemoReport, port: int) -> None:
-    """Returns when all of it held. Raises StoryError or ServiceError, in words, at the first thing that did not.
+def run_story(report: DemoReport, port: int) -> None:
+    """Run the demo. Raises StoryError or ServiceError, with an explanation, at the first failed expectation.
 
-    Runs in a data folder of its own, under a policy that asks for a second person in the sandbox too.
+    Runs in a data folder of its own, with a policy that requires a second person in the sandbox, too.
     """
-    report.chapter("A service from nothing")
+    report.chapter("Setup")
     _set_up(report)
     with supervise(port) as service:
         service.report = report.aside
@@ -63,9 +62,9 @@ def tell(report: DemoReport, port: int) -> None:
             tally, way, reinstated, receipt = _live(stage)
         except (StoryError, CommandError, KeyvaultError) as error:
             raise StoryError(f"{error}{_tail(service, getattr(error, 'program', WORKER))}") from error
-    report.chapter("What is left")
+    report.chapter("Checks")
     too = ", the Vault's audit log in it," if settings.IS_VAULT else ""
-    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, and goes away after that")
+    report.step(f"server, worker and beat have stopped; the data folder{too} is searched, then deleted")
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, stage.secrets)))
@@ -73,8 +72,8 @@ def tell(report: DemoReport, port: int) -> None:
     _show(report, outcome, len(stage.secrets))
     wrong = list(_wrong(outcome))
     if wrong:
-        more = [f"… and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
-        raise StoryError("\n".join(wrong[:MOST_SHOWN] + more) + _tail(service, SERVER))
+        more = [f"… and {len(wrong) - MAX_SHOWN} more"] if len(wrong) > MAX_SHOWN else []
+        raise StoryError("\n".join(wrong[:MAX_SHOWN] + more) + _tail(service, SERVER))
 
 
 def _set_up(report: DemoReport) -> None:
@@ -90,7 +89,7 @@ def _set_up(report: DemoReport) -> None:
     operators = ", ".join(operator["username"] for operator in seeded["operators"])
     report.step(f"merchants {merchants}; operators {operators}")
     needed = settings.APPROVALS_NEEDED[Environment.SANDBOX]
-    report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox asks for a second person, as production does")
+    report.aside(f"KEYVAULT_SANDBOX_APPROVALS={needed}: here the sandbox requires a second person, as production does")
 
 
 def _live(stage: Stage) -> tuple[RequestTally, list[RotationEntry], Reinstated, Receipt]:
@@ -111,7 +110,7 @@ def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
     report.figure("failures", f"{len(tally.failures)}")
     report.figure("refused in quarantine", f"{outcome.reinstated.refusals}, and {outcome.reinstated.counted} counted")
     report.figure("from revoke to first refusal", _first_refusal(tally))
-    report.figure("receipt of the revocation", tell_receipt(outcome.receipt))
+    report.figure("receipt of the revocation", format_receipt(outcome.receipt))
     report.figure("audit log", f"{audit.entries} entries, {'BROKEN' if audit.first_broken else 'intact'}")
     report.figure("secrets found in files", f"{len(outcome.found)}, of {secrets} issued")
     report.figure("errors in the logs", f"{len(outcome.trouble)}")
@@ -119,28 +118,28 @@ def _show(report: DemoReport, outcome: StoryResult, secrets: int) -> None:
 
 
 def _wrong(outcome: StoryResult) -> Iterator[str]:
-    """Everything that did not hold, in words."""
+    """Yield a description of each failed expectation."""
     tally, audit = outcome.tally, outcome.audit
     yield from (f"A wrong verdict: {failure}" for failure in tally.failures)
     if tally.first_refusal_seconds is None:
         yield "No traffic was refused after the revocation."
     if not outcome.receipt.of(VerifierProgress.CONFIRMED) or not outcome.receipt.is_complete:
-        yield f"The receipt of the revocation: {tell_receipt(outcome.receipt)}"
+        yield f"The receipt of the revocation: {format_receipt(outcome.receipt)}"
     if audit.first_broken is not None:
         yield f"The audit log is broken: {audit.first_broken}"
-    yield from (f"A secret stands readable in {place}" for place in outcome.found)
+    yield from (f"A secret is readable in {place}" for place in outcome.found)
     yield from (f"An error in a log: {line}" for line in outcome.trouble)
     passed = tuple(entry.event for entry in outcome.way if entry.event in HAPPY_PATH)
     if passed != HAPPY_PATH[1:]:
-        yield f"The rotation went another way: {', '.join(passed)}"
+        yield f"The rotation took other states: {', '.join(passed)}"
 
 
 def _first_refusal(tally: RequestTally) -> str:
     if tally.first_refusal_seconds is None:
         return "never"
     if tally.first_refusal_seconds < 0:
-        return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the answer to the revocation had arrived"
-    return f"{tally.first_refusal_seconds * 1000:.0f} ms after the answer to the revocation"
+        return f"{-tally.first_refusal_seconds * 1000:.0f} ms before the reply to the revocation"
+    return f"{tally.first_refusal_seconds * 1000:.0f} ms after the reply to the revocation"
 
 
 def _timed(way: list[RotationEntry]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the verdicts should have been, and whether they were."""
+"""Compare the fleet's verdicts with the expected ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ REVOKED = "key_revoked"
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """Between asking and the answer, either verdict is right."""
+    """A revocation call. Between `asked_at` and `answered_at` either verdict is right."""
 
     key_id: str
     asked_at: float
@@ -19,10 +19,11 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class RequestTally:
-    """`first_refusal_seconds`: from the answer to the revocation to the first refusal that traffic saw.
+    """The verdicts, counted.
 
-    Negative when traffic was refused before the answer had reached whoever asked; None when it never was.
-    `refusals`: how many requests were sent, and refused, after the answer.
+    `first_refusal_seconds`: from the reply to the revocation to the first refused request. Negative when a request was
+    refused before the reply reached the caller; None when none was refused. `refusals`: how many requests were sent,
+    and refused, after the reply.
     """
 
     requests: int
@@ -32,7 +33,7 @@ class RequestTally:
 
 
 def failures_while_good(requests: Sequence[Request]) -> list[str]:
-    """The merchant only ever presents its right key: as long as nobody revoked it, every refusal is wrong."""
+    """List every refusal. The fleet presents only its valid key, so before a revocation each refusal is wrong."""
     return [
         f"{_who(request)}: {request.fault or f'refused with {request.code}'}"
         for request in requests
@@ -41,7 +42,7 @@ def failures_while_good(requests: Sequence[Request]) -> list[str]:
 
 
 def count(requests: Sequence[Request], revocation: Revocation) -> RequestTally:
-    """The whole traffic, of which the end comes after the revocation of the key that all of it used by then."""
+    """Count the whole traffic, which ends after the revocation of the key that all backends used by then."""
     before = [request for request in requests if request.answered_at < revocation.asked_at]
     after = [request for request in requests if request.answered_at >= revocation.asked_at]
     refused = [request for request in after if request.code == REVOKED and request.key_id == revocation.key_id]
@@ -59,7 +60,7 @@ def _failures_after(requests: Sequence[Request], revocation: Revocation) -> Iter
         if request.fault or request.code not in {None, REVOKED}:
             yield f"{_who(request)}: {request.fault or f'refused with {request.code}'}"
         elif request.key_id != revocation.key_id:
-            yield f"{_who(request)}: that is not the key which everybody had"
+            yield f"{_who(request)}: that is not the key that the fleet used"
         elif request.code is None and late >= 0:
             yield f"{_who(request)}: allowed {late * 1000:.0f} ms after it was revoked"
 

@@ -1,4 +1,4 @@
-"""Looking for secrets where none may be: in every file that the service has written."""
+"""Search every file that the service has written for secrets."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,14 @@ from keyvault.domain.keystring import SHAPED
 from keyvault.domain.plaintext import Plaintext
 
 SECRET_AND_CHECKSUM = 49
-"""The characters of a key string that are no public handle."""
+"""Length of a key string's secret part with its checksum, in characters."""
 
 _SHAPED = re.compile(SHAPED.pattern.encode())
 _TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
 
 
 def find_secrets(folder: Path, secrets: Sequence[Plaintext]) -> Iterator[str]:
-    """Where one of the secrets stands readable, whole or without its handle, or anything else of that shape."""
+    """Yield each readable secret, whole or without its public part, and any other text shaped like a key."""
     wanted = [text.reveal().encode() for text in secrets]
     wanted += [text[-SECRET_AND_CHECKSUM:] for text in wanted]
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -24,11 +24,11 @@ def find_secrets(folder: Path, secrets: Sequence[Plaintext]) -> Iterator[str]:
             if text in content:
                 yield f"{path.relative_to(folder)}: a secret that was issued"
         for match in _SHAPED.finditer(content):
-            yield f"{path.relative_to(folder)}: {match['head'].decode()}… with what follows"
+            yield f"{path.relative_to(folder)}: {match['head'].decode()}… with its secret part"
 
 
 def find_trouble(logs: Path) -> Iterator[str]:
-    """Lines of the logs that tell of an error."""
+    """Yield the log lines that report an error."""
     for path in sorted(logs.glob("*.log")):
         for line in path.read_text(errors="replace").splitlines():
             if _TROUBLE.search(line):

@@ -1,4 +1,4 @@
-"""Asking over HTTP whether a key is good, as one of the platform's backend services does."""
+"""Verify a key over HTTP, as one of the platform's backend services does."""
 
 import http.client
 import json
@@ -11,14 +11,14 @@ TIMEOUT_SECONDS = 10
 
 
 class DemoVerifier:
-    """One connection, kept open; for one thread. `ask` raises OSError or HTTPException when nobody answers."""
+    """One persistent connection for one thread. `ask` raises OSError or HTTPException when there is no reply."""
 
     def __init__(self, address: str, port: int, token: Plaintext) -> None:
         self._connection = http.client.HTTPConnection(address, port, timeout=TIMEOUT_SECONDS)
         self._token = token
 
     def ask(self, key: Plaintext, **more: Any) -> dict[str, Any]:
-        """The decision on the key, whatever it is."""
+        """Return the decision on the key."""
         asked = {
             "key": key.reveal(),
             "environment": Environment.SANDBOX,
@@ -38,7 +38,7 @@ class DemoVerifier:
             self.close()
             raise
         if answer.status != http.HTTPStatus.OK:
-            raise http.client.HTTPException(f"the verify call itself was answered {answer.status}")
+            raise http.client.HTTPException(f"the verify call itself failed with status {answer.status}")
         decision: dict[str, Any] = json.loads(body)
         return decision
 

@@ -1,8 +1,8 @@
-"""Campaigns as people act on them: asked for, approved, rejected, paused, resumed, cancelled.
+"""Request, approve, reject, pause, resume and cancel campaigns.
 
-One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the
-credentials themselves, and expires twice: as a request that nobody approves, and as an approval whose credentials were
-not begun in time. Workers do the rest, see `campaign_work`.
+One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the selected
+credentials. It expires twice: as a request without approval, and as an approval whose credentials were not begun in
+time. Workers do the rest, see `runner`.
 """
 
 import secrets
@@ -45,21 +45,22 @@ def request_campaign(
     pace: Pace,
     reason: str,
 ) -> Campaign:
-    """Selects now, for good; running at once where the environment wants no second person. `merchants` None: all.
+    """Select credentials, finally, and request their rotation. `merchants` None: all.
 
-    Raises RequestInvalidError, listing each fault, also when nothing is selected; NotFoundError and
-    PermissionMissingError for accounts that the operator may not touch.
+    The campaign runs immediately where the environment requires no second person. Raises RequestInvalidError, listing
+    each fault, also when nothing is selected; NotFoundError and PermissionMissingError for accounts that the operator
+    may not change.
     """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("operators ask for campaigns")
+        raise TypeError("only operators request campaigns")
     wish = replace(wish, reason=clean_text(reason.strip(), 300))
     selection = Selection(environment, None if merchants is None else tuple(sorted(set(merchants))), older_than_days)
     faults = [*_selection_faults(selection), *find_pace_faults(pace)]
     if not wish.reason:
-        faults.append(Fault("/reason", "say why, in a few words"))
+        faults.append(Fault("/reason", "a short reason"))
     if faults:
-        raise RequestInvalidError("The campaign cannot be run like that.", faults)
+        raise RequestInvalidError("The campaign is invalid.", faults)
     selected = select_credentials(selection, wish, grant.at)
     if not selected.credentials:
         raise RequestInvalidError(_nothing_selected(selected.left_out), [Fault("/older_than_days", "select more")])
@@ -103,7 +104,7 @@ def request_campaign(
 
 
 def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Campaign:
-    """One person's yes to exactly this selection, plan and pace. Raises StateConflictError, see `approve_issuance`."""
+    """Approve exactly this selection, plan and pace. Raises StateConflictError, see `approve_issuance`."""
     _require_undecided(grant, campaign)
     if not is_unaltered(campaign):
         raise StateConflictError("The campaign was altered.", internal=f"{campaign.campaign_id} fails its digest")
@@ -138,40 +139,40 @@ def approve_campaign(grant: Grant, campaign: Campaign, plan_digest: str) -> Camp
 
 
 def reject_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Nothing of it is begun. Raises StateConflictError once it is decided."""
+    """Reject the campaign before it begins. Raises StateConflictError once it is decided."""
     _require_undecided(grant, campaign)
     return _enter(grant, campaign, P.ROTATIONS_APPROVE, C.REJECTED, "campaign.rejected", why)
 
 
 def pause_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Begins no more until it is resumed; what has begun goes on. Raises StateConflictError unless it runs."""
+    """Begin no more rotations until resumed; open ones continue. Raises StateConflictError unless it runs."""
     _require_state(campaign, C.RUNNING)
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.PAUSED, "campaign.paused", why)
 
 
 def resume_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Goes on. After a halt it takes a reason, and what led to the halt is not held against the campaign again.
+    """Resume the campaign. After a halt this takes a reason, and earlier failures no longer count towards a halt.
 
     Raises StateConflictError unless it is paused or halted, RequestInvalidError without that reason.
     """
     _require_state(campaign, C.PAUSED, C.HALTED)
     is_halted = campaign.state == C.HALTED
     if is_halted and not is_unaltered(campaign):
-        raise StateConflictError("What was approved was altered. Cancel the campaign and ask anew.")
+        raise StateConflictError("The approved campaign was altered. Cancel it and request another one.")
     if is_halted and not why.strip():
-        raise RequestInvalidError("A halted campaign is resumed with a reason.", [Fault("/why", "say why")])
+        raise RequestInvalidError("A halted campaign is resumed with a reason.", [Fault("/why", "a reason")])
     was_halted = {"resumed_at": grant.at} if is_halted else {}
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.RUNNING, "campaign.resumed", why, **was_halted)
 
 
 def cancel_campaign(grant: Grant, campaign: Campaign, why: str) -> Campaign:
-    """Begins no more, ever; what has begun goes on. Raises StateConflictError when it is closed."""
+    """Cancel the campaign; open rotations continue. Raises StateConflictError when it is closed."""
     _require_state(campaign, C.AWAITING_APPROVAL, C.RUNNING, C.PAUSED, C.HALTED)
     return _enter(grant, campaign, P.ROTATIONS_WRITE, C.CANCELLED, "campaign.cancelled", why)
 
 
 def get_campaign(campaign_id: str) -> Campaign:
-    """Raises NotFoundError."""
+    """Get the campaign. Raises NotFoundError."""
     campaign: Campaign | None = Campaign.objects.select_related("requester").filter(pk=campaign_id).first()
     if campaign is None:
         raise NotFoundError
@@ -179,7 +180,7 @@ def get_campaign(campaign_id: str) -> Campaign:
 
 
 def is_unaltered(campaign: Campaign) -> bool:
-    """Whether its selection, plan, pace and members are still those of its digest."""
+    """Whether its selection, plan, pace and members still match its digest."""
     members = CampaignMember.objects.filter(campaign=campaign).values_list("credential_id", flat=True)
     return _digest(campaign, list(members)) == campaign.plan_digest
 
@@ -214,16 +215,16 @@ def _enter(
 def _require_undecided(grant: Grant, campaign: Campaign) -> None:
     _require_state(campaign, C.AWAITING_APPROVAL)
     if grant.at >= campaign.approval_expires_at:
-        raise StateConflictError("Nobody approved the campaign in time. Ask for it anew.")
+        raise StateConflictError("The campaign was not approved in time. Request another one.")
 
 
 def _require_state(campaign: Campaign, *states: CampaignState) -> None:
     if campaign.state not in states:
-        raise StateConflictError(f"That is not possible now: the campaign is {campaign.get_state_display()}.")
+        raise StateConflictError(f"This is not possible while the campaign is {campaign.get_state_display()}.")
 
 
 def _require_touchable(grant: Grant, credentials: Sequence[Credential]) -> None:
-    """A campaign is no way round what its requester may do to each account alone."""
+    """Require the requester's permission for each account, so that a campaign cannot circumvent it."""
     for account in {credential.account for credential in credentials}:
         authorize(grant.principal, P.ROTATIONS_WRITE, account, now=grant.at)
 
@@ -235,7 +236,7 @@ def _selection_faults(selection: Selection) -> list[Fault]:
         unknown = sorted(set(selection.merchants) - set(its.values_list("merchant_id", flat=True)))
         faults += [Fault("/merchants", f"there is no merchant {name}") for name in unknown[:10]]
         if not selection.merchants:
-            faults.append(Fault("/merchants", "name one at least, or leave it out for all"))
+            faults.append(Fault("/merchants", "at least one, or omit it for all"))
     if selection.older_than_days is not None and not 0 <= selection.older_than_days <= _OLDEST_DAYS:
         faults.append(Fault("/older_than_days", f"0 to {_OLDEST_DAYS}"))
     return faults

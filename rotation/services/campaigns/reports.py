@@ -1,4 +1,4 @@
-"""Campaigns as they are read: how far one is, what holds it up, and when it can be done at the earliest."""
+"""Read access to campaigns: progress, obstacles, and the earliest time at which all rotations have begun."""
 
 from collections import Counter
 from datetime import datetime, timedelta
@@ -17,12 +17,12 @@ S = RotationState
 
 
 def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]:
-    """What the console and the command line show.
+    """Describe the campaign for the console and the command line.
 
-    `progress` counts members: `waiting` and `skipped` have no rotation; of the others `unproved`, `proved` (the
-    completed ones among them), `failed` and `stalled` make up `begun`. `percent_proved`: replacements in use.
-    `percent_ended`: where nothing more will happen by itself. `all_begun_at`: at the earliest, at the approved pace.
-    `requests`: verifications with keys of these rotations since the campaign began, allowed and refused.
+    `progress` counts members. `waiting` and `skipped` have no rotation; `begun` is the sum of `unproved`, `proved`
+    (including `completed`), `failed` and `stalled`. `percent_proved`: replacements in use. `percent_ended`: members
+    without further automatic progress. `all_begun_at`: the earliest time, at the approved pace. `requests`:
+    verifications with keys of these credentials since the campaign began, allowed and refused.
     """
     progress, by_state = _count(campaign)
     pace = Pace.from_json(campaign.pace)
@@ -61,12 +61,12 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
 
 
 def list_campaigns() -> list[str]:
-    """The ids, the latest first."""
+    """List the ids, the newest first."""
     return list(Campaign.objects.order_by("-created_at").values_list("campaign_id", flat=True))
 
 
 def list_troubled_first(campaign: Campaign, most: int) -> list[CampaignMember]:
-    """The members whose rotation stalled or failed, then the skipped, the unproved, the others; at most so many."""
+    """List at most `most` members: stalled and failed first, then skipped, unproved, proved and waiting ones."""
     rows = CampaignMember.objects.filter(campaign=campaign).select_related("credential__account", "rotation")
     states = [{S.STALLED}, FAILED, UNPROVED, PROVED]
     groups = [rows.filter(rotation__state__in=group) for group in states]

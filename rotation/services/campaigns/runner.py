@@ -1,8 +1,8 @@
-"""What workers do for campaigns: begin the next rotations at the approved pace, halt, complete, expire.
+"""The worker's part of campaigns: begin rotations at the approved pace, halt, complete, expire.
 
-Whatever a rotation has come to is read from the rotation itself, so nothing is settled twice or missed. A member's
-rotation and the link to it are one transaction, under the campaign's lease and with the campaign's row held: a worker
-that is killed has begun it or has not, two workers never begin one each, and after a pause has returned none begins.
+Outcomes are read from the rotations themselves, so none is counted twice or missed. A member's rotation and the link
+to it are written in one transaction, under the campaign's lease and with its row locked. Thus a killed worker leaves
+no half-begun member, two workers never begin the same one, and none begins after a pause has returned.
 """
 
 import logging
@@ -38,7 +38,7 @@ from rotation.domain.pacing import (
 from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
 from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
-from rotation.services.campaigns.selection import OBSTACLE_WORDS, Selection, find_obstacle
+from rotation.services.campaigns.selection import OBSTACLE_LABELS, Selection, find_obstacle
 from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.rotations.requests import begin_rotation
 
@@ -47,26 +47,26 @@ C, S = CampaignState, RotationState
 _log = logging.getLogger(__name__)
 
 SKIPPED = "skipped"
-"""The outcome of a member that no longer qualified when its turn came. Any other is what its rotation says."""
+"""Outcome of a member that no longer qualified at its turn; any other member's outcome is its rotation's state."""
 
 _MOST_SKIPS = 100
-"""Skipping spends nothing of the pace; but a turn is not to outlive its lease."""
+"""Maximum number of members skipped in one turn. Skips do not count towards the pace, but the lease is limited."""
 
-_ALTERED = "what was approved was altered"
+_ALTERED = "the approved campaign was altered"
 
 
 def tick(now: datetime) -> None:
-    """One turn of every campaign that is under way. Any number of workers may take it at once."""
+    """Advance every open campaign by one turn. Safe to run in several workers at the same time."""
     under_way = Campaign.objects.filter(environment__in=settings.ENVIRONMENTS).exclude(state__in=CLOSED)
     for campaign_id in under_way.order_by("created_at").values_list("campaign_id", flat=True):
         try:
             advance_campaign(campaign_id, now)
-        except Exception:  # noqa: BLE001  one campaign's fault is not the next one's
-            _log.exception("a campaign's turn failed unforeseen", extra={"campaign_id": campaign_id})
+        except Exception:  # noqa: BLE001  errors are isolated per campaign
+            _log.exception("unexpected error in a campaign's turn", extra={"campaign_id": campaign_id})
 
 
 def advance_campaign(campaign_id: str, now: datetime) -> None:
-    """One turn. Does nothing while another worker has it; a failure is noted, and the next turn tries again."""
+    """Advance the campaign by one turn, unless another worker holds it; a failure is recorded and retried next turn."""
     lease = leases.claim(subject_of(campaign_id), now)
     if lease is None:
         return
@@ -81,12 +81,12 @@ def advance_campaign(campaign_id: str, now: datetime) -> None:
 
 
 def subject_of(campaign_id: str) -> str:
-    """What the lease on a campaign's work is called."""
+    """Return the name of the lease on a campaign."""
     return f"campaign:{campaign_id}"
 
 
 def list_waiting(campaign: Campaign) -> "QuerySet[CampaignMember]":
-    """The members whose turn has not come, in order."""
+    """List the members whose turn has not come, in order."""
     return CampaignMember.objects.filter(campaign=campaign, rotation__isnull=True, outcome="").order_by("pk")
 
 
@@ -94,11 +94,13 @@ def _take_turn(lease: Lease, campaign_id: str, now: datetime) -> None:
     campaign = Campaign.objects.select_related("requester").get(pk=campaign_id)
     if campaign.state == C.AWAITING_APPROVAL:
         if now >= campaign.approval_expires_at:
-            _close(lease, campaign, C.EXPIRED, "nobody approved it in time", now)
+            _close(lease, campaign, C.EXPIRED, "not approved in time", now)
         return
     began_at, is_waiting = campaign.began_at, list_waiting(campaign).exists()
     if is_waiting and began_at is not None and now >= began_at + START_WITHIN:
-        _close(lease, campaign, C.EXPIRED, f"not all was begun within {START_WITHIN.days} days of its approval", now)
+        _close(
+            lease, campaign, C.EXPIRED, f"not all rotations began within {START_WITHIN.days} days of the approval", now
+        )
     elif campaign.state != C.RUNNING:
         return
     elif not is_unaltered(campaign):
@@ -111,7 +113,7 @@ def _take_turn(lease: Lease, campaign_id: str, now: datetime) -> None:
         _close(lease, campaign, C.COMPLETED, "", now)
 
 
-# --- beginning ----------------------------------------------------------------------------------------------
+# --- beginning rotations ------------------------------------------------------------------------------------
 
 
 def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
@@ -130,14 +132,14 @@ def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
 
 
 def _begin(lease: Lease, campaign: Campaign, member_id: int, now: datetime) -> bool:
-    """Begins a member's rotation, or skips it and says why. Raises StateConflictError when it is not to go on."""
+    """Begin a member's rotation, or skip it with a reason. Raises StateConflictError when the campaign was stopped."""
     with transaction.atomic():
         leases.hold(lease)
-        # A pause waits for this transaction, or this one sees it.
+        # The lock serializes this with a pause.
         rows = Campaign.objects.select_for_update(no_key=True).filter(pk=campaign.pk, state=C.RUNNING)
         member = list_waiting(campaign).filter(pk=member_id).select_related("credential__account__merchant").first()
         if not list(rows) or member is None:
-            raise StateConflictError("The campaign does not go on.", internal=f"{campaign.pk} was stopped meanwhile")
+            raise StateConflictError("The campaign was stopped.", internal=f"{campaign.pk} was stopped meanwhile")
         rotation, why = _rotation_of(campaign, member, now)
         members = CampaignMember.objects.filter(pk=member_id)
         members.update(rotation=rotation, outcome="" if rotation else SKIPPED, why=why[:300])
@@ -145,37 +147,37 @@ def _begin(lease: Lease, campaign: Campaign, member_id: int, now: datetime) -> b
 
 
 def _rotation_of(campaign: Campaign, member: CampaignMember, now: datetime) -> tuple[Rotation | None, str]:
-    """The member's rotation, or why there is none."""
+    """Return the member's rotation, or why there is none."""
     credential = member.credential
     before = Selection.from_json(campaign.selection).active_before(campaign.created_at)
     if (obstacle := find_obstacle(credential.credential_id, before)) is not None:
-        return None, OBSTACLE_WORDS[obstacle]
+        return None, OBSTACLE_LABELS[obstacle]
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
-        wish = PlanOverrides.from_json(campaign.wish)
-        return begin_rotation(grant, credential, wish, author=campaign.requester, campaign=campaign), ""
+        overrides = PlanOverrides.from_json(campaign.wish)
+        return begin_rotation(grant, credential, overrides, author=campaign.requester, campaign=campaign), ""
     except RequestInvalidError as error:
         return None, "; ".join(f"{fault.pointer}: {fault.detail}" for fault in error.faults) or error.detail
     except StateConflictError as error:
         return None, error.detail
 
 
-# --- ending -------------------------------------------------------------------------------------------------
+# --- halting and closing ------------------------------------------------------------------------------------
 
 
 def _tally(campaign: Campaign) -> CampaignTally:
-    """Of what happened since the approval, or since the campaign was last resumed after a halt."""
+    """Count the outcomes since the approval, or since the campaign was last resumed after a halt."""
     since = campaign.resumed_at or campaign.began_at
     rotations = campaign.rotations.filter(state__in=[*PROVED, *FAILED, S.STALLED])
-    # A proved rotation is news at its proof, another one when it failed or stalled.
-    news = rotations.filter(state__in=PROVED).annotate(at=Coalesce("used_at", "entered_at")).filter(at__gte=since)
+    # A proved rotation counts from its proof on, any other from when it failed or stalled.
+    good = rotations.filter(state__in=PROVED).annotate(at=Coalesce("used_at", "entered_at")).filter(at__gte=since)
     bad = rotations.exclude(state__in=PROVED).filter(entered_at__gt=since)
-    counts = [*news.values_list("state").annotate(n=Count("pk")), *bad.values_list("state").annotate(n=Count("pk"))]
+    counts = [*good.values_list("state").annotate(n=Count("pk")), *bad.values_list("state").annotate(n=Count("pk"))]
     return tally_of({S(state): count for state, count in counts})
 
 
 def _halt(lease: Lease, campaign: Campaign, why: str, now: datetime) -> None:
-    """Begins no more until a person has looked; the alarm stands with the account of the latest culprit."""
+    """Halt the campaign until a person resumes it; the alarm belongs to the account of the latest failed rotation."""
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, now=now)
     bad = campaign.rotations.filter(state__in=[*FAILED, S.STALLED]).select_related("credential__account")
     culprit = bad.order_by("-entered_at", "pk").first()

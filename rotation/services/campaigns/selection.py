@@ -1,4 +1,4 @@
-"""Which credentials a campaign is about: those that can be rotated now, and why the others are left out."""
+"""Selection of a campaign's credentials: those that can be rotated now, and why the others are left out."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, KeyvaultError, RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Credential, KeyUse, MerchantStatus
-from rotation.domain.pacing import MOST_MEMBERS
+from rotation.domain.pacing import MAX_MEMBERS
 from rotation.domain.policy import DEFAULTS
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
@@ -22,7 +22,7 @@ from rotation.services.rotations.planning import PlanOverrides, plan_rotation
 
 
 class Obstacle(StrEnum):
-    """Why a credential is not rotated with the others; kept with the campaign, so stable for ever."""
+    """Why a credential is left out. The values are stored with the campaign, so they never change."""
 
     MERCHANT_INACTIVE = "merchant_inactive"
     NO_USABLE_KEY = "no_usable_key"
@@ -32,19 +32,19 @@ class Obstacle(StrEnum):
     PLAN_CANNOT_BE_MET = "plan_cannot_be_met"
 
 
-OBSTACLE_WORDS = {
+OBSTACLE_LABELS = {
     Obstacle.MERCHANT_INACTIVE: "its merchant or account is not active",
     Obstacle.NO_USABLE_KEY: "it has no usable key",
-    Obstacle.TWO_USABLE_KEYS: "two keys of it verify already",
+    Obstacle.TWO_USABLE_KEYS: "two of its keys verify already",
     Obstacle.OPEN_ROTATION: "it has an open rotation",
-    Obstacle.TOO_YOUNG: "its key is younger than what was selected",
+    Obstacle.TOO_YOUNG: "its key is younger than selected",
     Obstacle.PLAN_CANNOT_BE_MET: "the plan cannot be met for it",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`merchants` None: all of the environment. `older_than_days` None: keys of any age."""
+    """The criteria. `merchants` None: all of the environment. `older_than_days` None: keys of any age."""
 
     environment: Environment
     merchants: tuple[str, ...] | None = None
@@ -59,7 +59,7 @@ class Selection:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Selection":
-        """What a campaign keeps; it has more in it."""
+        """Read what a campaign stores, ignoring its further members."""
         merchants = values["merchants"]
         return cls(
             Environment(values["environment"]),
@@ -68,7 +68,7 @@ class Selection:
         )
 
     def active_before(self, now: datetime) -> datetime:
-        """A key that became active after that is too young."""
+        """Return the time after which an activated key is too young."""
         return now - timedelta(days=self.older_than_days or 0)
 
 
@@ -78,8 +78,8 @@ class Selected:
     left_out: dict[str, int]
 
 
-def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime) -> Selected:
-    """The credentials, those with the oldest keys first, each with a plan that can be met as far as is known now.
+def select_credentials(selection: Selection, overrides: PlanOverrides, now: datetime) -> Selected:
+    """Select the credentials whose plan can be met as far as is known now, those with the oldest keys first.
 
     Raises RequestInvalidError when there are more than a campaign may have, or when no plan can be met, listing the
     faults of one of them.
@@ -93,16 +93,16 @@ def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime)
             fit.append(credential)
         else:
             left_out[obstacle.value] += 1
-    if len(fit) > MOST_MEMBERS:
+    if len(fit) > MAX_MEMBERS:
         raise RequestInvalidError(
-            f"{len(fit)} credentials are selected, and a campaign has at most {MOST_MEMBERS}.",
+            f"{len(fit)} credentials are selected, and a campaign has at most {MAX_MEMBERS}.",
             [Fault("/merchants", "select fewer: some merchants, or older keys")],
         )
     planned, refusal, known = [], None, {}
     for credential in fit:
         alike = (credential.account_id, credential.active_until, credential.is_used)
         if alike not in known:
-            known[alike] = _find_refusal(credential, wish, now)
+            known[alike] = _find_refusal(credential, overrides, now)
         if known[alike] is None:
             planned.append(credential)
         else:
@@ -110,27 +110,27 @@ def select_credentials(selection: Selection, wish: PlanOverrides, now: datetime)
             refusal = refusal or known[alike]
     if refusal is not None and not planned:
         faults = getattr(refusal, "faults", ())
-        raise RequestInvalidError("None of the selected credentials can be rotated like that.", faults) from refusal
+        raise RequestInvalidError("The plan cannot be met for any selected credential.", faults) from refusal
     return Selected(planned, dict(sorted(left_out.items())))
 
 
-def _find_refusal(credential: Credential, wish: PlanOverrides, now: datetime) -> KeyvaultError | None:
-    """Why the plan cannot be met for this credential, and so for all like it; None: it can.
+def _find_refusal(credential: Credential, overrides: PlanOverrides, now: datetime) -> KeyvaultError | None:
+    """Return why the plan cannot be met for this credential and all like it; None: it can.
 
-    The quiet period is taken to be the environment's own: what the longest gap on each key makes of it is looked at
-    when the credential's turn comes, for that reads every minute of each key's use.
+    The quiet period is the environment's default here. The longest gap of each key is computed only at the
+    credential's turn, since that reads every minute of the key's use.
     """
-    if wish.quiet_seconds is None:
-        wish = replace(wish, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
+    if overrides.quiet_seconds is None:
+        overrides = replace(overrides, quiet_seconds=DEFAULTS[credential.environment].quiet_seconds)
     try:
-        plan_rotation(credential, wish, now)
+        plan_rotation(credential, overrides, now)
     except (RequestInvalidError, StateConflictError) as error:
         return error
     return None
 
 
 def find_obstacle(credential_id: str, before: datetime) -> Obstacle | None:
-    """Why the credential can no longer be rotated with its campaign; None: it can."""
+    """Return why the credential can no longer be rotated with its campaign; None: it can."""
     return _obstacle(_with_facts(Credential.objects.filter(pk=credential_id)).get(), before)
 
 

@@ -1,7 +1,7 @@
-"""A key in wrong hands: revoked first and by itself; only then, and if that can be, a replacement is asked for.
+"""Response to a compromised key: revoke it first, in its own transaction, then request a replacement if possible.
 
-Revoking takes one person and our own database, nothing else. A replacement takes its approval, and later the secret
-backend: whatever becomes of it, the revocation stands, and the answer says what there is and what there is not.
+Revoking needs one person and the database, nothing else. A replacement needs an approval and later the secret backend.
+The revocation stands whatever happens to the replacement, and the response reports both.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ from rotation.services.rotations.requests import reissue_key
 _log = logging.getLogger(__name__)
 
 MOST_KEYS = 500
-"""Keys of one report."""
+"""Maximum number of keys in one report."""
 
 _REASON = "a key was reported compromised"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came of the report of one key.
+    """The outcome of one key's report.
 
-    `state`, `sequence`: as the key ended; None when it was not, and `fault` says why. `rotation_id`: the rotation
-    that brings a replacement, asked for now or open before; `no_replacement`: why there is none.
+    `state`, `sequence`: of the revoked key; None when it was not revoked, and `fault` says why. `rotation_id`: the
+    rotation that makes a replacement, new or already open; `no_replacement`: why there is none.
     """
 
     key_id: str
@@ -58,36 +58,36 @@ class Response:
 
 
 def respond_to_compromise(grant: Grant, key: Key, *, reason: str = "", replace: bool = False) -> Response:
-    """Ends the key at once, as compromised, in a transaction of its own; then asks for a replacement if told to.
+    """Revoke the key as compromised, in its own transaction; with `replace`, then request a replacement.
 
-    The grant is for `keys:report_compromise` or `keys:revoke`; asking takes `rotations:write`, and whoever lacks it
-    ends the key all the same.
+    The grant is for `keys:report_compromise` or `keys:revoke`. The replacement needs `rotations:write`; without it the
+    key is revoked nevertheless.
     """
-    told = clean_text(" ".join(reason.split()), 300)
-    response = _end(grant, key, told)
-    return _with_replacement(response, grant.principal, key.credential, told, grant.at) if replace else response
+    why = clean_text(" ".join(reason.split()), 300)
+    response = _revoke(grant, key, why)
+    return _with_replacement(response, grant.principal, key.credential, why, grant.at) if replace else response
 
 
 def respond_to_leak(
     principal: Principal, presented: Sequence[str], *, reason: str = "", replace: bool = False, now: datetime
 ) -> list[Response]:
-    """Ends up to 500 keys, each in a transaction of its own; replacements are asked for when all have ended.
+    """Revoke up to 500 keys, each in its own transaction; request replacements after all of them.
 
-    `presented`: key ids, or whole keys as they were found, of which only the id is read. What one of them comes to
-    is no other's: the answer tells of each, in the order given. Raises RequestInvalidError on more than 500.
+    `presented`: key ids, or whole keys as they were found, of which only the id is read. Errors are isolated per key;
+    the responses are in the order given. Raises RequestInvalidError for none or more than 500.
     """
     wanted = list(dict.fromkeys(text.strip() for text in presented if text.strip()))
     if not 1 <= len(wanted) <= MOST_KEYS:
-        raise RequestInvalidError("That cannot be reported.", [Fault("/key_ids", f"1 to {MOST_KEYS} of them")])
-    told = clean_text(" ".join(reason.split()), 300)
-    responses = [_end_presented(principal, text, number, told, now) for number, text in enumerate(wanted, 1)]
+        raise RequestInvalidError("The report is invalid.", [Fault("/key_ids", f"1 to {MOST_KEYS} keys")])
+    why = clean_text(" ".join(reason.split()), 300)
+    responses = [_revoke_presented(principal, text, number, why, now) for number, text in enumerate(wanted, 1)]
     if not replace:
         return responses
     credentials = Credential.objects.select_related("account__merchant").in_bulk(
         [response.credential_id for response in responses if response.credential_id is not None]
     )
     return [
-        _with_replacement(response, principal, credentials[response.credential_id], told, now)
+        _with_replacement(response, principal, credentials[response.credential_id], why, now)
         if response.credential_id is not None
         else response
         for response in responses
@@ -99,29 +99,29 @@ def find_open_rotation(credential: Credential) -> Rotation | None:
     return rotation
 
 
-def _end_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
-    """What is no key id is not repeated: it may be part of somebody's secret."""
+def _revoke_presented(principal: Principal, text: str, number: int, why: str, now: datetime) -> Response:
+    """Revoke one presented key. Text that is no key id is not echoed, since it may be part of a secret."""
     keystring = parse_keystring(text, settings.KEY_PREFIX)
     key_id = text if keystring is None else keystring.key_id
     if not is_key_id(key_id):
-        return Response(f"no. {number}", fault="This is no key id, and no whole key.")
+        return Response(f"no. {number}", fault="This is neither a key id nor a whole key.")
     key = get_key(key_id)
     try:
         if key is None:
             raise NotFoundError
         grant = authorize(principal, P.KEYS_REPORT_COMPROMISE, key.credential.account, now=now)
-        return _end(grant, key, why)
+        return _revoke(grant, key, why)
     except NotFoundError:
         return Response(key_id, fault="There is no such key.")
     except KeyvaultError as error:
         return Response(key_id, fault=error.detail)
     except DatabaseError as error:
         _log.exception("a leaked key was not revoked", extra={"key_id": key_id})
-        return Response(key_id, fault=f"The database did not take it ({type(error).__name__}); report it again.")
+        return Response(key_id, fault=f"The database did not record it ({type(error).__name__}). Report it again.")
 
 
-def _end(grant: Grant, key: Key, why: str) -> Response:
-    """Durable: committed when this returns, and never part of a transaction that may still fail."""
+def _revoke(grant: Grant, key: Key, why: str) -> Response:
+    """Revoke the key durably: committed on return, never part of a transaction that may still fail."""
     with transaction.atomic(durable=True):
         record = report_compromise(grant, key, why=why)
     return Response(key.key_id, KeyState(key.state), record.sequence or last_sequence(key), key.credential_id)
@@ -131,18 +131,20 @@ def _with_replacement(
     response: Response, principal: Principal, credential: Credential, reason: str, now: datetime
 ) -> Response:
     try:
-        rotation_id, why_not = _ask(principal, credential, reason or _REASON, now)
+        rotation_id, why_not = _request_replacement(principal, credential, reason or _REASON, now)
     except KeyvaultError as error:
         faults = "; ".join(fault.detail for fault in getattr(error, "faults", ()))
         return dataclasses.replace(response, no_replacement=f"{error.detail} {faults}".strip())
-    except Exception:  # noqa: BLE001  whatever it is, the key has ended, and its reporter must hear that
-        _log.exception("no replacement was asked for", extra={"credential_id": credential.credential_id})
-        return dataclasses.replace(response, no_replacement="Asking for it failed; ask again on the credential's page.")
+    except Exception:  # noqa: BLE001  the key is revoked, and the response must say so whatever failed here
+        _log.exception("no replacement was requested", extra={"credential_id": credential.credential_id})
+        return dataclasses.replace(response, no_replacement="The request failed. Try again on the credential's page.")
     return dataclasses.replace(response, rotation_id=rotation_id, no_replacement=why_not)
 
 
-def _ask(principal: Principal, credential: Credential, reason: str, now: datetime) -> tuple[str | None, str]:
-    """The rotation that brings a replacement, or why there is none."""
+def _request_replacement(
+    principal: Principal, credential: Credential, reason: str, now: datetime
+) -> tuple[str | None, str]:
+    """Return the id of the rotation that makes a replacement, or why there is none."""
     grant = authorize(principal, P.ROTATIONS_WRITE, credential.account, now=now)
     open_rotation = find_open_rotation(credential)
     usable = set(usable_keys(credential.credential_id, now).values_list("pk", flat=True))
@@ -151,14 +153,14 @@ def _ask(principal: Principal, credential: Credential, reason: str, now: datetim
         if is_turning_into_emergency(open_rotation) or open_rotation.replacement_id in usable:
             return open_rotation.rotation_id, ""
     if usable:
-        return None, "The credential has another key that is good."
+        return None, "The credential has another usable key."
     if open_rotation is not None:
         ends = f"Rotation {open_rotation.rotation_id} ends by itself first."
-        return None, f"{ends} Reissue the credential if it has no key that is good then."
+        return None, f"{ends} Reissue the credential afterwards if it has no usable key."
     return reissue_key(grant, credential, reason).rotation_id, ""
 
 
 def is_turning_into_emergency(rotation: Rotation) -> bool:
-    """Whether an open rotation goes on to make the replacement though its predecessor is compromised."""
+    """Whether an open rotation will make the replacement although its predecessor is compromised."""
     stage = stage_of(rotation)
     return RotationState.EMERGENCY in {stage, OUTCOMES[Event.PREDECESSOR_COMPROMISED].get(stage)}

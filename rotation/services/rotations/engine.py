@@ -1,7 +1,7 @@
-"""Moving a rotation on: what a worker runs, as often as it likes, and may be killed in.
+"""The worker's loop: advance rotations, idempotently and safe against being killed at any point.
 
-`advance_rotation` holds a lease, looks at the facts, asks `states.next_step`, and does that one thing: a side
-effect (`effects`), or a transition (`transitions`), until there is something to wait for.
+`advance_rotation` claims a lease, gathers the facts, calls `states.next_step` and performs the result: a side effect
+(`side_effects`) or a transition (`transitions`). It repeats this until the rotation has to wait.
 """
 
 import logging
@@ -38,9 +38,9 @@ from rotation.services.rotations.side_effects import Effects
 from rotation.services.rotations.transitions import (
     lift_quarantine,
     make_transition,
+    report_blocked,
+    send_due_notices,
     stall,
-    tell_blocked,
-    tell_what_is_due,
 )
 
 S = RotationState
@@ -49,63 +49,66 @@ _PROVING = (S.AWAITING_PROOF, S.OVERLAP)
 
 _log = logging.getLogger(__name__)
 
-LOOK_AGAIN_SECONDS = (2.0, 60.0)
-"""A waiting rotation is looked at this often at first, and at last: the longer it has waited, the rarer."""
+POLL_SECONDS = (2.0, 60.0)
+"""Poll interval of a waiting rotation, in seconds: the shortest and the longest. It grows with the time waited."""
 
-_PATIENCE = 20
-"""It is looked at again after this part of the time that it has waited."""
+_POLL_DIVISOR = 20
+"""Divisor of the time waited that gives the next poll interval."""
 
 SWEEP_SECONDS = 2.0
-"""Time in which one sweep begins turns, in seconds; what is left over is the next one's."""
+"""Time in which one sweep begins turns, in seconds; the next sweep takes the rest."""
 
-_AT_LEAST = 2
-"""Turns of every sweep: one of each list."""
+_MIN_TURNS = 2
+"""Minimum number of turns in a sweep: one of each list."""
 
-_MOST_AT_ONCE = 200
-"""Length of each list: more turns than a sweep has time for."""
+_MAX_LISTED = 200
+"""Maximum length of each list, in rotations; a sweep has time for fewer turns."""
 
 ACCEPTED_WITHIN_SECONDS = 8.0
-"""Longer than a verifier's staleness bound is by default, and shorter than the lease. Whoever has to be waited for any
-longer costs the staged key: the next turn makes another one."""
+"""Maximum wait within a turn for verifiers to accept a staged key, in seconds.
 
-_LOOK_SECONDS = 0.05
+Longer than a verifier's default staleness bound and shorter than the lease. After it the staged key is lost, and the
+next turn makes another one.
+"""
+
+_ACCEPTANCE_POLL_SECONDS = 0.05
 pause = time.sleep
 
-_JUST_NOW = timedelta(seconds=10)
+_RECENTLY = timedelta(seconds=10)
 _MINUTE = timedelta(minutes=1)
 
-MOST_ATTEMPTS = 12
-"""Failures of one step in a row, but for an unavailable backend, before the rotation stalls by name."""
+MAX_ATTEMPTS = 12
+"""Consecutive failures of one step before the rotation stalls; an unavailable backend does not count."""
 
-_MOST_STEPS = 20
+_MAX_STEPS = 20
 
 
 def advance_all_due(clock: Callable[[], datetime] = utc_now) -> int:
-    """Take turns of rotations whose time has come, for SWEEP_SECONDS; return how many.
+    """Advance due rotations for SWEEP_SECONDS; return the number of turns taken.
 
-    The listing does not count towards that time, and the first two turns are taken whatever they last: one of each
-    list of `list_due`. A fault of one turn ends no other.
+    The listing does not count towards that time. The first two turns, one of each list of `list_due`, are always
+    taken. Errors are isolated per turn.
     """
     due = list_due(clock())
     began = time.monotonic()
     turns = 0
     for rotation_id in due:
-        if turns >= _AT_LEAST and time.monotonic() - began > SWEEP_SECONDS:
+        if turns >= _MIN_TURNS and time.monotonic() - began > SWEEP_SECONDS:
             break
         turns += 1
         try:
             advance_rotation(rotation_id, clock)
-        except Exception:  # noqa: BLE001  one rotation's fault is not the next one's; its lease ends by itself
-            _log.exception("a rotation's turn failed unforeseen", extra={"rotation_id": rotation_id})
+        except Exception:  # noqa: BLE001  errors are isolated per rotation; its lease expires
+            _log.exception("unexpected error in a rotation's turn", extra={"rotation_id": rotation_id})
     return turns
 
 
 def list_due(now: datetime) -> list[str]:
-    """List the open rotations of what this process serves that nobody works on and whose time has come.
+    """List the open, unclaimed and due rotations of the environments that this process serves.
 
-    Two lists, by turns: those to which something happened, whenever they were to be looked at, and those that are due.
-    Both begin at a random id and go round, so that workers do not reach for the same rotation, and rotations that
-    never move hide no other. An index has the open ones in that order.
+    Two lists alternate: rotations with an event, whether due or not, and rotations that are due. Both start at a
+    random id and wrap around. Workers thus rarely choose the same rotation, and rotations that never progress cannot
+    starve others. An index holds the open rotations in that order.
     """
     lease = WorkLease.objects.filter(subject=Concat(Value(subject_of("")), OuterRef("pk")))
     held = Q(until__gt=now)
@@ -115,28 +118,28 @@ def list_due(now: datetime) -> list[str]:
         predecessor_is=_state_of("predecessor"), replacement_is=_state_of("replacement"), tried=_tried(now)
     )
     start = _draw_start()
-    # CASE, so that a lease is read only of those to which something happened.
+    # CASE, so that leases are read only for rotations with an event.
     happened = Case(When(_HAPPENED, then=_is_free(lease, failed)), default=Value(False))
     first = _list_round(urgent.filter(happened), start)
     others = _list_round(rows.filter(_is_free(lease, later)), start)
-    # By turns: however much happens to some, the others are not forgotten.
+    # The lists alternate, so rotations with many events cannot starve the others.
     return list(dict.fromkeys(pk for pair in zip_longest(first, others) for pk in pair if pk is not None))
 
 
 def _draw_start() -> str:
-    """Draw an id like those of rotations: about as many of them are below it as above."""
+    """Draw a random rotation id, which on average splits the existing ones in half."""
     return mint_id("rot", secrets.token_bytes)
 
 
 def _list_round(rows: QuerySet[Rotation], start: str) -> list[str]:
-    """List ids from `start` on, and then from the first one on to `start`."""
+    """List ids from `start` on, then wrap around to those before it."""
     ids = rows.order_by("pk").values_list("pk", flat=True)
-    found = list(ids.filter(pk__gte=start)[:_MOST_AT_ONCE])
-    room = _MOST_AT_ONCE - len(found)
+    found = list(ids.filter(pk__gte=start)[:_MAX_LISTED])
+    room = _MAX_LISTED - len(found)
     return [*found, *ids.filter(pk__lt=start)[:room]] if room else found
 
 
-# Each of these reads one row by its key. As a join or EXISTS, PostgreSQL would read all keys or all leases instead.
+# Each of these reads one row by its key. For a join or EXISTS, PostgreSQL would read all keys or all leases instead.
 
 
 def _is_free(lease: QuerySet[WorkLease], unless: Q) -> Coalesce:
@@ -146,13 +149,13 @@ def _is_free(lease: QuerySet[WorkLease], unless: Q) -> Coalesce:
 
 
 def _state_of(key: str) -> Coalesce:
-    """The state of the rotation's key; empty where there is none."""
+    """The state of the rotation's key; empty without one."""
     return Coalesce(Subquery(Key.objects.filter(pk=OuterRef(key)).values("state")), Value(""))
 
 
 def _tried(now: datetime) -> Subquery:
-    """A try of the predecessor a moment ago; None: there was none."""
-    since = now - _JUST_NOW
+    """A refused attempt with the predecessor within the last 10 seconds; None without one."""
+    since = now - _RECENTLY
     tries = UseBucket.objects.filter(
         key=OuterRef("predecessor"), outcome=UseOutcome.REFUSED, minute__gte=since - _MINUTE, last_at__gte=since
     )
@@ -167,20 +170,20 @@ _HAPPENED = (
     | Q(state=S.ROLLING_BACK, quarantined_at__isnull=True) & ~Q(replacement_is=KeyState.ACTIVE)
     | Q(state=S.ROLLING_BACK, quarantined_at__isnull=False) & ~Q(replacement_is=KeyState.SUSPENDED)
 )
-"""A key that is not as the state wants it, or a try of a quarantined one: the merchant may wait for the answer."""
+"""Rotations with a key in an unexpected state or an attempt in quarantine, either of which may affect the merchant."""
 
 
 def _served() -> QuerySet[Rotation]:
-    """Without an environment's peppers (KEYVAULT_ENVIRONMENTS) its rotations cannot be moved on."""
+    """Rotations in KEYVAULT_ENVIRONMENTS; this process has no peppers to advance any other."""
     return Rotation.objects.filter(credential__account__environment__in=settings.ENVIRONMENTS)
 
 
 def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) -> Wait | None:
-    """Moves the rotation on as far as it goes now, and says what it waits for.
+    """Advance the rotation as far as possible now; return what it waits for.
 
-    None: another worker holds it, or its environment is not served here. A failure is noted
-    and tried again later; a step that keeps failing, meets a foreign writer, or is refused by the secret backend stalls
-    the rotation, with both keys as they are.
+    None: another worker holds it, its environment is not served here, or the turn failed. A failure is recorded and
+    retried later. The rotation stalls, with both keys unchanged, when a step keeps failing, meets a foreign writer or
+    is refused by the secret backend.
     """
     if not _served().filter(pk=rotation_id).exists():
         return None
@@ -188,35 +191,35 @@ def advance_rotation(rotation_id: str, clock: Callable[[], datetime] = utc_now) 
     if lease is None:
         return None
     try:
-        wait, entered_at = _to_the_next_wait(rotation_id, lease, clock)
+        wait, entered_at = _advance_to_wait(rotation_id, lease, clock)
     except DependencyUnavailableError as error:
-        # Not a failure: nothing is used up, and verification goes on without the backend.
+        # An outage uses up no attempt; verification works without the backend.
         _log.warning("rotation paused", extra={"rotation_id": rotation_id, "why": error.internal})
         leases.pause(lease, clock(), error.internal or error.detail, seconds=error.retry_after_seconds)
     except KeyvaultError as error:
-        # Often somebody was merely faster, and the next look finds what is true now.
-        _give_up_or_try_again(rotation_id, lease, clock, error)
-    except Exception as error:  # noqa: BLE001  one rotation's fault is not the next one's, and must not go on unseen
-        _log.exception("rotation step failed unforeseen", extra={"rotation_id": rotation_id})
-        fault = StateConflictError("an unforeseen fault; the log has it", internal=type(error).__name__)
-        _give_up_or_try_again(rotation_id, lease, clock, fault)
+        # Often another writer was faster, and the next turn reads the current state.
+        _handle_failure(rotation_id, lease, clock, error)
+    except Exception as error:  # noqa: BLE001  errors are isolated per rotation, logged and recorded
+        _log.exception("unexpected error in a rotation step", extra={"rotation_id": rotation_id})
+        fault = StateConflictError("an unexpected error; see the log", internal=type(error).__name__)
+        _handle_failure(rotation_id, lease, clock, fault)
     else:
-        leases.release(lease, due_at=_look_again(wait, entered_at, clock()))
+        leases.release(lease, due_at=_next_poll(wait, entered_at, clock()))
         return wait
     return None
 
 
-def _look_again(wait: Wait, entered_at: datetime, now: datetime) -> datetime:
-    shortest, longest = LOOK_AGAIN_SECONDS
+def _next_poll(wait: Wait, entered_at: datetime, now: datetime) -> datetime:
+    shortest, longest = POLL_SECONDS
     waited = (now - entered_at).total_seconds()
-    due_at = now + timedelta(seconds=min(max(waited / _PATIENCE, shortest), longest))
+    due_at = now + timedelta(seconds=min(max(waited / _POLL_DIVISOR, shortest), longest))
     return due_at if wait.until is None else min(due_at, max(wait.until, now))
 
 
-def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> tuple[Wait, datetime]:
-    """What it waits for, and since when it is in its state."""
+def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetime]) -> tuple[Wait, datetime]:
+    """Advance until the rotation waits; return the wait and when the rotation entered its state."""
     effects = Effects(lease, clock)
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         now = clock()
         note_lost(now)
         rotation = get_rotation(rotation_id)
@@ -224,15 +227,15 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
         step = next_step(facts, now)
         grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
         is_held = rotation.state == S.STAGED and effects.holds(rotation.replacement_id)
-        if isinstance(step, Wait) and is_held and _is_soon_accepted(rotation):
-            # Only this process has the string: the next turn would have had to make another one.
+        if isinstance(step, Wait) and is_held and _wait_until_accepted(rotation):
+            # Only this process holds the string; the next turn would have to make another key.
             continue
         if isinstance(step, Wait):
-            tell_what_is_due(grant, rotation, facts, lease)
+            send_due_notices(grant, rotation, facts, lease)
             return step, rotation.entered_at
         if isinstance(step, Move):
             if step.to is S.CANCELLED or (step.to is S.ROLLED_BACK and rotation.written_back_at is None):
-                # First what our own database is enough for: with the backend down the predecessor is good again.
+                # The database suffices for this, so the predecessor verifies again even while the backend is down.
                 lift_quarantine(grant, rotation, lease)
                 effects.write_back(grant, rotation)
             make_transition(grant, rotation, facts, step, lease)
@@ -241,24 +244,27 @@ def _to_the_next_wait(rotation_id: str, lease: Lease, clock: Callable[[], dateti
     return Wait("its next turn"), clock()
 
 
-def _is_soon_accepted(rotation: Rotation) -> bool:
-    """Waits, within the lease: verifiers confirm, or their staleness bound passes, within a few seconds."""
+def _wait_until_accepted(rotation: Rotation) -> bool:
+    """Poll, within the lease, until every verifier has confirmed the key or become stale; False after the maximum."""
     assert rotation.replacement is not None  # noqa: S101  staged
     until = time.monotonic() + ACCEPTED_WITHIN_SECONDS
     while time.monotonic() < until:
         if not list_unconfirmed(rotation.replacement):
             return True
-        pause(_LOOK_SECONDS)
+        pause(_ACCEPTANCE_POLL_SECONDS)
     return False
 
 
-def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
-    """A foreign writer, a refusal of the secret backend (its client has logged in anew and tried again by then), an
-    unreadable plan, or a step that keeps failing stalls the rotation by name, for a person to look at."""
+def _handle_failure(rotation_id: str, lease: Lease, clock: Callable[[], datetime], error: KeyvaultError) -> None:
+    """Stall the rotation where only a person can help, else postpone the next attempt.
+
+    These stall it: a foreign writer, a refusal by the secret backend (its client has already retried with a new
+    login), an unreadable plan, and MAX_ATTEMPTS consecutive failures.
+    """
     why = error.internal or error.detail
     _log.warning("rotation step failed", extra={"rotation_id": rotation_id, "why": why})
-    reason = _for_a_person(error)
-    if reason is None and lease.attempts >= MOST_ATTEMPTS:
+    reason = _stall_reason(error)
+    if reason is None and lease.attempts >= MAX_ATTEMPTS:
         reason = f"a step kept failing: {error.detail}"
     if reason is not None:
         try:
@@ -266,25 +272,25 @@ def _give_up_or_try_again(rotation_id: str, lease: Lease, clock: Callable[[], da
                 return
         except KeyvaultError as second:
             why = second.internal or second.detail
-        except Exception as second:  # noqa: BLE001  a fault here must not keep the lease, nor end the sweep
+        except Exception as second:  # noqa: BLE001  an error here must not keep the lease or end the sweep
             _log.exception("rotation cannot be stalled", extra={"rotation_id": rotation_id})
             why = type(second).__name__
     leases.postpone(lease, clock(), why)
 
 
-def _for_a_person(error: KeyvaultError) -> str | None:
-    """What no second try mends."""
+def _stall_reason(error: KeyvaultError) -> str | None:
+    """Return the reason to stall for an error that no retry fixes; None for any other."""
     if isinstance(error, BackendDeniedError):
-        return f"the secret backend refuses us: {error.detail}"
+        return f"the secret backend denies access: {error.detail}"
     return error.detail if isinstance(error, ForeignWriterError | UnreadablePlanError) else None
 
 
 def _stall(rotation_id: str, lease: Lease, now: datetime, why: str) -> bool:
-    """Whether it stalled. In a state that cannot, it stays as it is, and operators are told once."""
+    """Stall the rotation; return False in a state that cannot stall, of which operators are notified once."""
     rotation = get_rotation(rotation_id)
     grant = authorize(WORKER, P.ROTATIONS_ADVANCE, rotation.credential.account, now=now)
     if S.STALLED not in TRANSITIONS[rotation.current_state]:
-        tell_blocked(grant, rotation, why, lease)
+        report_blocked(grant, rotation, why, lease)
         return False
     stall(grant, rotation, why, lease)
     leases.release(lease)

@@ -1,4 +1,4 @@
-"""What is known of a rotation, gathered for `states.next_step`, and kept as evidence when a fact is taken as proved."""
+"""The facts of a rotation: gathered for `states.next_step`, and recorded as evidence once proved."""
 
 import secrets
 from datetime import datetime
@@ -23,17 +23,17 @@ from rotation.domain.states import Facts, KeyFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
-"""An endpoint of ours: using it is a sign of life, but no traffic that proves anything."""
+"""Endpoint whose calls count as use of a key, but not as proof by traffic."""
 
 
 def gather_facts(rotation: Rotation, now: datetime) -> Facts:
-    """Reads only."""
+    """Gather the input of `next_step`. Read-only."""
     observation = observe(now)
     plan, replacement = rotation.approved_plan, rotation.replacement
     unconfirmed = [] if replacement is None else list_unconfirmed(replacement)
-    is_told, telling_failed = _find_telling(rotation)
+    is_notified, notification_failed = _find_notification(rotation)
     rolls_back = RotationState.ROLLING_BACK in {rotation.state, rotation.stalled_from}
-    # Nothing follows from tries of an old public key: shipped apps go on with it.
+    # Attempts with an old public key have no effect: shipped apps keep using it.
     is_proving = RotationState.AWAITING_PROOF in {rotation.state, rotation.stalled_from}
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and not rolls_back
     since = None if is_ignored else rotation.quarantined_at
@@ -55,8 +55,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         is_accepted=replacement is not None and replacement.state == KeyState.ACTIVE and not unconfirmed,
         unconfirmed=tuple(unconfirmed),
         is_delivered=rotation.delivered_at is not None,
-        is_told=is_told,
-        telling_failed=telling_failed,
+        is_notified=is_notified,
+        notification_failed=notification_failed,
         acknowledged_at=rotation.acknowledged_at,
         confirmed_at=rotation.confirmed_at,
         is_proved=rotation.used_at is not None,
@@ -70,31 +70,34 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
 
 
 def list_unconfirmed(key: Key) -> list[str]:
-    """The ids of the verifiers that must still confirm the newest change of the key before anybody is given it.
+    """List the ids of the verifiers that must confirm the key's newest change before the key is delivered.
 
-    A verifier answers from memory and could refuse a key that it has not heard of yet. One that is silent for longer
-    than its staleness bound reads the database for each verdict, so it accepts the key and is not waited for.
+    A verifier answers from memory and could refuse a key that it has not loaded yet. A verifier without an update for
+    longer than its staleness bound reads the database for each verdict, so it accepts the key and is not listed.
     """
     return receipts.list_unconfirmed(last_sequence(key))
 
 
-def _find_telling(rotation: Rotation) -> tuple[bool, bool]:
-    """Whether the merchant's webhook endpoint took the news, and whether every attempt was given up.
+def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
+    """Return whether the merchant's webhook endpoint accepted the message, and whether all attempts were given up.
 
-    Only where the plan asks for it. `told_at` decides once it is set: deliveries are not kept for ever.
+    (True, False) unless the plan requires it. `told_at` decides once it is set, since deliveries are purged.
     """
     if DeliveryChannel.WEBHOOK not in rotation.approved_plan.channels or rotation.told_at is not None:
         return True, False
-    told = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
-    return told.delivered_at is not None, told.has_failed
+    found = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, rotation.rotation_id)
+    return found.delivered_at is not None, found.has_failed
 
 
 def _key_facts(key: Key, now: datetime, tried_since: datetime | None, *, proves: bool = False) -> KeyFacts:
-    """`tried_since`: since when we have suspended it. `proves`: its traffic may prove something."""
+    """Gather the facts of one key.
+
+    `tried_since`: when the rotation suspended it. `proves`: whether its traffic counts as proof.
+    """
     attempts = None if tried_since is None else find_attempts(key.key_id, tried_since)
     return KeyFacts(
         state=KeyState(key.state),
-        # One that was revoked by hand did not expire, however late it is by now.
+        # A key that was revoked by hand did not expire, even if its expiry has passed since.
         is_expired=key.retirement == RetirementReason.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
         last_used_at=find_last(key.key_id),
         tried_at=None if attempts is None else attempts.last_at,
@@ -117,14 +120,14 @@ def _traffic(key: Key) -> dict[str, Any]:
 
 
 def note_evidence(rotation: Rotation, kind: EvidenceKind, seen: dict[str, JsonValue], now: datetime) -> None:
-    """Inside the `recorded` block of the transition that takes the fact as proved."""
+    """Record evidence. Call it inside the `recorded` block of the transition that takes the fact as proved."""
     Evidence(
         evidence_id=mint_id("evd", secrets.token_bytes), rotation=rotation, kind=kind, seen=seen, created_at=now
     ).save()
 
 
 def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
-    """How the replacement was proved in use: counts by source, the acknowledgement, or an operator's word."""
+    """Describe how the replacement was proved: counts by source, the acknowledgement, or an operator's confirmation."""
     replacement = facts.replacement
     seen: dict[str, JsonValue] = {
         "key_id": rotation.replacement_id,
@@ -144,7 +147,7 @@ def proof_seen(rotation: Rotation, facts: Facts) -> dict[str, JsonValue]:
 def silence_seen(
     key_id: str | None, facts: Facts, period_seconds: int, last_at: datetime | None
 ) -> dict[str, JsonValue]:
-    """How a key was seen to be silent: since when, and up to when verifiers had reported."""
+    """Describe how a key was observed to be silent: since when, and up to when verifiers had reported."""
     return {
         "key_id": key_id,
         "period_seconds": period_seconds,

@@ -1,5 +1,4 @@
-"""What people do to a rotation on its way: abort or roll back, resume, extend, confirm, retire, collect; and the
-merchant's acknowledgement."""
+"""Manual changes to a rotation: abort, roll back, resume, extend, confirm, retire, collect; and the acknowledgement."""
 
 import time
 from datetime import datetime, timedelta
@@ -40,17 +39,17 @@ pause = time.sleep
 
 
 def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
-    """Ends a rotation: cancelled, its replacement burned, while nobody has been given it; rolled back afterwards.
+    """End a rotation: cancel it and discard its replacement before delivery, roll it back afterwards.
 
-    Raises StateConflictError when it is closed, is revoking or rolling back already, or a worker is in the middle of
-    a step; BackendUnavailableError when the backend cannot say whether it holds the replacement.
+    Raises StateConflictError when it is closed, already revoking or rolling back, or a worker is performing a step;
+    BackendUnavailableError when the backend cannot tell whether it holds the replacement.
     """
     outcome = OUTCOMES[Event.ABORTED].get(stage_of(rotation))
     if not isinstance(outcome, RotationState):
-        raise StateConflictError(f"The rotation cannot be ended any more: it is {rotation.get_state_display()}.")
+        raise StateConflictError(f"The rotation can no longer be ended: it is {rotation.get_state_display()}.")
     lease = claim_rotation(rotation, grant.at)
     if lease is None:
-        raise StateConflictError("A worker is at it this moment. Try again.")
+        raise StateConflictError("A worker is processing the rotation. Try again.")
     try:
         if outcome is S.ROLLING_BACK or _may_be_delivered(rotation):
             _roll_back(grant, rotation, lease, why)
@@ -62,7 +61,7 @@ def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
 
 
 def claim_rotation(rotation: Rotation, now: datetime) -> Lease | None:
-    """A worker's turn is mostly over in a moment, which a person or a service rather waits than asks again."""
+    """Claim the rotation's lease, retrying for a second, since a worker's turn is usually short; None: still held."""
     for _ in range(_CLAIMS):
         lease = claim(subject_of(rotation.rotation_id), now, now_or_never=True)
         if lease is not None:
@@ -72,17 +71,17 @@ def claim_rotation(rotation: Rotation, now: datetime) -> Lease | None:
 
 
 def stage_of(rotation: Rotation) -> RotationState:
-    """Where it is on its way; of a stalled one, where it stalled."""
+    """Return the rotation's state; for a stalled one, the state it stalled in."""
     return S(rotation.stalled_from) if rotation.state == S.STALLED and rotation.stalled_from else rotation.current_state
 
 
 def rolls_back(rotation: Rotation) -> bool:
-    """Whether ending it now means the way back, since the merchant may already use the replacement."""
+    """Whether ending it now rolls it back, since the merchant may already use the replacement."""
     return OUTCOMES[Event.ABORTED].get(stage_of(rotation)) is S.ROLLING_BACK or rotation.delivered_at is not None
 
 
 def predecessor_ended_at(rotation: Rotation, now: datetime) -> datetime | None:
-    """When the old key was revoked, reported compromised, destroyed or expired; None: there is one to go back to."""
+    """Return when the old key was revoked, reported compromised, destroyed or expired; None: it is still usable."""
     key = rotation.predecessor
     ends = [at for at in (key.deactivated_at, key.compromised_at, key.destroyed_at) if at is not None]
     if key.expires_at is not None and now >= key.expires_at:
@@ -95,9 +94,9 @@ def may_be_aborted(rotation: Rotation) -> bool:
 
 
 def _may_be_delivered(rotation: Rotation) -> bool:
-    """A worker may have died between writing to the backend and saying so: the backend knows."""
+    """Whether the merchant may have the replacement; a worker may have died between writing and recording it."""
     stored = None if rotation.replacement is None else find_stored(rotation.credential)
-    # Any other key there was ours too, and came late: the way back puts the predecessor over it.
+    # Any other key there is ours, too, and arrived late: a roll-back writes the predecessor over it.
     is_there = stored is not None and stored.labels.get("key_id") != rotation.predecessor_id
     return rotation.delivered_at is not None or is_there or has_unsettled_delivery(rotation)
 
@@ -112,7 +111,7 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
         why=clean_text(why, 300),
     ):
         hold(lease)
-        # Keys before the rotation, as the engine locks them.
+        # Keys are locked before the rotation, as in the engine.
         if rotation.replacement is not None:
             discard_key(grant, rotation.replacement)
         was_planned = rotation.state != S.AWAITING_APPROVAL
@@ -122,10 +121,10 @@ def _cancel(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
 
 
 def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None:
-    """The predecessor verifies again where we had suspended it; a dead one never, so that there is no way back."""
+    """Begin the roll-back and resume a suspended predecessor. Raises StateConflictError when it has ended."""
     predecessor, now = rotation.predecessor, grant.at
     if predecessor_ended_at(rotation, now) is not None:
-        raise StateConflictError("There is no way back: the old key is not good any more.")
+        raise StateConflictError("The rotation cannot be rolled back: the old key is no longer usable.")
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -145,49 +144,52 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
             quarantined_at=None,
             written_back_at=None,
             confirmed_at=None,
-            deadline_at=None if rotation.deadline_at is None else now + _time_to_come_back(rotation),
+            deadline_at=None if rotation.deadline_at is None else now + _roll_back_time(rotation),
             why=clean_text(why, 300),
         )
 
 
-def _time_to_come_back(rotation: Rotation) -> timedelta:
-    """As long as a rotation has there, beside its own quiet period."""
+def _roll_back_time(rotation: Rotation) -> timedelta:
+    """Return the environment's default deadline plus the plan's quiet period."""
     defaults = DEFAULTS[rotation.credential.environment]
     return timedelta(seconds=defaults.deadline_seconds + rotation.approved_plan.quiet_seconds)
 
 
 def resume_rotation(grant: Grant, rotation: Rotation) -> Rotation:
-    """Goes on where it stalled, with its timers started anew."""
+    """Resume a stalled rotation in the state it stalled in, with its timers restarted.
+
+    Raises StateConflictError unless it is stalled, or when its deadline has passed.
+    """
     if rotation.state != S.STALLED or rotation.stalled_from is None:
-        raise StateConflictError(f"Only a stalled rotation is resumed; this one is {rotation.state}.")
+        raise StateConflictError(f"Only a stalled rotation can be resumed; this one is {rotation.state}.")
     would_stall = OUTCOMES[Event.DEADLINE].get(stage_of(rotation)) is S.STALLED
     if would_stall and rotation.deadline_at is not None and grant.at >= rotation.deadline_at:
-        raise StateConflictError("Its deadline has passed: give it a new one, and it goes on.")
+        raise StateConflictError("The deadline has passed. Extend it to resume the rotation.")
     with recorded(grant, P.ROTATIONS_WRITE, "rotation.resumed", account=rotation.credential.account, **about(rotation)):
-        _go_on(grant, rotation)
+        _resume(grant, rotation)
     wake(subject_of(rotation.rotation_id))
     return rotation
 
 
-def _go_on(grant: Grant, rotation: Rotation) -> None:
+def _resume(grant: Grant, rotation: Rotation) -> None:
     rotation.compare_and_swap(state=rotation.stalled_from, stalled_from=None, entered_at=grant.at, why="")
     if rotation.state == S.PUBLISHING and rotation.delivered_at is not None:
-        announce_replacement(grant, rotation)  # The endpoint did not take it the first time.
+        announce_replacement(grant, rotation)  # The endpoint did not accept the first message.
 
 
 def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rotation:
-    """A later deadline; one that stalled goes on with it. Takes nothing from anybody, so that one person may.
+    """Set a later deadline and resume a rotation that stalled at the old one. One person suffices: no key is revoked.
 
     Raises RequestInvalidError for a time that is past, earlier than the present deadline, or too far away;
     StateConflictError when the rotation is closed or has no deadline.
     """
     if rotation.current_state in CLOSED or rotation.deadline_at is None:
-        raise StateConflictError("Only an open rotation with a deadline is extended.")
+        raise StateConflictError("Only an open rotation with a deadline can be extended.")
     faults = list(find_far_faults({"deadline": deadline}, grant.at))
     if deadline <= max(grant.at, rotation.deadline_at):
-        faults.append(Fault("/deadline", "later than now, and than the present deadline"))
+        faults.append(Fault("/deadline", "later than now and than the current deadline"))
     if faults:
-        raise RequestInvalidError("The deadline cannot be moved there.", faults)
+        raise RequestInvalidError("The new deadline is invalid.", faults)
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -200,21 +202,23 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
         was_late = grant.at >= rotation.deadline_at
         rotation.compare_and_swap(deadline_at=deadline, reminded_percent=0)
         if was_late and rotation.state == S.STALLED and rotation.stalled_from is not None:
-            _go_on(grant, rotation)
+            _resume(grant, rotation)
     wake(subject_of(rotation.rotation_id))
     return rotation
 
 
 def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
-    """An operator says for the merchant that the replacement is in use: of a public key, or a dormant credential.
+    """Confirm for the merchant that the replacement of a public key or a dormant credential is in use.
 
-    Raises RequestInvalidError without saying who told them and how; StateConflictError where the plan wants traffic
-    or an acknowledgement, or nothing waits for proof.
+    `why`: who informed the operator, and how. Raises RequestInvalidError without it; StateConflictError where the
+    plan requires traffic or an acknowledgement, or the rotation does not wait for proof.
     """
     if (fault := find_reason_fault(why)) is not None:
-        raise RequestInvalidError("A confirmation says who told you, and how.", [Fault("/why", fault)])
+        raise RequestInvalidError("A confirmation needs a reason: who informed you, and how.", [Fault("/why", fault)])
     if not may_be_confirmed(rotation):
-        raise StateConflictError("This rotation is not proved by an operator's word, or does not wait for proof.")
+        raise StateConflictError(
+            "The plan accepts no confirmation by an operator, or the rotation does not wait for proof."
+        )
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -235,10 +239,10 @@ def may_be_confirmed(rotation: Rotation) -> bool:
     plan = rotation.readable_plan
     if plan is None:
         return False
-    # A credential that was dormant when it was planned is so no more once its old key is seen in use.
+    # A credential that was dormant when planned is no longer dormant once its old key is used.
     is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
     by_word = plan.proof is Proof.CONFIRMATION or is_dormant
-    if rotation.state == S.ROLLING_BACK:  # That the merchant is back on the old key; again, if it was used since.
+    if rotation.state == S.ROLLING_BACK:  # Confirms the return to the old key; again after use of the replacement.
         used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
         is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
         return rotation.written_back_at is not None and is_overtaken
@@ -246,20 +250,22 @@ def may_be_confirmed(rotation: Rotation) -> bool:
 
 
 def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
-    """The date on which an old public key is taken out of service; a second person approves it where one is wanted.
+    """Request the date on which an old public key is taken out of service; it takes effect once approved, if required.
 
     Raises RequestInvalidError for a date that is past or too far away, StateConflictError for a private key's rotation.
     """
     if rotation.credential.kind != KeyKind.PUBLIC or rotation.current_state in CLOSED:
-        raise StateConflictError("Only a public key's open rotation has such a date; silence retires a private key.")
+        raise StateConflictError(
+            "Only a public key's open rotation has a retirement date; silence retires a private key."
+        )
     faults = list(find_far_faults({"retire_at": retire_at}, grant.at))
     if retire_at <= grant.at:
         faults.append(Fault("/retire_at", "later than now"))
     if faults:
-        raise RequestInvalidError("The key cannot be retired then.", faults)
+        raise RequestInvalidError("The retirement date is invalid.", faults)
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people ask for a retirement")
+        raise TypeError("only operators request a retirement")
     account = rotation.credential.account
     retirement = Retirement(
         rotation=rotation,
@@ -285,20 +291,23 @@ def ask_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Ret
 
 
 def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
-    """A second person's yes to the date. Raises StateConflictError: their own, decided already, past, overtaken."""
+    """Approve the date as a second person.
+
+    Raises StateConflictError for one's own request, and for a date that is decided, past or superseded.
+    """
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people approve")
+        raise TypeError("only operators approve")
     if operator.person == retirement.requester_person:
-        raise StateConflictError("This takes a second person: whoever asked for it cannot approve it.")
+        raise StateConflictError("This takes a second person: the requester cannot approve it.")
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
-        raise StateConflictError("This date is approved already, or past: ask for another one.")
+        raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)
     if rotation.current_state in CLOSED:
         raise StateConflictError("The rotation is closed.")
     newest = rotation.retirements.order_by("-created_at", "-pk").first()
     if newest != retirement:
-        raise StateConflictError("A later date was asked for meanwhile. Look at it again.")
+        raise StateConflictError("Another date was requested since. Review that one.")
     with recorded(
         grant,
         P.ROTATIONS_APPROVE,
@@ -324,9 +333,9 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
 
 
 def acknowledge(grant: Grant, rotation: Rotation) -> None:
-    """The merchant, by the replacement itself, says that it arrived. Repeatable.
+    """Record the merchant's acknowledgement, authenticated with the replacement itself. Idempotent.
 
-    Raises NotFoundError for a holder of any other key: no service token can say this for the merchant.
+    Raises NotFoundError for a holder of any other key: a service token cannot acknowledge for the merchant.
     """
     holder = grant.principal
     if not isinstance(holder, KeyHolder) or holder.key_id != rotation.replacement_id:
@@ -346,24 +355,27 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
 
 
 def may_collect(rotation: Rotation, person: str) -> bool:
-    """Whoever asked for the rotation. Where that was a service, or an operator who may collect nothing (an incident
-    responder), nobody else could: then any other who did not approve it."""
-    asker = rotation.requester
-    if asker is not None and P.ISSUANCE_COLLECT in operator_principal(asker).permissions:
+    """Whether the person may collect the replacement: the requester, if that is an operator who may collect keys.
+
+    If it is a service, or an operator without that permission (an incident responder), any person may who neither
+    approved nor bypassed the rotation.
+    """
+    requester = rotation.requester
+    if requester is not None and P.ISSUANCE_COLLECT in operator_principal(requester).permissions:
         return person == rotation.requester_person
     began = BreakGlass.objects.filter(event="rotation.bypassed", subject=rotation.rotation_id, person=person)
     return not rotation.approvals.filter(person=person).exists() and not began.exists()
 
 
 def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
-    """The replacement's string, once, to whom `may_collect` names; break-glass in production.
+    """Return the replacement's string, once, to a person for whom `may_collect` holds; break-glass in production.
 
     Raises StateConflictError when there is nothing to collect, and for a sealed credential, whose keys no person sees.
     """
     operator = grant.principal
     key = rotation.replacement
     if not isinstance(operator, Operator) or not may_collect(rotation, operator.person):
-        raise StateConflictError("Only whoever asked for the rotation collects its key.")
+        raise StateConflictError("Only the rotation's requester can collect its key.")
     if rotation.credential.delivery == Delivery.SEALED:
         raise StateConflictError(
             "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
@@ -371,7 +383,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     if rotation.collected_at is not None:
         raise StateConflictError("The key was collected already.")
     if key is None or rotation.delivered_at is None:
-        raise StateConflictError("The replacement is not there yet.")
+        raise StateConflictError("The replacement is not delivered yet.")
     text = read_string(key)
     account = rotation.credential.account
     with recorded(

@@ -1,4 +1,4 @@
-"""From what somebody wishes to a plan that can be met: the environment's defaults for all that was left open."""
+"""Build and validate a plan from a request's overrides and the environment's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,7 +28,7 @@ from rotation.domain.windows import Window
 
 @dataclass(frozen=True, slots=True)
 class PlanOverrides:
-    """What somebody asks for; None leaves it to the environment's defaults."""
+    """The requested values of a plan; None takes the environment's default."""
 
     reason: str = ""
     not_before: datetime | None = None
@@ -48,17 +48,17 @@ class PlanOverrides:
     retire_at: datetime | None = None
 
     def as_json(self) -> dict[str, JsonValue]:
-        """What a schedule or a campaign keeps: all that differs from leaving it open."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: _plain(value) for name, value in said.items() if value != getattr(_NOTHING, name)}
+        """Return the values that differ from the defaults, which a schedule or a campaign stores."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: _to_json(value) for name, value in values.items() if value != getattr(_DEFAULT, name)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanOverrides":
-        """What `as_json` wrote."""
-        return cls(**{name: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
+        """Read what `as_json` wrote."""
+        return cls(**{name: _READERS.get(name, lambda value: value)(value) for name, value in values.items()})
 
 
-def _plain(value: Any) -> JsonValue:
+def _to_json(value: Any) -> JsonValue:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Window):
@@ -68,8 +68,8 @@ def _plain(value: Any) -> JsonValue:
     return value.value if isinstance(value, StrEnum) else value
 
 
-_NOTHING = PlanOverrides()
-_READ: dict[str, Any] = {
+_DEFAULT = PlanOverrides()
+_READERS: dict[str, Any] = {
     **dict.fromkeys(("not_before", "deadline", "retire_at"), datetime.fromisoformat),
     "proof": Proof,
     "at_deadline": AtDeadline,
@@ -79,30 +79,32 @@ _READ: dict[str, Any] = {
 }
 
 
-def plan_rotation(credential: Credential, wish: PlanOverrides, now: datetime) -> Plan:
-    """The plan of a rotation of the credential's one usable key.
+def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetime) -> Plan:
+    """Plan a rotation of the credential's one usable key.
 
-    Raises StateConflictError when it has none, or two, or must not get another one; RequestInvalidError, listing why
-    the plan cannot be met.
+    Raises StateConflictError when it has none, has two, or must not get another one; RequestInvalidError, listing each
+    reason why the plan cannot be met.
     """
-    faults = list(find_far_faults({name: getattr(wish, name) for name in ("not_before", "deadline", "retire_at")}, now))
+    faults = list(
+        find_far_faults({name: getattr(overrides, name) for name in ("not_before", "deadline", "retire_at")}, now)
+    )
     if faults:
-        raise RequestInvalidError(_CANNOT, faults)
+        raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
-    plan = _filled(credential, predecessor, wish, now)
+    plan = _build_plan(credential, predecessor, overrides, now)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
     faults += _channel_faults(plan, credential)
     if faults:
-        raise RequestInvalidError(_CANNOT, faults)
+        raise RequestInvalidError(_REFUSED, faults)
     return plan
 
 
-_CANNOT = "The rotation cannot be done like that."
+_REFUSED = "The plan cannot be met."
 
 
 def find_predecessor(credential: Credential) -> Key:
-    """The one key that verifies. Raises StateConflictError when there is none, or are two."""
+    """Find the one active key. Raises StateConflictError when there is none, or when there are two."""
     active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
     if not active:
         raise StateConflictError("The credential has no usable key to replace; reissue it.")
@@ -112,64 +114,65 @@ def find_predecessor(credential: Credential) -> Key:
 
 
 def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: datetime) -> Plan:
-    """Of a credential without a usable key: delivered is done, since there is nothing to be silent."""
+    """Plan a reissue for a credential without a usable key; no old key has to become silent."""
     is_public = credential.kind == KeyKind.PUBLIC
     defaults = DEFAULTS[credential.environment]
-    wish = PlanOverrides(
+    overrides = PlanOverrides(
         reason=reason,
         proof=Proof.CONFIRMATION if is_public else Proof.TRAFFIC,
         deadline=None if is_public else now + timedelta(seconds=defaults.deadline_seconds),
         predecessor_may_expire=True,
     )
-    return _filled(credential, predecessor, wish, now)
+    return _build_plan(credential, predecessor, overrides, now)
 
 
-def _filled(credential: Credential, predecessor: Key, wish: PlanOverrides, now: datetime) -> Plan:
+def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrides, now: datetime) -> Plan:
     defaults = DEFAULTS[credential.environment]
-    not_before = wish.not_before or now
+    not_before = overrides.not_before or now
     is_public = credential.kind == KeyKind.PUBLIC
-    gap_seconds = 0 if wish.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
-    quiet_seconds = _or(wish.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
-    # A key that is used once a month is quiet for two: that much later is its rotation's deadline.
+    gap_seconds = 0 if overrides.quiet_seconds is not None else longest_gap_seconds(predecessor.key_id)
+    quiet_seconds = _or(overrides.quiet_seconds, default_quiet_seconds(credential.environment, gap_seconds))
+    # A key used once a month has a quiet period of two months; its rotation's deadline is later by as much.
     longest_seconds = defaults.deadline_seconds + max(0, quiet_seconds - defaults.quiet_seconds)
     return Plan(
         credential_id=credential.credential_id,
         predecessor_key_id=predecessor.key_id,
-        reason=clean_text(wish.reason, 300),
+        reason=clean_text(overrides.reason, 300),
         not_before=not_before,
-        deadline=wish.deadline or (None if is_public else _latest(predecessor, wish, not_before, longest_seconds)),
-        proof=wish.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC),
-        proof_count=_or(wish.proof_count, defaults.proof_count),
-        proof_sources=_or(wish.proof_sources, defaults.proof_sources),
-        soak_seconds=_or(wish.soak_seconds, defaults.soak_seconds),
+        deadline=overrides.deadline
+        or (None if is_public else _latest(predecessor, overrides, not_before, longest_seconds)),
+        proof=overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC),
+        proof_count=_or(overrides.proof_count, defaults.proof_count),
+        proof_sources=_or(overrides.proof_sources, defaults.proof_sources),
+        soak_seconds=_or(overrides.soak_seconds, defaults.soak_seconds),
         quiet_seconds=quiet_seconds,
-        quarantine_seconds=_or(wish.quarantine_seconds, defaults.quarantine_seconds),
-        expires_in_days=wish.expires_in_days,
-        predecessor_may_expire=wish.predecessor_may_expire,
+        quarantine_seconds=_or(overrides.quarantine_seconds, defaults.quarantine_seconds),
+        expires_in_days=overrides.expires_in_days,
+        predecessor_may_expire=overrides.predecessor_may_expire,
         is_dormant=not is_public and not KeyUse.objects.filter(key=predecessor).exists(),
-        at_deadline=wish.at_deadline,
-        reinstatement=wish.reinstatement,
-        channels=wish.channels,
-        window=wish.window,
-        retire_at=wish.retire_at,
+        at_deadline=overrides.at_deadline,
+        reinstatement=overrides.reinstatement,
+        channels=overrides.channels,
+        window=overrides.window,
+        retire_at=overrides.retire_at,
     )
 
 
-def _latest(predecessor: Key, wish: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
+def _latest(predecessor: Key, overrides: PlanOverrides, not_before: datetime, seconds: int) -> datetime:
     latest = not_before + timedelta(seconds=seconds)
-    if predecessor.expires_at is not None and not wish.predecessor_may_expire:
+    if predecessor.expires_at is not None and not overrides.predecessor_may_expire:
         latest = min(latest, predecessor.expires_at)
     return latest
 
 
 def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
-    """A delivery channel works: this process serves the environment, and a webhook has somewhere to go."""
+    """Check the delivery channels: the secret backend is one of them, and a webhook has an enabled endpoint."""
     if DeliveryChannel.SECRET_BACKEND not in plan.channels:
-        return [Fault("/channels", "secret_backend is always one of them: it is what the merchant reads")]
+        return [Fault("/channels", "secret_backend is required: the merchant reads the replacement there")]
     if DeliveryChannel.WEBHOOK not in plan.channels:
         return []
     if not WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True).exists():
-        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or leave webhook out")]
+        return [Fault("/channels", "the account has no enabled webhook endpoint; add one, or omit webhook")]
     return []
 
 

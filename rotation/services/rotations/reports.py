@@ -1,4 +1,4 @@
-"""Rotations as they are read: found, listed, and told to the API, the console and the command line."""
+"""Read access to rotations, for the API, the console and the command line."""
 
 from datetime import datetime
 
@@ -16,7 +16,7 @@ S = RotationState
 
 
 def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
-    """What the API, the console and the command line show; never material."""
+    """Describe the rotation for the API, the console and the command line, without any secret."""
     plan = rotation.readable_plan
     return {
         "rotation_id": rotation.rotation_id,
@@ -71,7 +71,7 @@ def _waiting_for(rotation: Rotation, now: datetime) -> str | None:
 
 
 def get_rotation(rotation_id: str) -> Rotation:
-    """Raises NotFoundError."""
+    """Get the rotation with its keys. Raises NotFoundError."""
     rotation = _find(Q(rotation_id=rotation_id))
     if rotation is None:
         raise NotFoundError
@@ -79,7 +79,7 @@ def get_rotation(rotation_id: str) -> Rotation:
 
 
 def find_introduction(key_id: str) -> Rotation | None:
-    """The rotation whose replacement this key is, if it still stands; what an acknowledgement is about."""
+    """Find the rotation whose replacement this key is, unless it was abandoned; an acknowledgement applies to it."""
     return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
 
 
@@ -88,17 +88,17 @@ def list_open() -> list[str]:
 
 
 def subject_of(rotation_id: str) -> str:
-    """What the lease on a rotation's work is called."""
+    """Return the name of the lease on a rotation."""
     return f"rotation:{rotation_id}"
 
 
 def about(rotation: Rotation) -> dict[str, JsonValue]:
-    """What every audit entry and notice of a rotation names."""
+    """Return the ids that every audit entry and notice of a rotation carries."""
     return {"rotation_id": rotation.rotation_id, "credential_id": rotation.credential_id}
 
 
 def _find(wanted: Q) -> Rotation | None:
-    """The newest such rotation, with all that its keys need, in one query."""
+    """Find the newest matching rotation, with all that its keys need, in one query."""
     rows = Rotation.objects.select_related("credential__account__merchant", "predecessor", "replacement")
     rotation: Rotation | None = rows.filter(wanted).order_by("-created_at").first()
     if rotation is not None:

@@ -1,4 +1,4 @@
-"""Rotations asked for and decided about: by people and services, by schedules and campaigns in a person's name."""
+"""Request, approve, bypass and reject rotations; schedules and campaigns request them on behalf of an operator."""
 
 import secrets
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from rotation.services.rotations.reports import about, subject_of
 
 S = RotationState
 
-_ASKS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
+_REQUEST_PERMISSIONS = frozenset({P.ROTATIONS_WRITE, P.ROTATIONS_BEGIN})
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
-    """In whose name a rotation is asked for, and how many others have to agree."""
+class _Requester:
+    """The requester of a rotation, and the number of approvals by others that it needs."""
 
     person: str
     approvals: int
@@ -46,38 +46,38 @@ class _Asker:
     campaign: Campaign | None = None
 
 
-def request_rotation(grant: Grant, credential: Credential, wish: PlanOverrides) -> Rotation:
-    """Asks for a rotation; scheduled at once where the policy wants no second person.
+def request_rotation(grant: Grant, credential: Credential, overrides: PlanOverrides) -> Rotation:
+    """Request a rotation; it is scheduled immediately where the policy requires no second person.
 
-    Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential
-    has an open rotation, or not exactly one key to replace.
+    Raises RequestInvalidError, listing why the plan cannot be met; StateConflictError when the credential has an open
+    rotation, or not exactly one key to replace.
     """
-    plan = plan_rotation(credential, wish, grant.at)
-    asker = _asker_of(grant, credential)
-    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+    plan = plan_rotation(credential, overrides, grant.at)
+    requester = _requester_of(grant, credential)
+    return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
 
 
 def begin_rotation(
     grant: Grant,
     credential: Credential,
-    wish: PlanOverrides,
+    overrides: PlanOverrides,
     *,
     author: OperatorRow,
     schedule: RotationSchedule | None = None,
     campaign: Campaign | None = None,
 ) -> Rotation:
-    """What a schedule or a campaign asks for, in the name of whoever made it.
+    """Request a rotation for a schedule or a campaign, on behalf of its author.
 
-    The persons who approved the campaign have approved this plan with it. Raises like `request_rotation`.
+    The campaign's approvals cover this plan. Raises what `request_rotation` raises.
     """
-    plan = plan_rotation(credential, wish, grant.at)
+    plan = plan_rotation(credential, overrides, grant.at)
     needed = approvals_needed(credential.environment)
-    asker = _Asker(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
-    return _ask(grant, credential, find_predecessor(credential), plan, asker, S.SCHEDULED)
+    requester = _Requester(author.person, needed, operator=author, schedule=schedule, campaign=campaign)
+    return _store_request(grant, credential, find_predecessor(credential), plan, requester, S.SCHEDULED)
 
 
 def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
-    """Asks for a key for a credential that has no usable one; made as soon as it is approved, in no window.
+    """Request a key for a credential without a usable one; it is made as soon as it is approved, in no window.
 
     Raises StateConflictError when it has a key that verifies or is suspended, or an open rotation.
     """
@@ -88,39 +88,39 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
             raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
     latest: Key | None = credential.keys.select_related("credential__account").order_by("-created_at").first()
     if latest is None:
-        raise StateConflictError("The credential never had a key: its issuance is not done.")
+        raise StateConflictError("The credential never had a key: its issuance is not completed.")
     plan = plan_reissue(credential, latest, reason, grant.at)
-    return _ask(grant, credential, latest, plan, _asker_of(grant, credential), S.EMERGENCY)
+    return _store_request(grant, credential, latest, plan, _requester_of(grant, credential), S.EMERGENCY)
 
 
-def _asker_of(grant: Grant, credential: Credential) -> _Asker:
+def _requester_of(grant: Grant, credential: Credential) -> _Requester:
     principal, needed = grant.principal, approvals_needed(credential.environment)
     if isinstance(principal, Operator):
-        return _Asker(principal.person, needed, operator=operator_row(principal))
+        return _Requester(principal.person, needed, operator=operator_row(principal))
     if isinstance(principal, Service):
-        # A service's wish takes an operator even where an operator's own would be enough.
+        # A service's request needs an operator's approval even where an operator's own request needs none.
         token = ServiceToken.objects.get(pk=principal.token_id)
-        return _Asker(principal.person, max(needed, 1), token=token)
-    raise TypeError("operators and services ask for rotations")
+        return _Requester(principal.person, max(needed, 1), token=token)
+    raise TypeError("only operators and services request rotations")
 
 
-def _ask(
-    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, asker: _Asker, approved: RotationState
+def _store_request(
+    grant: Grant, credential: Credential, predecessor: Key, plan: Plan, requester: _Requester, approved: RotationState
 ) -> Rotation:
-    """`approved`: the state to be in once enough persons have approved."""
+    """Store the request. `approved`: the state to enter once it has enough approvals."""
     rotation = Rotation(
         rotation_id=mint_id("rot", secrets.token_bytes),
         credential=credential,
         predecessor=predecessor,
-        state=approved if approved is S.EMERGENCY or not asker.approvals else S.AWAITING_APPROVAL,
+        state=approved if approved is S.EMERGENCY or not requester.approvals else S.AWAITING_APPROVAL,
         plan=plan.as_json(),
         plan_digest=plan.digest(),
-        approvals_needed=asker.approvals,
-        requester=asker.operator,
-        requested_via=asker.token,
-        requester_person=asker.person,
-        schedule=asker.schedule,
-        campaign=asker.campaign,
+        approvals_needed=requester.approvals,
+        requester=requester.operator,
+        requested_via=requester.token,
+        requester_person=requester.person,
+        schedule=requester.schedule,
+        campaign=requester.campaign,
         created_at=grant.at,
         approval_expires_at=grant.at + APPROVAL_LIFETIME,
         entered_at=grant.at,
@@ -130,32 +130,32 @@ def _ask(
     try:
         with recorded(
             grant,
-            _ASKS,
+            _REQUEST_PERMISSIONS,
             "rotation.requested",
             account=credential.account,
             **about(rotation),
             plan_digest=rotation.plan_digest,
             plan=rotation.plan,
-            approvals_needed=asker.approvals,
-            schedule=None if asker.schedule is None else str(asker.schedule.pk),
-            campaign_id=None if asker.campaign is None else asker.campaign.campaign_id,
+            approvals_needed=requester.approvals,
+            schedule=None if requester.schedule is None else str(requester.schedule.pk),
+            campaign_id=None if requester.campaign is None else requester.campaign.campaign_id,
         ):
             require_staying(credential.account)
             rotation.save()
-            if asker.campaign is not None and asker.approvals:
-                _approve_with_campaign(grant, rotation, asker.campaign)
+            if requester.campaign is not None and requester.approvals:
+                _approve_with_campaign(grant, rotation, requester.campaign)
             if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
                 _announce_plan(grant, rotation)
     except DatabaseIntegrityError as error:
-        # By what refused it: the open one may have closed by now. A trigger says it in words, an index by its name.
-        if any(words in str(error) for words in ("one open rotation", "rotation_one_open")):
+        # Matched by text, since the open rotation may have closed by now: the trigger's message or the index's name.
+        if any(text in str(error) for text in ("one open rotation", "rotation_one_open")):
             raise StateConflictError("The credential has an open rotation already.") from None
         raise
     return rotation
 
 
 def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign) -> None:
-    """Who approved the campaign approved its selection and its plan: their names stand under each of its rotations."""
+    """Copy the campaign's approvals to the rotation: they cover its selection and its plan."""
     for approval in campaign.approvals.filter(plan_digest=campaign.plan_digest):
         RotationApproval(
             rotation=rotation,
@@ -165,7 +165,7 @@ def _approve_with_campaign(grant: Grant, rotation: Rotation, campaign: Campaign)
             created_at=approval.created_at,
         ).save()
     if rotation.approvals.count() < rotation.approvals_needed:
-        raise StateConflictError("The campaign is not approved by enough persons.", internal=campaign.campaign_id)
+        raise StateConflictError("The campaign needs more approvals.", internal=campaign.campaign_id)
     rotation.compare_and_swap(state=S.SCHEDULED)
 
 
@@ -185,7 +185,7 @@ def _announce_plan(grant: Grant, rotation: Rotation) -> None:
 
 
 def announce_end(grant: Grant, rotation: Rotation) -> None:
-    """Inside the `recorded` block in which a person ends what the merchant was told is planned."""
+    """Announce that a person ended a planned rotation. Call it inside the `recorded` block that ends it."""
     announce(
         grant,
         NoticeKind.ROTATION_ENDED,
@@ -200,7 +200,7 @@ def announce_end(grant: Grant, rotation: Rotation) -> None:
 
 
 def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rotation:
-    """One person's yes to exactly this plan. Raises StateConflictError, see `approve_issuance`."""
+    """Approve exactly this plan as one person. Raises StateConflictError, see `approve_issuance`."""
     _require_undecided(grant, rotation)
     operator = approving_operator(
         grant,
@@ -240,15 +240,15 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
 
 
 def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: str) -> Rotation:
-    """Begins without the second person (break-glass): alarmed, and in sight until a second person has reviewed it.
+    """Bypass the approval (break-glass): raise an alarm and require a review by a second person.
 
-    Raises RequestInvalidError without a reason, StateConflictError when nothing waits for approval.
+    Raises RequestInvalidError without a reason, StateConflictError when the rotation does not wait for approval.
     """
     if (fault := find_reason_fault(reason)) is not None:
         raise RequestInvalidError("A bypass needs a reason.", [Fault("/reason", fault)])
     _require_undecided(grant, rotation)
     if plan_digest != rotation.plan_digest:
-        raise StateConflictError("This is not what you were shown. Look at it again.")
+        raise StateConflictError("The plan is not what you were shown. Review it again.")
     account = rotation.credential.account
     with recorded(
         grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)
@@ -287,7 +287,7 @@ def reject_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
 
 
 def is_undecided(rotation: Rotation) -> bool:
-    """Whether it waits for a person's yes."""
+    """Whether the rotation waits for an approval."""
     if rotation.state == S.AWAITING_APPROVAL:
         return True
     enough = rotation.bypassed_at is not None or rotation.approvals.count() >= rotation.approvals_needed

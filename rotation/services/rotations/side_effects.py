@@ -1,9 +1,9 @@
-"""The side effects of a rotation: a replacement made, delivered, written back, a copy destroyed.
+"""The side effects of a rotation: make, deliver and write back a key, and destroy a stored copy.
 
-The secret backend is called between two short transactions, with a ledger row before the call. The replacement's
-string lives in this process's memory between its making and its delivery; a process that dies there leaves a
-digest of a key that nobody ever held, which the next one burns and makes anew. Each may be killed anywhere and
-run again: what the backend holds, by key id, says how far it came.
+The secret backend is called between two short transactions; a ledger row precedes the call. The replacement's string
+exists only in this process's memory until it is delivered. A process that dies in between leaves the digest of a key
+that no client holds; the next one discards that key and makes another. Every side effect may be killed at any point and
+run again: the key id in the backend shows how far it came.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ S = RotationState
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A replacement's string between its making and its delivery; it goes `after` that version of the backend."""
+    """A replacement's string before its delivery; `after`: the backend's version that it is written on top of."""
 
     key_id: str
     text: Plaintext
@@ -54,7 +54,7 @@ class _Held:
 
 
 class Effects:
-    """What one worker does in one turn: its lease, its clock, and the string that it may hold for a moment."""
+    """The side effects of one worker's turn, with its lease, its clock and the undelivered replacement's string."""
 
     def __init__(self, lease: Lease, clock: Callable[[], datetime]) -> None:
         self.lease = lease
@@ -62,7 +62,7 @@ class Effects:
         self._held: _Held | None = None
 
     def act(self, grant: Grant, rotation: Rotation) -> None:
-        """The side effect of the state that the rotation is in."""
+        """Perform the side effect of the rotation's current state."""
         if rotation.state in {S.SCHEDULED, S.EMERGENCY}:
             self._stage(grant, rotation)
         elif rotation.state == S.PUBLISHING:
@@ -75,16 +75,16 @@ class Effects:
             self._finish(entry, "destroyed")
 
     def holds(self, key_id: str | None) -> bool:
-        """Whether this worker has the string of that key in its hands."""
+        """Whether this worker holds the string of that key."""
         return self._held is not None and self._held.key_id == key_id
 
-    # --- the replacement is made ----------------------------------------------------------------------------
+    # --- making the replacement -----------------------------------------------------------------------------
 
     def _stage(self, grant: Grant, rotation: Rotation) -> None:
-        """Makes a replacement, and burns the one before it, if any, that was never delivered."""
+        """Make a replacement and discard the previous one, if any, that was never delivered."""
         newest = self._newest_version(rotation)
         if newest and rotation.replacement is not None:
-            # The one before may have arrived there late, after it was given up.
+            # The previous replacement may have arrived there late, after it was given up.
             stored = find_stored(rotation.credential)
             if stored is not None:
                 self._note_found(grant, rotation, stored)
@@ -95,13 +95,13 @@ class Effects:
             if rotation.replacement is not None:
                 discard_key(grant, rotation.replacement)
             key, text = stage_key(grant, rotation.credential, expires_in_days=rotation.approved_plan.expires_in_days)
-            # Good before anybody can hold it: the merchant may use it the moment it is delivered.
+            # Active before delivery: the merchant may use it immediately.
             activate_key(grant, key)
             rotation.compare_and_swap(state=S.STAGED, replacement=key, entered_at=grant.at, accepted_at=None)
         self._held = _Held(key.key_id, text, newest)
 
     def _newest_version(self, rotation: Rotation) -> int | None:
-        """None: the backend is down, and the replacement can be sealed to its recipient without it."""
+        """Return the backend's newest version; None: it is down, but the replacement can be sealed to its recipient."""
         try:
             return newest_version(rotation.credential)
         except DependencyUnavailableError:
@@ -109,10 +109,10 @@ class Effects:
                 raise
             return None
 
-    # --- the replacement is delivered -----------------------------------------------------------------------
+    # --- delivering the replacement -------------------------------------------------------------------------
 
     def _publish(self, grant: Grant, rotation: Rotation) -> None:
-        """Delivers the replacement; one whose string died with its maker is replaced by a new one."""
+        """Deliver the replacement; make another one if its string was lost with the process that made it."""
         key = _replacement(rotation)
         held = self._held if self._held is not None and self._held.key_id == key.key_id else None
         entry = self._begin(rotation, key, grant.at)
@@ -120,7 +120,7 @@ class Effects:
         try:
             version = self._deploy(rotation, key, held)
             if handover is None and version is not None and find_recipient(rotation.credential) is not None:
-                # Written by a worker that died before it could say so, and hand it over.
+                # Written by a worker that died before it recorded the delivery and the handover.
                 handover = self._sealed(rotation, self._newest_text(key))
         except DependencyUnavailableError as error:
             if handover is None:
@@ -131,7 +131,7 @@ class Effects:
             self._finish(entry, error.internal or error.detail, LedgerState.FAILED)
             raise
         if version is None and handover is None:
-            self._finish(entry, "its string is lost; burned and made anew", LedgerState.FAILED)
+            self._finish(entry, "its string is lost; discarded and made again", LedgerState.FAILED)
             self._stage(grant, rotation)
             return
         account = rotation.credential.account
@@ -146,7 +146,7 @@ class Effects:
         self._finish(entry, f"stored as version {version}" if version is not None else "sealed to its recipient")
 
     def _deploy(self, rotation: Rotation, key: Key, held: _Held | None) -> int | None:
-        """The backend's version that holds the key; None: its string is lost, and nobody was ever given it."""
+        """Return the backend's version that holds the key; None: its string is lost, and it was never delivered."""
         if held is not None:
             return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after)
         stored = find_stored(key.credential)
@@ -154,12 +154,12 @@ class Effects:
             return stored.version
         if key.backend_version is None:
             return None
-        # Delivered before, and the predecessor written over it: a roll-back whose predecessor then ended.
+        # A roll-back wrote the predecessor over the delivered replacement, and then the predecessor ended.
         older = key.backend_version
         try:
             version = store_string(key, recover_string(key), purpose=rotation.rotation_id)
         except BackendMissingError:
-            return older  # Collected and destroyed long ago: the merchant has it.
+            return older  # Collected and then destroyed: the merchant has it.
         forget_string(key)
         return version
 
@@ -168,7 +168,7 @@ class Effects:
         return newest.secret if newest is not None and newest.labels.get("key_id") == key.key_id else None
 
     def _sealed(self, rotation: Rotation, text: Plaintext | None) -> dict[str, str] | None:
-        """The replacement for the holder of the recipient's private key alone, where the credential has one."""
+        """Seal the replacement to the credential's recipient key; None without one, or without the string."""
         if rotation.handover is not None and rotation.handover["key_id"] == rotation.replacement_id:
             return dict(rotation.handover)
         recipient = find_recipient(rotation.credential)
@@ -177,17 +177,17 @@ class Effects:
         sealed = seal_to(recipient, text)
         return {"key_id": rotation.replacement_id, "enc": sealed.enc, "ciphertext": sealed.ciphertext}
 
-    # --- the predecessor is delivered again -----------------------------------------------------------------
+    # --- delivering the predecessor again -------------------------------------------------------------------
 
     def write_back(self, grant: Grant, rotation: Rotation) -> None:
-        """What the merchant reads from the backend is the predecessor again; of a roll-back, noted as evidence.
+        """Make the predecessor what the merchant reads from the backend; a roll-back records this as evidence.
 
-        Where a rotation is cancelled the replacement may be there (a worker died before it could say so); it is
-        dead, and is noted so that its copy is destroyed.
+        In a canceled rotation the backend may hold the dead replacement, since a worker died before it recorded the
+        delivery. Its version is then recorded, so that the copy is destroyed.
         """
         number = None if rotation.replacement is None else newest_version(rotation.credential)
         if number:
-            # None: a compromised replacement's copy may have been destroyed before anybody looks here.
+            # None: a compromised replacement's copy may have been destroyed already.
             newest = find_stored(rotation.credential)
             entry = self._begin(rotation, rotation.predecessor, grant.at)
             self._finish(entry, self._predecessor_newest(grant, rotation, newest, number))
@@ -195,27 +195,27 @@ class Effects:
             self._note_written_back(grant, rotation)
 
     def _predecessor_newest(self, grant: Grant, rotation: Rotation, newest: StoredSecret | None, number: int) -> str:
-        """Makes the predecessor the newest version; what came of it. Whatever else of ours is found there is noted."""
+        """Make the predecessor the newest version, record any other key of ours found there; return the outcome."""
         predecessor, version = rotation.predecessor, number if newest is None else newest.version
         is_predecessor = newest is not None and newest.labels.get("key_id") == predecessor.key_id
         if newest is not None and not is_predecessor:
             self._note_found(grant, rotation, newest)
-        # A worker that was stopped in the middle of its write may still wake: a version of ours is then before it.
+        # A worker suspended during its write may still resume; the new version makes its check-and-set fail.
         is_needed = not is_predecessor or has_unsettled_delivery(rotation)
         if is_needed and not is_in_backend(predecessor):
             return "the predecessor was never in the backend, or is dead"
         if is_needed:
             text = recover_string(predecessor)
-            # A new version even if it is the newest one: whoever still writes after the older one then fails.
+            # A new version even if the predecessor is the newest: a concurrent write on the older version then fails.
             version = store_string(predecessor, text, purpose=rotation.rotation_id, after=version, again=True)
         if version != predecessor.backend_version:
-            # The older copy goes before its number is forgotten.
+            # The older copy is destroyed before its version number is overwritten.
             forget_string(predecessor)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"
 
     def _note_found(self, grant: Grant, rotation: Rotation, stored: StoredSecret) -> None:
-        """A copy that nobody could note, since its writer died or its answer was lost: once noted it is destroyed."""
+        """Record the version of a copy whose writer died or lost the reply, so that the copy is destroyed."""
         key_id, replacement = stored.labels.get("key_id"), rotation.replacement
         key = replacement if replacement is not None and replacement.key_id == key_id else get_key(key_id or "")
         if key is not None and key.credential_id == rotation.credential_id and key.backend_version is None:
@@ -251,7 +251,7 @@ class Effects:
     # --- the ledger -----------------------------------------------------------------------------------------
 
     def _begin(self, rotation: Rotation, key: Key, now: datetime) -> LedgerEntry:
-        """The ledger row precedes the side effect, in a transaction of its own."""
+        """Write the ledger row in its own transaction, before the side effect."""
         return LedgerEntry.objects.create(rotation=rotation, step=rotation.state, key=key, started_at=now)
 
     def _finish(self, entry: LedgerEntry, detail: str, state: LedgerState = LedgerState.DONE) -> None:
@@ -259,15 +259,15 @@ class Effects:
 
 
 def has_unsettled_delivery(rotation: Rotation) -> bool:
-    """Whether a worker began to deliver the replacement and never said what came of it."""
+    """Whether a worker began to deliver the replacement and never recorded the outcome."""
     begun = rotation.ledger.filter(step=S.PUBLISHING, key=rotation.replacement, state=LedgerState.STARTED)
     return rotation.delivered_at is None and rotation.replacement is not None and begun.exists()
 
 
 def announce_replacement(grant: Grant, rotation: Rotation) -> None:
-    """Inside a `recorded` block: the merchant's webhook endpoints are told where the replacement is.
+    """Notify the merchant's webhook endpoints where the replacement is. Call it inside a `recorded` block.
 
-    The message carries ids, and the replacement itself only where it is sealed to the recipient's key.
+    The message carries ids; it carries the replacement only if that is sealed to the recipient's key.
     """
     payload: dict[str, JsonValue] = {
         "rotation_id": rotation.rotation_id,
@@ -281,7 +281,7 @@ def announce_replacement(grant: Grant, rotation: Rotation) -> None:
 
 
 def find_recipient(credential: Credential) -> str | None:
-    """The public key that the credential's keys are sealed to, if that is how they are delivered."""
+    """Find the public key that the credential's keys are sealed to; None unless they are delivered sealed."""
     if credential.delivery != Delivery.SEALED:
         return None
     asked = IssuanceRequest.objects.filter(key__credential=credential).exclude(recipient_public_key="")

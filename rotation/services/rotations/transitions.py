@@ -1,4 +1,4 @@
-"""A rotation's transitions: each one transaction with its audit entry, its evidence, its keys and its notices."""
+"""A rotation's transitions: each is one transaction with its audit entry, evidence, key changes and notices."""
 
 import logging
 from collections.abc import Callable
@@ -31,29 +31,32 @@ S = RotationState
 _log = logging.getLogger(__name__)
 
 ALARM_AGAIN = timedelta(hours=1)
-"""Attempts in one quarantine raise an alarm at once, and again after this time if they go on."""
+"""Interval after which continuing attempts in one quarantine raise another alarm; the first one does immediately."""
 
 Changes = dict[str, object]
 
 
 def make_transition(grant: Grant, rotation: Rotation, facts: Facts, step: Move, lease: Lease) -> None:
-    """Raises StateConflictError when there is no such way, when the lease is lost, or when somebody was faster."""
+    """Perform the transition `step`.
+
+    Raises StateConflictError for an unknown transition, a lost lease or a concurrent change.
+    """
     _transit(grant, rotation, step, lease, partial(_enter, grant, rotation, facts, step))
 
 
 def stall(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
-    """Stop by name with both keys good. Needs no facts: that they cannot be gathered may be the reason.
+    """Stall the rotation with both keys usable. Needs no facts, since failing to gather them may be the reason.
 
     Raises what `make_transition` raises.
     """
     _transit(grant, rotation, Move(S.STALLED, why[:300]), lease, partial(_stop, grant, rotation, S.STALLED))
 
 
-def tell_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
-    """Raise one alarm for each state in which a rotation cannot go on and from which it has no way to stall."""
+def report_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> None:
+    """Raise one alarm per state for a rotation that cannot continue and has no transition to `stalled`."""
     kind, subject, account = NoticeKind.ROTATION_BLOCKED, rotation.rotation_id, rotation.credential.account
-    told = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
-    if rotation.state == S.STALLED or rotation.current_state in CLOSED or told.exists():
+    sent = Notice.objects.filter(kind=kind, subject=subject, created_at__gte=rotation.entered_at)
+    if rotation.state == S.STALLED or rotation.current_state in CLOSED or sent.exists():
         return
     payload: dict[str, JsonValue] = {**about(rotation), "state": rotation.state, "why": why[:300]}
     with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.blocked", account=account, **payload):
@@ -64,7 +67,9 @@ def tell_blocked(grant: Grant, rotation: Rotation, why: str, lease: Lease) -> No
 def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: Callable[[], Changes]) -> None:
     was = rotation.current_state
     if step.to not in TRANSITIONS[was]:
-        raise StateConflictError("That is no way forward.", internal=f"{rotation.rotation_id}: {was} to {step.to}")
+        raise StateConflictError(
+            "This transition is not allowed.", internal=f"{rotation.rotation_id}: {was} to {step.to}"
+        )
     account, event = rotation.credential.account, f"rotation.{step.to}"
     happened = None if step.event is None else step.event.value
     with recorded(
@@ -90,7 +95,7 @@ def _transit(grant: Grant, rotation: Rotation, step: Move, lease: Lease, enter: 
 
 
 def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
-    """What entering a state does, in the transaction of the transition; the columns it fills in."""
+    """Perform what entering a state implies, in the transaction of the transition; return the changed columns."""
     match step.to:
         case S.PUBLISHING:
             return _publish(grant, rotation)
@@ -112,7 +117,7 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
 
 
 def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
-    """With both keys good: a quarantine that cannot go on is undone, and silence is waited for anew."""
+    """Stop with both keys usable: undo a quarantine that cannot continue; silence is then awaited again."""
     changes = _lift(grant, rotation)
     if to is S.STALLED:
         changes["stalled_from"] = S.OVERLAP if rotation.state == S.QUARANTINE else rotation.state
@@ -120,7 +125,7 @@ def _stop(grant: Grant, rotation: Rotation, to: RotationState) -> Changes:
 
 
 def _publish(grant: Grant, rotation: Rotation) -> Changes:
-    """From `rolling_back`, when the predecessor has ended: the replacement is all there is, and is delivered again."""
+    """Accept the replacement; from `rolling_back`, after the predecessor has ended, have it delivered again."""
     changes = _lift(grant, rotation)
     note_evidence(rotation, EvidenceKind.ACCEPTED, {"key_id": rotation.replacement_id}, grant.at)
     return {**changes, "accepted_at": grant.at, "delivered_at": None, "written_back_at": None}
@@ -132,7 +137,7 @@ def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
 
 
 def _reinstate(grant: Grant, rotation: Rotation) -> Changes:
-    """The tripwire: somebody who is known still uses the predecessor, so it verifies again, this once."""
+    """Reinstate the predecessor, once per rotation: a known source still uses it (the tripwire)."""
     seen: dict[str, JsonValue] = {"key_id": rotation.predecessor_id, "attempts": _attempts(rotation)}
     note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
     return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
@@ -140,7 +145,7 @@ def _reinstate(grant: Grant, rotation: Rotation) -> Changes:
 
 def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
     _require_living(rotation.replacement, rotation, grant.at)
-    # Silence was not seen but waived, by the approved plan or the approved date.
+    # The approved plan or the approved date waived silence; it was not observed.
     is_waived = step.event is not None or facts.kind is KeyKind.PUBLIC
     seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quiet_seconds, facts.predecessor.last_used_at)
     note_evidence(rotation, EvidenceKind.WAIVED if is_waived else EvidenceKind.SILENT, seen, grant.at)
@@ -183,7 +188,7 @@ def _end_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
 
 
 def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
-    """A transaction of its own: the key that we had suspended is good again, whatever is still to be done."""
+    """Resume the key that the rotation had suspended, in a transaction of its own before all that remains to do."""
     if rotation.quarantined_at is None or rotation.state == S.ROLLING_BACK:
         return
     account = rotation.credential.account
@@ -193,7 +198,7 @@ def lift_quarantine(grant: Grant, rotation: Rotation, lease: Lease) -> None:
 
 
 def _lift(grant: Grant, rotation: Rotation) -> Changes:
-    """A key that we had merely suspended is good again; a dead one never."""
+    """Resume the key that the rotation had suspended; a dead key stays dead."""
     if rotation.quarantined_at is None:
         return {}
     key = _retiring(rotation)
@@ -203,18 +208,18 @@ def _lift(grant: Grant, rotation: Rotation) -> Changes:
 
 
 def _retiring(rotation: Rotation) -> Key | None:
-    """The key that is on its way out: of a roll-back the replacement."""
+    """Return the key that is being retired: in a roll-back the replacement, else the predecessor."""
     return rotation.replacement if rotation.state == S.ROLLING_BACK else rotation.predecessor
 
 
 def _require_living(key: Key | None, rotation: Rotation, now: datetime) -> None:
-    """Inside the transaction that takes the other key away: this one is good, and stays so until commit.
+    """Require that this key is usable until commit, inside the transaction that takes the other key away.
 
-    The row is locked, so that a revocation of it comes either before (and this stops) or after.
+    The row is locked, so a revocation of it happens either before (then this raises StateConflictError) or after.
     """
     fresh = None if key is None else Key.objects.select_for_update().get(pk=key.pk)
     if fresh is None or fresh.state != KeyState.ACTIVE or _is_expired(fresh, now):
-        raise StateConflictError("The other key is no longer good.", internal=f"{rotation.rotation_id}: {fresh!r}")
+        raise StateConflictError("The other key is no longer usable.", internal=f"{rotation.rotation_id}: {fresh!r}")
 
 
 def _is_expired(key: Key, now: datetime) -> bool:
@@ -222,7 +227,7 @@ def _is_expired(key: Key, now: datetime) -> bool:
 
 
 def _attempts(rotation: Rotation) -> list[JsonValue]:
-    """Who tried the quarantined key, the known ones told from the strangers; at most 50."""
+    """List the sources that tried the quarantined key, marked as known or unknown; at most 50."""
     key, since = _retiring(rotation), rotation.quarantined_at
     if key is None or since is None:
         return []
@@ -232,11 +237,11 @@ def _attempts(rotation: Rotation) -> list[JsonValue]:
     ]
 
 
-# --- what people and merchants are told ---------------------------------------------------------------------
+# --- notices ------------------------------------------------------------------------------------------------
 
 
 def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) -> None:
-    """In the same transaction."""
+    """Announce the transition, in its transaction."""
     account, subject = rotation.credential.account, rotation.rotation_id
     payload: dict[str, JsonValue] = {
         **about(rotation),
@@ -254,19 +259,19 @@ def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) 
         case S.EMERGENCY:
             announce(grant, NoticeKind.ROTATION_PLANNED, account, subject, **payload, is_emergency=True)
         case to if to in CLOSED:
-            # What ended otherwise than planned, somebody has to see; an emergency's alarm was its beginning.
+            # An unplanned end raises an alarm; an emergency raised its alarm when it began.
             is_alarm = step.event is not None and not (to is S.COMPLETED and _was_emergency(rotation))
             announce(grant, NoticeKind.ROTATION_ENDED, account, subject, is_alarm, **payload, state=to.value)
 
 
 def _was_emergency(rotation: Rotation) -> bool:
-    """Whether the predecessor was gone already when the replacement was delivered."""
+    """Whether the predecessor had ended when the replacement was delivered."""
     ended_at = rotation.predecessor.compromised_at or rotation.predecessor.deactivated_at
     return ended_at is not None and rotation.delivered_at is not None and ended_at <= rotation.delivered_at
 
 
-def tell_what_is_due(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
-    """Reminders while the merchant does not take the replacement up, and alarms about a key tried in quarantine."""
+def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
+    """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine."""
     changes, notices = _reminder(rotation, facts, grant.at)
     alarm = _alarm(rotation, facts, grant.at)
     if alarm is not None:
@@ -300,7 +305,10 @@ def _reminder(rotation: Rotation, facts: Facts, now: datetime) -> tuple[Changes,
 
 
 def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonValue] | None:
-    """An attempt that reinstates nothing: whoever is not known may have found the key. Public keys page nobody."""
+    """Build the alarm for an attempt that does not reinstate the key; None: none is due.
+
+    An unknown source may have found the key. Public keys raise no alarm.
+    """
     if facts.quarantined_at is None or facts.kind is KeyKind.PUBLIC:
         return None
     retiring = facts.replacement if facts.stage is S.ROLLING_BACK else facts.predecessor
@@ -308,21 +316,21 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
     if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
         return None
     attempts = _attempts(rotation)
-    strangers = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
+    unknown = [each for each in attempts if isinstance(each, dict) and not each["is_known"]]
     is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
-    # The first stranger is an alarm of its own, whatever was told of those who are known.
-    if not is_new and (not strangers or _is_exposure_told(rotation)):
+    # The first unknown source raises its own alarm, whatever was reported about known ones.
+    if not is_new and (not unknown or _is_exposure_reported(rotation)):
         return None
     key = _retiring(rotation)
     return {
         "key_id": None if key is None else key.key_id,
         "attempts": attempts,
-        "is_exposure": bool(strangers),
+        "is_exposure": bool(unknown),
         "is_reinstated": False,
     }
 
 
-def _is_exposure_told(rotation: Rotation) -> bool:
-    """Since the quarantine began."""
-    told = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, subject=rotation.rotation_id)
-    return told.filter(created_at__gte=rotation.quarantined_at, payload__is_exposure=True).exists()
+def _is_exposure_reported(rotation: Rotation) -> bool:
+    """Whether an exposure was reported since the quarantine began."""
+    sent = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, subject=rotation.rotation_id)
+    return sent.filter(created_at__gte=rotation.quarantined_at, payload__is_exposure=True).exists()

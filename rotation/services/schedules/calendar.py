@@ -1,4 +1,4 @@
-"""The dates on which credentials are rotated next, as the schedules have them: a dry run, which writes nothing."""
+"""The next dates of scheduled rotations, computed as a dry run that writes nothing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from rotation.domain.events import RotationState
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.schedules.starting import Candidate, asked, list_candidates, say
+from rotation.services.schedules.starting import Candidate, format_failure, list_candidates, overrides_for
 
-MOST_DRY_RUNS = 200
-"""Of what is overdue, so many plans are tried out for what is in their way."""
+MAX_DRY_RUNS = 200
+"""Maximum number of overdue credentials whose plan is validated to find the obstacle."""
 
 _GRACE = timedelta(minutes=5)
-"""The worker looks every half minute, and may be at work on others."""
+"""Time after which an unrequested date is overdue; the worker checks every half minute and may be busy."""
 
 
 class DateState(StrEnum):
@@ -29,7 +29,7 @@ class DateState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledDate:
-    """One credential's next date. `begins_at`: the window's opening; `ask_at`: when it is asked for."""
+    """One credential's next date. `begins_at`: the window's opening; `ask_at`: when it is requested."""
 
     credential_id: str
     label: str
@@ -62,15 +62,16 @@ class ScheduledDate:
 def list_next(
     now: datetime, until: datetime, environment: str | None = None, merchant: str | None = None
 ) -> list[ScheduledDate]:
-    """The next date of each credential on a schedule, the earliest first; those without a date before all others.
+    """List the next date of each scheduled credential, earliest first; those without a date come before all others.
 
-    `until`: later beginnings are left out. One date each: what comes after depends on when that rotation is done.
+    `until`: later beginnings are left out. There is one date per credential, since the following one depends on when
+    that rotation is completed.
     """
     environments: Iterable[str] = [environment] if environment else [each.value for each in Environment]
-    dry_runs = MOST_DRY_RUNS
+    dry_runs = MAX_DRY_RUNS
     found = []
     for candidate in list_candidates(now, environments, merchant):
-        date = _look(candidate, now)
+        date = _next_date(candidate, now)
         if date.state is DateState.OVERDUE and dry_runs:
             dry_runs -= 1
             date = _try_out(candidate, date, now)
@@ -80,40 +81,40 @@ def list_next(
     return sorted(found, key=lambda date: (date.begins_at or first, date.credential_id))
 
 
-def _look(candidate: Candidate, now: datetime) -> ScheduledDate:
+def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:
     open_rotation, date = candidate.open_rotation, candidate.date
     if open_rotation is not None:
-        is_asked = open_rotation.state in {RotationState.AWAITING_APPROVAL, RotationState.REQUESTED}
+        is_undecided = open_rotation.state in {RotationState.AWAITING_APPROVAL, RotationState.REQUESTED}
         return _date(
             candidate,
-            DateState.AWAITING_APPROVAL if is_asked else DateState.OPEN,
+            DateState.AWAITING_APPROVAL if is_undecided else DateState.OPEN,
             open_rotation.not_before,
             rotation_id=open_rotation.rotation_id,
-            why="" if is_asked else f"its rotation is {open_rotation.state.value.replace('_', ' ')}",
+            why="" if is_undecided else f"its rotation is {open_rotation.state.value.replace('_', ' ')}",
         )
     if candidate.hindrance or date is None:
         return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.hindrance)
     begins_at = candidate.begins_at(now)
     if begins_at is None:
-        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="its window does not open any more")
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why="the window has no further opening")
     if candidate.ask_at is not None and candidate.ask_at > now - _GRACE:
         return _date(candidate, DateState.PLANNED, begins_at, why=_why_then(candidate))
-    return _date(candidate, DateState.OVERDUE, begins_at, why="it should have been asked for: is the worker running?")
+    return _date(candidate, DateState.OVERDUE, begins_at, why="the request is overdue; check that the worker runs")
 
 
 def _why_then(candidate: Candidate) -> str:
     if candidate.not_again_before is not None and candidate.ask_at == candidate.not_again_before:
-        return "asked for again, after it was turned down"
+        return "requested again after it was rejected"
     is_late = candidate.date is not None and candidate.date.is_late
-    return "later than its cryptoperiod: the window does not open before" if is_late else ""
+    return "later than its cryptoperiod: the window has no earlier opening" if is_late else ""
 
 
 def _try_out(candidate: Candidate, date: ScheduledDate, now: datetime) -> ScheduledDate:
-    """What is in the way of a plan that should have been asked for, if anything is."""
+    """Validate the plan of an overdue date to find the obstacle, if any."""
     try:
-        plan_rotation(candidate.credential, asked(candidate, now), now)
+        plan_rotation(candidate.credential, overrides_for(candidate, now), now)
     except KeyvaultError as error:
-        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=say(error))
+        return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=format_failure(error))
     return date
 
 

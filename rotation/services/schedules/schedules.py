@@ -1,5 +1,4 @@
-"""Schedules of rotations and their calendars of blackouts, written by operators; what they stand for is begun by
-`services.scheduled`."""
+"""Rotation schedules and their blackout calendars, written by operators; `starting` begins the due rotations."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -29,13 +28,13 @@ from rotation.services.rotations.planning import PlanOverrides
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"
-_SET_HERE = ("not_before", "deadline", "window", "retire_at")
-"""Of a wish: what a schedule decides by itself, each time anew."""
+_SET_BY_SCHEDULE = ("not_before", "deadline", "window", "retire_at")
+"""Plan overrides that a schedule sets itself for each rotation, so that a draft must leave them empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """All of an environment, one account there, or one private credential."""
+    """What a schedule applies to: an environment, one account there, or one private credential."""
 
     environment: Environment
     account: Account | None = None
@@ -43,7 +42,7 @@ class Scope:
 
     @property
     def place(self) -> Account | None:
-        """Whose it is: what a grant for it is about. None: the platform's."""
+        """The account that a grant for the schedule names; None: the platform."""
         return self.account if self.credential is None else self.credential.account
 
     def __str__(self) -> str:
@@ -52,8 +51,10 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDraft:
-    """How often, when, and what is asked for beside the defaults. `window` is without blackouts: those of the
-    `calendar` hold, as they are when a rotation is asked for."""
+    """How often and when to rotate, and the plan overrides.
+
+    `window` has no blackouts of its own: those of the `calendar` apply, as they are when a rotation is requested.
+    """
 
     cryptoperiod_days: int
     jitter_days: int = 0
@@ -64,25 +65,25 @@ class ScheduleDraft:
 
 
 def save_schedule(
-    grant: Grant, scope: Scope, wished: ScheduleDraft, *, known: RotationSchedule | None = None
+    grant: Grant, scope: Scope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
-    """The schedule of that scope, made, or `known` changed; and enabled. Whoever saves it asks for what it begins.
+    """Create the scope's schedule, or change `known`, and enable it. The saving operator requests what it begins.
 
-    Raises RequestInvalidError with every reason why it could not be kept, StateConflictError when the scope has one
-    that the caller did not know of: nobody's window is lost by making a new one.
+    Raises RequestInvalidError with every reason why it cannot be met. Raises StateConflictError when the scope has a
+    schedule that the caller did not load, so that creating one never overwrites another.
     """
-    faults = [*_scope_faults(scope), *_wish_faults(scope.environment, wished, grant.at)]
+    faults = [*_scope_faults(scope), *_draft_faults(scope.environment, draft, grant.at)]
     if faults:
-        raise RequestInvalidError("The schedule cannot be kept like that.", faults)
-    columns = _columns(grant, wished)
+        raise RequestInvalidError("The schedule cannot be met.", faults)
+    columns = _columns(grant, draft)
     row = find_schedule(scope)
     if row is not None and (known is None or known.pk != row.pk):
-        raise StateConflictError(f"There is a schedule for {scope} already: change that one.")
+        raise StateConflictError(f"A schedule for {scope} exists already. Change that one.")
     try:
         with recorded(
-            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_told(wished)
+            grant, P.SCHEDULES_WRITE, "schedule.saved", account=scope.place, scope=str(scope), **_audit_details(draft)
         ):
-            _lock_calendar(wished.calendar)
+            _lock_calendar(draft.calendar)
             if row is not None:
                 return row.compare_and_swap(**columns)
             row = RotationSchedule(
@@ -94,12 +95,12 @@ def save_schedule(
             )
             row.save()
     except IntegrityError as error:
-        raise StateConflictError("Somebody else made this schedule at the same moment. Look at it again.") from error
+        raise StateConflictError("The schedule was changed concurrently. Reload it.") from error
     return row
 
 
 def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
-    """The next wider schedule counts again; what it has begun goes on."""
+    """Disable the schedule: the next wider one applies, and open rotations continue."""
     if not schedule.is_enabled:
         raise StateConflictError("The schedule is disabled already.")
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.disabled", account=place_of(schedule), **_about(schedule)):
@@ -107,12 +108,12 @@ def disable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
 
 
 def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
-    """As it stands. Raises RequestInvalidError when it could not be kept any more."""
+    """Enable the schedule unchanged. Raises RequestInvalidError when it can no longer be met."""
     if schedule.is_enabled:
         raise StateConflictError("The schedule is enabled already.")
-    faults = list(_wish_faults(Environment(schedule.environment), wish_of(schedule), grant.at))
+    faults = list(_draft_faults(Environment(schedule.environment), draft_of(schedule), grant.at))
     if faults:
-        raise RequestInvalidError("The schedule could not be kept any more. Save it anew.", faults)
+        raise RequestInvalidError("The schedule can no longer be met. Change and save it.", faults)
     with recorded(grant, P.SCHEDULES_WRITE, "schedule.enabled", account=place_of(schedule), **_about(schedule)):
         _lock_calendar(schedule.calendar)
         schedule.compare_and_swap(is_enabled=True, **_author(grant))
@@ -121,20 +122,21 @@ def enable_schedule(grant: Grant, schedule: RotationSchedule) -> None:
 def save_calendar(
     grant: Grant, name: str, periods: object, *, known: BlackoutCalendar | None = None
 ) -> BlackoutCalendar:
-    """A calendar made, or `known` changed. StateConflictError when there is one of that name that was not known.
+    """Create a calendar, or change `known`. `periods`: as `windows.read_blackouts` reads them.
 
-    Periods as `windows.read_blackouts` reads them. Raises RequestInvalidError, also with the schedules that could
-    not be kept any more."""
+    Raises RequestInvalidError, also for schedules that could no longer be met; StateConflictError when another
+    calendar has that name.
+    """
     faults = [] if _NAME.fullmatch(name) else [Fault("/name", "1 to 64 of a-z, 0-9 and inner hyphens")]
     try:
         blackouts = read_blackouts(periods, "/periods")
     except RequestInvalidError as error:
         blackouts, faults = (), [*faults, *error.faults]
     if faults:
-        raise RequestInvalidError("The calendar cannot be meant like that.", faults)
+        raise RequestInvalidError("The calendar is invalid.", faults)
     row: BlackoutCalendar | None = BlackoutCalendar.objects.filter(name=name).first()
     if row is not None and (known is None or known.pk != row.pk):
-        raise StateConflictError(f"There is a calendar {name} already: change that one.")
+        raise StateConflictError(f"A calendar {name} exists already. Change that one.")
     stored: list[JsonValue] = [each.as_json() for each in blackouts]
     try:
         with recorded(grant, P.SCHEDULES_WRITE, "calendar.saved", name=name, periods=stored):
@@ -145,12 +147,12 @@ def save_calendar(
                 row.compare_and_swap(periods=stored)
             _require_kept(_using(row), grant.at)
     except IntegrityError as error:
-        raise StateConflictError("Somebody else made this calendar at the same moment. Look at it again.") from error
+        raise StateConflictError("The calendar was changed concurrently. Reload it.") from error
     return row
 
 
 def find_schedule(scope: Scope) -> RotationSchedule | None:
-    """The one of exactly this scope."""
+    """Find the schedule of exactly this scope."""
     rows = _rows().filter(environment=scope.environment, account=scope.account, credential=scope.credential)
     found: RotationSchedule | None = rows.first()
     return found
@@ -165,46 +167,46 @@ def place_of(schedule: RotationSchedule) -> Account | None:
 
 
 class UnreadableScheduleError(StateConflictError):
-    """A stored schedule, or its calendar, has a field or a value that this release does not know, or lacks one."""
+    """A stored schedule or its calendar has a field or value that this release does not know, or lacks one."""
 
 
-def wish_of(schedule: RotationSchedule) -> ScheduleDraft:
-    """What was saved. Raises UnreadableScheduleError."""
+def draft_of(schedule: RotationSchedule) -> ScheduleDraft:
+    """Return what was saved. Raises UnreadableScheduleError."""
     try:
         window = None if schedule.window is None else Window.from_json(schedule.window)
-        wish = PlanOverrides.from_json(schedule.wish)
+        overrides = PlanOverrides.from_json(schedule.wish)
     except Exception as error:
-        # Whatever a newer release or a damaged row holds: nobody can list the ways in which it does not fit.
+        # Content of a newer release or a damaged row can fail to parse in any way.
         raise UnreadableScheduleError(f"{_UNREADABLE}: {explain_unreadable(error)}.") from error
-    return replace(readable_wish(schedule), window=window, wish=wish)
+    return replace(readable_draft(schedule), window=window, wish=overrides)
 
 
-def readable_wish(schedule: RotationSchedule) -> ScheduleDraft:
-    """What can be read of any schedule: neither its window nor what it asks for."""
+def readable_draft(schedule: RotationSchedule) -> ScheduleDraft:
+    """Return what can be read of any schedule: all but its window and its plan overrides."""
     days = schedule.cryptoperiod_days, schedule.jitter_days, schedule.lead_days
     return ScheduleDraft(*days, calendar=schedule.calendar)
 
 
-def find_wish(schedule: RotationSchedule) -> ScheduleDraft | None:
-    """What was saved, or None where this release cannot read it: for what shows schedules."""
+def find_draft(schedule: RotationSchedule) -> ScheduleDraft | None:
+    """Return what was saved, or None where this release cannot read it; for display."""
     try:
-        return wish_of(schedule)
+        return draft_of(schedule)
     except UnreadableScheduleError:
         return None
 
 
 def read_schedule(schedule: RotationSchedule, now: datetime) -> tuple[Terms, PlanOverrides]:
-    """What the schedule says now. Raises UnreadableScheduleError."""
-    wished = wish_of(schedule)
+    """Return the schedule's current terms and plan overrides. Raises UnreadableScheduleError."""
+    draft = draft_of(schedule)
     try:
-        return terms_of(wished, now), wished.wish
+        return terms_of(draft, now), draft.wish
     except RequestInvalidError as error:
         why = f"{_UNREADABLE}: calendar {schedule.calendar}, {explain_unreadable(error)}."
         raise UnreadableScheduleError(why) from error
 
 
 def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
-    """Why this release cannot read the schedule; empty where it can."""
+    """Return why this release cannot read the schedule; empty where it can."""
     try:
         read_schedule(schedule, now)
     except UnreadableScheduleError as error:
@@ -212,18 +214,18 @@ def find_unreadable(schedule: RotationSchedule, now: datetime) -> str:
     return ""
 
 
-def terms_of(wished: ScheduleDraft, now: datetime) -> Terms:
+def terms_of(draft: ScheduleDraft, now: datetime) -> Terms:
     """With the calendar's blackouts as they are now, those that are over apart."""
-    window = wished.window
-    if wished.calendar is not None:
+    window = draft.window
+    if draft.calendar is not None:
         blackouts = tuple(
             Blackout(each.begins_at, each.ends_at, each.why)
-            for each in read_blackouts(wished.calendar.periods)
+            for each in read_blackouts(draft.calendar.periods)
             if each.ends_at > now and each.begins_at < now + LOOK_AHEAD
         )
         if blackouts:
             window = replace(window or Window(), blackouts=blackouts)
-    return Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days, window)
+    return Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days, window)
 
 
 def _rows() -> Any:
@@ -237,7 +239,7 @@ def _using(calendar: BlackoutCalendar) -> list[RotationSchedule]:
 
 
 def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
-    """It is as it was when the schedule was checked against it; whoever saves it now looks at the schedule too."""
+    """Lock the calendar, so that it stays as validated; a later save of it validates this schedule, too."""
     if calendar is not None:
         lock_row(calendar)
 
@@ -245,15 +247,15 @@ def _lock_calendar(calendar: BlackoutCalendar | None) -> None:
 def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
     broken = []
     for schedule in schedules:
-        wished = find_wish(schedule)
-        if wished is None:
-            continue  # It is kept by nobody already, and was told of.
-        faults = list(_wish_faults(Environment(schedule.environment), wished, now))
+        draft = find_draft(schedule)
+        if draft is None:
+            continue  # It begins nothing already, and an alarm was raised.
+        faults = list(_draft_faults(Environment(schedule.environment), draft, now))
         if faults:
             broken.append(f"{scope_of(schedule)} ({faults[0].detail})")
     if broken:
-        detail = f"these schedules could not be kept any more: {'; '.join(broken)}"
-        raise RequestInvalidError("The calendar is in the way of schedules.", [Fault("/periods", detail)])
+        detail = f"these schedules could no longer be met: {'; '.join(broken)}"
+        raise RequestInvalidError("The calendar prevents scheduled rotations.", [Fault("/periods", detail)])
 
 
 def scope_of(schedule: RotationSchedule) -> Scope:
@@ -269,38 +271,38 @@ def _scope_faults(scope: Scope) -> Iterable[Fault]:
         if scope.credential.account.environment != scope.environment:
             yield Fault("/credential", f"a credential in {scope.environment}")
         if scope.credential.kind != KeyKind.PRIVATE:
-            yield Fault("/credential", "a private key's; public ones are replaced when their apps are")
+            yield Fault("/credential", "a private key's credential; public keys are replaced with their apps")
 
 
-def _wish_faults(environment: Environment, wished: ScheduleDraft, now: datetime) -> Iterable[Fault]:
-    if wished.window is not None and wished.window.blackouts:
-        yield Fault("/window/blackouts", "none: name a calendar")
-    terms = terms_of(wished, now)
+def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime) -> Iterable[Fault]:
+    if draft.window is not None and draft.window.blackouts:
+        yield Fault("/window/blackouts", "no blackouts here; use a calendar")
+    terms = terms_of(draft, now)
     faults = list(find_term_faults(terms, now))
     yield from faults
-    wish = wished.wish
-    for name in _SET_HERE:
-        if getattr(wish, name) is not None:
+    overrides = draft.wish
+    for name in _SET_BY_SCHEDULE:
+        if getattr(overrides, name) is not None:
             yield Fault(f"/wish/{name}", "the schedule sets it")
-    if wish.reason and (text_fault := find_text_fault(wish.reason, 300)) is not None:
+    if overrides.reason and (text_fault := find_text_fault(overrides.reason, 300)) is not None:
         yield Fault("/wish/reason", text_fault)
-    if wish.expires_in_days is not None and wish.expires_in_days <= wished.cryptoperiod_days:
+    if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
         yield Fault("/wish/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation")
-    if DeliveryChannel.SECRET_BACKEND not in wish.channels:
-        yield Fault("/wish/channels", "secret_backend is always one of them: it is what the merchant reads")
+    if DeliveryChannel.SECRET_BACKEND not in overrides.channels:
+        yield Fault("/wish/channels", "secret_backend is required: the merchant reads the replacement there")
     if not faults:
-        plan = _sample_plan(environment, wish, terms.window, now)
+        plan = _sample_plan(environment, overrides, terms.window, now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
             yield Fault(f"/wish{fault.pointer}", fault.detail)
 
 
-def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window | None, now: datetime) -> Plan:
-    """What would be asked for today for a key like any other."""
+def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:
+    """Return the plan that the schedule would request today for a typical key."""
     defaults = DEFAULTS[environment]
     not_before = (window.next_opening(now) if window is not None else None) or now
 
     def of(name: str) -> int:
-        chosen = getattr(wish, name)
+        chosen = getattr(overrides, name)
         return int(getattr(defaults, name) if chosen is None else chosen)
 
     return Plan(
@@ -309,46 +311,46 @@ def _sample_plan(environment: Environment, wish: PlanOverrides, window: Window |
         reason="",
         not_before=not_before,
         deadline=not_before + timedelta(seconds=defaults.deadline_seconds),
-        proof=wish.proof or Proof.TRAFFIC,
+        proof=overrides.proof or Proof.TRAFFIC,
         proof_count=of("proof_count"),
         proof_sources=of("proof_sources"),
         soak_seconds=of("soak_seconds"),
         quiet_seconds=of("quiet_seconds"),
         quarantine_seconds=of("quarantine_seconds"),
-        expires_in_days=wish.expires_in_days,
+        expires_in_days=overrides.expires_in_days,
         window=window,
     )
 
 
-def _columns(grant: Grant, wished: ScheduleDraft) -> dict[str, Any]:
+def _columns(grant: Grant, draft: ScheduleDraft) -> dict[str, Any]:
     return {
-        "cryptoperiod_days": wished.cryptoperiod_days,
-        "jitter_days": wished.jitter_days,
-        "lead_days": wished.lead_days,
-        "window": None if wished.window is None else wished.window.as_json(),
-        "calendar": wished.calendar,
-        "wish": wished.wish.as_json(),
+        "cryptoperiod_days": draft.cryptoperiod_days,
+        "jitter_days": draft.jitter_days,
+        "lead_days": draft.lead_days,
+        "window": None if draft.window is None else draft.window.as_json(),
+        "calendar": draft.calendar,
+        "wish": draft.wish.as_json(),
         "is_enabled": True,
         **_author(grant),
     }
 
 
 def _author(grant: Grant) -> dict[str, Any]:
-    """The person behind what it asks for, who is not the one to approve it."""
+    """Return the author's columns. The author is the requester of the rotations, and cannot approve them."""
     operator = grant.principal
     if not isinstance(operator, Operator):
-        raise TypeError("people make schedules")
+        raise TypeError("only operators make schedules")
     return {"author": operator_row(operator), "author_person": operator.person}
 
 
-def _told(wished: ScheduleDraft) -> Mapping[str, JsonValue]:
+def _audit_details(draft: ScheduleDraft) -> Mapping[str, JsonValue]:
     return {
-        "cryptoperiod_days": wished.cryptoperiod_days,
-        "jitter_days": wished.jitter_days,
-        "lead_days": wished.lead_days,
-        "window": None if wished.window is None else wished.window.as_json(),
-        "calendar": None if wished.calendar is None else wished.calendar.name,
-        "wish": wished.wish.as_json(),
+        "cryptoperiod_days": draft.cryptoperiod_days,
+        "jitter_days": draft.jitter_days,
+        "lead_days": draft.lead_days,
+        "window": None if draft.window is None else draft.window.as_json(),
+        "calendar": None if draft.calendar is None else draft.calendar.name,
+        "wish": draft.wish.as_json(),
     }
 
 

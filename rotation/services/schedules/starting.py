@@ -1,4 +1,4 @@
-"""What the schedules have to say of each credential now, and the beginning of what falls due."""
+"""Find the credentials that schedules apply to, and begin their rotations when due."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from rotation.services.schedules.schedules import (
     list_enabled,
     place_of,
     read_schedule,
-    readable_wish,
+    readable_draft,
     scope_of,
 )
 
@@ -41,35 +41,33 @@ S = RotationState
 _log = logging.getLogger(__name__)
 
 ASK_AGAIN = timedelta(days=7)
-"""After a rotation that a schedule asked for ended without replacing the key, but for a want of approval."""
+"""Pause after a scheduled rotation that ended without replacing the key; none if its approval expired."""
 
-MOST_BEGUN = 100
-"""By one tick: the first schedule of a large environment does not begin everything at once."""
+MAX_BEGUN = 100
+"""Maximum number of rotations begun per tick, so that a new schedule of a large environment starts gradually."""
 
-MOST_TRIED = 300
+MAX_TRIED = 300
+"""Maximum number of credentials tried per tick."""
 
 _ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
 
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """A schedule as it is kept now: read once, used for all its credentials.
+    """A schedule with its current terms, read once for all its credentials.
 
-    `fault`: why it cannot be read. It then counts for its credentials all the same, and begins nothing.
+    `fault`: why it cannot be read. It then still takes precedence for its credentials, but begins nothing.
     """
 
     schedule: RotationSchedule
     terms: Terms
-    wish: PlanOverrides
+    overrides: PlanOverrides
     fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRotation:
-    """Of a credential that is being rotated already, whoever asked for it.
-
-    `not_before`: None where its plan cannot be read.
-    """
+    """A credential's open rotation, from any requester. `not_before`: None where its plan cannot be read."""
 
     rotation_id: str
     state: RotationState
@@ -78,7 +76,7 @@ class OpenRotation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A credential on a schedule. `key_id`: its one usable key; `hindrance`: why nothing can be begun."""
+    """A scheduled credential. `key_id`: its one usable key; `hindrance`: why no rotation can be begun."""
 
     credential: Credential
     order: StartOrder
@@ -90,13 +88,13 @@ class Candidate:
 
     @property
     def ask_at(self) -> datetime | None:
-        """When it is asked for; None: somebody has to do something first."""
+        """When its rotation is requested; None: a person must act, or the open rotation must end, first."""
         if self.date is None or self.hindrance or self.open_rotation is not None:
             return None
         return max(self.date.ask_at, self.not_again_before or self.date.ask_at)
 
     def begins_at(self, now: datetime) -> datetime | None:
-        """When it begins if it is asked for then: a date that was missed is caught up in the next opening."""
+        """Return when a rotation requested at `now` begins; a missed date moves to the next opening."""
         if self.date is None:
             return None
         begins_at = max(self.date.begins_at or self.date.due_at, now)
@@ -105,13 +103,13 @@ class Candidate:
 
 
 def list_candidates(
-    now: datetime, environments: Iterable[str], merchant: str | None = None, *, asked_before: datetime | None = None
+    now: datetime, environments: Iterable[str], merchant: str | None = None, *, requested_before: datetime | None = None
 ) -> Iterator[Candidate]:
-    """Every private credential that a schedule counts for, the narrowest enabled one. Reads only, in a few queries.
+    """Yield every scheduled private credential with its narrowest enabled schedule. Read-only, in a few queries.
 
-    `asked_before`: those left out that are certainly asked for later than that, or never.
+    `requested_before`: leaves out those that are certainly requested later than that, or never.
     """
-    yield from _list_ordered(_read_orders(now, environments), merchant, asked_before)
+    yield from _list_ordered(_read_orders(now, environments), merchant, requested_before)
 
 
 def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]:
@@ -119,10 +117,10 @@ def _read_orders(now: datetime, environments: Iterable[str]) -> list[StartOrder]
 
 
 def _list_ordered(
-    orders: Sequence[StartOrder], merchant: str | None = None, asked_before: datetime | None = None
+    orders: Sequence[StartOrder], merchant: str | None = None, requested_before: datetime | None = None
 ) -> Iterator[Candidate]:
     readable = [order for order in orders if not order.fault]
-    if not (orders if asked_before is None else readable):
+    if not (orders if requested_before is None else readable):
         return
     by_credential = {o.schedule.credential_id: o for o in orders if o.schedule.credential_id is not None}
     by_account = {o.schedule.account_id: o for o in orders if o.schedule.account_id is not None}
@@ -145,18 +143,18 @@ def _list_ordered(
     )
     if merchant is not None:
         rows = rows.filter(account__merchant_id=merchant)
-    if asked_before is not None:
-        soonest = min(_soonest(order.terms) for order in readable)
-        rows = rows.filter(newest_at__lte=asked_before - soonest)
+    if requested_before is not None:
+        soonest = min(_min_age(order.terms) for order in readable)
+        rows = rows.filter(newest_at__lte=requested_before - soonest)
     found = [
         (row, by_credential.get(row.pk) or by_account.get(row.account_id) or by_environment[row.account.environment])
         for row in rows
     ]
-    yield from _with_rotations([(row, order) for row, order in found if asked_before is None or not order.fault])
+    yield from _with_rotations([(row, order) for row, order in found if requested_before is None or not order.fault])
 
 
-def _soonest(terms: Terms) -> timedelta:
-    """No key is asked to be replaced sooner than that after its activation."""
+def _min_age(terms: Terms) -> timedelta:
+    """Return the minimum time from a key's activation to the request for its replacement."""
     days = terms.cryptoperiod_days - terms.jitter_days - terms.lead_days
     if terms.window is None:
         return timedelta(days=days)
@@ -217,30 +215,30 @@ def _hindrance(account: Account, active_keys: int) -> str:
 
 
 def begin_due(now: datetime) -> list[str]:
-    """Begins what has fallen due in the environments that are served here; the ids of the rotations.
+    """Begin the due rotations of the environments that this process serves; return their ids.
 
-    May run twice at once: a credential has one open rotation. What cannot be begun is logged once, seen in the
-    calendar, and tried again later, after those that were never refused and those that wait longer. A schedule that
-    cannot be read begins nothing, and raises an alarm once.
+    Safe to run concurrently, since a credential has one open rotation. A credential that cannot be begun is logged
+    once, shown in the calendar, and retried after those that never failed and those that wait longer. An unreadable
+    schedule begins nothing and raises one alarm.
     """
     orders, failed = _read_orders(now, settings.ENVIRONMENTS), leases.list_failed(_subject(""))
     for order in orders:
         _note_readable(order, failed, now)
     due = [
         (failed.get(_subject(candidate.credential.pk)), candidate.ask_at, candidate)
-        for candidate in _list_ordered(orders, asked_before=now)
+        for candidate in _list_ordered(orders, requested_before=now)
         if candidate.ask_at is not None and candidate.ask_at <= now
     ]
     due = [item for item in due if item[0] is None or _may_be_tried(item[0], now)]
     due.sort(key=lambda item: (item[0] is not None, (item[0] and item[0].due_at) or item[1]))
     begun: list[str] = []
-    for before, _, candidate in due[:MOST_TRIED]:
-        if len(begun) == MOST_BEGUN:
+    for before, _, candidate in due[:MAX_TRIED]:
+        if len(begun) == MAX_BEGUN:
             break
         try:
             rotation = begin(candidate, now)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the others have their turn
-            _put_off(candidate, error, before, now)
+        except Exception as error:  # noqa: BLE001  errors are isolated per credential and recorded
+            _postpone(candidate, error, before, now)
         else:
             begun += [rotation.rotation_id] if rotation is not None else []
             if before is not None:
@@ -249,7 +247,7 @@ def begin_due(now: datetime) -> list[str]:
 
 
 def _subject(identity: object) -> str:
-    """What a schedule (by its number) or a credential that cannot be begun is noted under."""
+    """Return the key under which a failing schedule (by its number) or credential is recorded."""
     return f"schedule:{identity}"
 
 
@@ -257,9 +255,9 @@ def _may_be_tried(failure: WorkLease, now: datetime) -> bool:
     return failure.due_at is None or failure.due_at <= now
 
 
-def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
-    """Note in the database what cannot be begun, for every worker and after a restart; tell the log what is new."""
-    credential_id, why = candidate.credential.pk, say(error)[:300]
+def _postpone(candidate: Candidate, error: Exception, before: WorkLease | None, now: datetime) -> None:
+    """Record a failure in the database, for every worker and across restarts; log it if the reason is new."""
+    credential_id, why = candidate.credential.pk, format_failure(error)[:300]
     if before is None or before.last_error != why:
         _log.warning(
             "scheduled rotation cannot be begun",
@@ -270,7 +268,7 @@ def _put_off(candidate: Candidate, error: Exception, before: WorkLease | None, n
 
 
 def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: datetime) -> None:
-    """Raise an alarm when a schedule can no longer be read, or for another reason; forget it when it can be again."""
+    """Raise an alarm when a schedule becomes unreadable or the reason changes; clear the record once it is readable."""
     subject = _subject(order.schedule.pk)
     before = failed.get(subject)
     try:
@@ -278,12 +276,12 @@ def _note_readable(order: StartOrder, failed: Mapping[str, WorkLease], now: date
             leases.forget(subject)
         elif order.fault and (before is None or before.last_error != order.fault[:300]):
             _raise_alarm(order, now)
-    except Exception:  # noqa: BLE001  one schedule's fault is not the next one's
-        _log.exception("an unreadable schedule cannot be told of", extra={"schedule": str(order.schedule)})
+    except Exception:  # noqa: BLE001  errors are isolated per schedule
+        _log.exception("an unreadable schedule raised no alarm", extra={"schedule": str(order.schedule)})
 
 
 def _raise_alarm(order: StartOrder, now: datetime) -> None:
-    """The alarm stands with the schedule's account; of an environment's schedule, with any there."""
+    """Raise the alarm for the schedule's account; for an environment's schedule, for any account there."""
     schedule, why = order.schedule, order.fault[:300]
     accounts = Account.objects.select_related("merchant").filter(environment=schedule.environment)
     account = place_of(schedule) or accounts.order_by("pk").first()
@@ -292,7 +290,7 @@ def _raise_alarm(order: StartOrder, now: datetime) -> None:
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
     payload: dict[str, JsonValue] = {"schedule_id": schedule.pk, "scope": str(scope_of(schedule)), "why": why}
     with transaction.atomic():
-        # Of two workers one has the lease; the other finds it not due once this has committed.
+        # One worker gets the lease; any other finds it not due after this commit.
         lease = leases.claim(_subject(schedule.pk), now)
         if lease is None:
             return
@@ -303,7 +301,7 @@ def _raise_alarm(order: StartOrder, now: datetime) -> None:
 
 
 def begin(candidate: Candidate, now: datetime) -> Rotation | None:
-    """Asks for the candidate's rotation. None: somebody was faster. Raises what `begin_rotation` raises."""
+    """Request the candidate's rotation. None: it was begun concurrently. Raises what `begin_rotation` raises."""
     credential, order = candidate.credential, candidate.order
     usable = Key.objects.filter(credential=credential, state=KeyState.ACTIVE).values_list("key_id", flat=True)
     if list(usable) != [candidate.key_id] or _has_open(credential):
@@ -311,7 +309,7 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
     try:
         return begin_rotation(
-            grant, credential, asked(candidate, now), author=order.schedule.author, schedule=order.schedule
+            grant, credential, overrides_for(candidate, now), author=order.schedule.author, schedule=order.schedule
         )
     except KeyvaultError:
         if _has_open(credential):
@@ -319,18 +317,20 @@ def begin(candidate: Candidate, now: datetime) -> Rotation | None:
         raise
 
 
-def asked(candidate: Candidate, now: datetime) -> PlanOverrides:
-    """What the schedule asks for now. Raises RequestInvalidError when its window does not open any more."""
+def overrides_for(candidate: Candidate, now: datetime) -> PlanOverrides:
+    """Return the overrides for a rotation now. Raises RequestInvalidError when the window no longer opens."""
     begins_at = candidate.begins_at(now)
     if begins_at is None:
-        raise RequestInvalidError("The window of the schedule does not open any more.")
+        raise RequestInvalidError("The schedule's window has no further opening.")
     terms = candidate.order.terms
-    wish = replace(candidate.order.wish, not_before=begins_at, window=terms.window)
-    return wish if wish.reason else replace(wish, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+    overrides = replace(candidate.order.overrides, not_before=begins_at, window=terms.window)
+    return (
+        overrides if overrides.reason else replace(overrides, reason=f"cryptoperiod of {terms.cryptoperiod_days} days")
+    )
 
 
-def say(error: Exception) -> str:
-    """Why something could not be begun, in one line."""
+def format_failure(error: Exception) -> str:
+    """Format why a rotation could not be begun, in one line."""
     if isinstance(error, RequestInvalidError) and error.faults:
         return "; ".join(f"{fault.pointer.strip('/')}: {fault.detail}" for fault in error.faults)
     return error.detail if isinstance(error, KeyvaultError) else type(error).__name__
@@ -344,6 +344,6 @@ def _order(schedule: RotationSchedule, now: datetime) -> StartOrder:
     try:
         return StartOrder(schedule, *read_schedule(schedule, now))
     except UnreadableScheduleError as error:
-        wished = readable_wish(schedule)
-        terms = Terms(wished.cryptoperiod_days, wished.jitter_days, wished.lead_days)
-        return StartOrder(schedule, terms, wished.wish, error.detail)
+        draft = readable_draft(schedule)
+        terms = Terms(draft.cryptoperiod_days, draft.jitter_days, draft.lead_days)
+        return StartOrder(schedule, terms, draft.wish, error.detail)

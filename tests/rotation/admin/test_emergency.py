@@ -96,7 +96,7 @@ def test_leak_report_that_recognizes_nothing_is_an_error_that_keeps_the_form(des
     assert answer.status_code == 400
     assert "No key was revoked." in shown
     assert 'class="success"' not in shown
-    assert "no. 1: This is no key id, and no whole key." in shown
+    assert "no. 1: This is neither a key id nor a whole key." in shown
     assert f"{'0' * 16}: There is no such key." in shown
     assert "in a gist" in shown
     assert fresh(key).state == KeyState.ACTIVE

@@ -129,9 +129,9 @@ def test_form_takes_a_public_key_which_is_confirmed_and_has_no_deadline(desk: De
         ({"retire_at": as_sent(in_days(30))}, "retire_at", "public keys only"),
         ({"weekdays": ["1"], "time_zone": "Atlantis/Capital"}, "time_zone", "IANA"),
         ({"weekdays": ["9"]}, "weekdays", "valid choice"),
-        ({"opens": "22:00"}, "weekdays", "the days on which"),
+        ({"opens": "22:00"}, "weekdays", "the weekdays on which"),
         ({"weekdays": ["1"], "opens": "25:00"}, "opens", "time of day"),
-        ({"weekdays": ["1"], "opens": "09:00", "closes": "09:00"}, "closes", "another time"),
+        ({"weekdays": ["1"], "opens": "09:00", "closes": "09:00"}, "closes", "a time other than opens"),
         ({"quiet_seconds": "300d", "deadline": f"{now() + timedelta(days=9):%Y-%m-%dT%H:%M}"}, "deadline", "past the"),
         ({"expires_in_days": "1"}, "expires_in_days", "before the deadline"),
         ({"proof_count": "0"}, "proof_count", "greater than"),
@@ -170,4 +170,4 @@ def test_form_waits_for_its_window(desk: Desk) -> None:
     row = Rotation.objects.get()
     assert row.state == S.SCHEDULED
     text = text_of(browser(desk.tam).get(address("rotation_rotation_change", row.pk)))
-    assert re.search(r"It waits for its time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)
+    assert re.search(r"It waits for its start time, \d{4}-\d{2}-\d{2} 03:00:00 UTC", text)

@@ -26,10 +26,10 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.admin.rotation_actions import ACTS
 from rotation.domain.events import RotationState as S
 from rotation.domain.policy import DeliveryChannel
-from rotation.domain.runbook import IN_WORDS, STALLS, Case, Remedy, fitted
+from rotation.domain.runbook import REMEDY_LABELS, STALLS, Case, Remedy, fitted
 from rotation.domain.windows import Window
 from rotation.models import Rotation
-from rotation.services.rotations.engine import MOST_ATTEMPTS
+from rotation.services.rotations.engine import MAX_ATTEMPTS
 from tests.admin.desk import address, browser, text_of
 from tests.factories import now, the_operator
 from tests.rotation import scene
@@ -83,7 +83,7 @@ def step_failing(clock: Clock, verifier: UsageLog) -> Rotation:
     rotation = begun(clock)
     refused = StateConflictError("The backend refuses us.", internal="403: permission denied")
     with mock.patch.object(LocalKeystore, "put", side_effect=refused):
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             rotation = advance(rotation, clock, 120)
     return rotation
 
@@ -121,7 +121,7 @@ def plan_of_a_newer_release(clock: Clock, verifier: UsageLog) -> Rotation:
 
 CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The deadline has passed": (late, {Remedy.EXTEND, Remedy.ROLL_BACK}),
-    "Nobody takes the news of the replacement": (
+    "The webhook message about the replacement was not accepted": (
         news_not_taken,
         {Remedy.ACCOUNT, Remedy.RESUME, Remedy.ROLL_BACK},
     ),
@@ -129,10 +129,10 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
     "The old key was suspended": (predecessor_suspended, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
     "The quarantine was lifted by hand": (quarantine_lifted, {Remedy.PREDECESSOR, Remedy.RESUME, Remedy.ROLL_BACK}),
     "A step kept failing": (step_failing, {Remedy.RESUME, Remedy.ABORT}),
-    "The secret backend refuses us": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
-    "The secret backend holds something that is not ours": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend denies access": (backend_refuses, {Remedy.RESUME, Remedy.ABORT}),
+    "The secret backend holds an unknown version": (foreign_writer, {Remedy.RESUME, Remedy.ABORT}),
     "This release cannot read the plan": (plan_of_a_newer_release, {Remedy.RESUME, Remedy.ABORT}),
-    "Its window does not open any more": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
+    "The window has no further opening": (window_closed, {Remedy.ABORT, Remedy.ASK_AGAIN}),
 }
 """For each entry of the runbook: how it comes to that, and what the page then offers."""
 
@@ -165,7 +165,7 @@ def test_stall_is_two_clicks_from_the_act_that_mends_it(title: str, clock: Clock
     advice = fitted(entry, case)
     assert all(step in told for step in (advice.happened, *advice.steps))
     links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', told))
-    assert set(links.values()) == {IN_WORDS[remedy] for remedy in expected}
+    assert set(links.values()) == {REMEDY_LABELS[remedy] for remedy in expected}
     for url in links:
         assert client.get(url).status_code == 200, url
 
@@ -175,7 +175,7 @@ def test_stall_for_a_reason_that_nobody_foresaw_offers_what_there_is(clock: Cloc
     with mock.patch("rotation.domain.runbook.STALLS", ()):
         told = cure_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
     assert "It stalled".lower() in told.lower()
-    assert IN_WORDS[Remedy.EXTEND] in told
+    assert REMEDY_LABELS[Remedy.EXTEND] in told
 
 
 def test_stall_shown_to_an_auditor_offers_no_act(clock: Clock, verifier: UsageLog) -> None:
@@ -183,7 +183,7 @@ def test_stall_shown_to_an_auditor_offers_no_act(clock: Clock, verifier: UsageLo
     rotation = replacement_suspended(clock, verifier)
     auditor = the_operator("auditor", Role.AUDITOR)
     told = cure_of(text_of(browser(auditor).get(address("rotation_rotation_change", rotation.pk))))
-    assert IN_WORDS[Remedy.REPLACEMENT] in told
+    assert REMEDY_LABELS[Remedy.REPLACEMENT] in told
     assert address("rotation_rotation_resume", rotation.pk) not in told
 
 
@@ -197,7 +197,7 @@ def test_rotation_whose_webhook_endpoint_refuses_says_so_and_leads_to_the_accoun
     text = text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk)))
     told = cure_of(text)
     assert address("rotation_rotation_change", rotation.pk) in text_of(browser(scene.tam()).get("/admin/"))
-    assert "webhook endpoint does not take the news" in told
+    assert "webhook endpoint does not accept the message" in told
     assert address("keyvault_account_change", place.pk) in told
     assert address("rotation_rotation_roll-back", rotation.pk) in told
     assert "Told: the merchant&#x27;s webhook endpoint took the news" in text
@@ -215,7 +215,7 @@ def test_rotation_whose_backend_is_away_shows_the_last_error(clock: Clock, verif
     assert "Rotations held up by a failing step" in text_of(client.get("/admin/")).split("Nothing of:")[0]
     assert page in text_of(client.get(f"{address('rotation_rotation_changelist')}?held=up"))
     text = text_of(client.get(page))
-    assert "the secret backend does not take it" in cure_of(text)
+    assert "a step that needs the secret backend fails" in cure_of(text)
     assert "The backend is sealed." in text
 
 
@@ -242,7 +242,7 @@ def test_rotation_that_waits_for_the_merchant_says_where_the_replacement_is(
 def test_runbook_names_acts_that_exist() -> None:
     acts = {act.name: act.label for act in ACTS}
     pages = {Remedy.PREDECESSOR, Remedy.REPLACEMENT, Remedy.ACCOUNT, Remedy.ASK_AGAIN}
-    assert {remedy.value: IN_WORDS[remedy] for remedy in set(Remedy) - pages} == acts
+    assert {remedy.value: REMEDY_LABELS[remedy] for remedy in set(Remedy) - pages} == acts
 
 
 def test_front_page_shows_alarms_first(clock: Clock, verifier: UsageLog) -> None:

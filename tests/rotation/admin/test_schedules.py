@@ -11,7 +11,7 @@ from keyvault.domain.keys import KeyKind
 from rotation.domain.policy import Proof
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
-from rotation.services.schedules.schedules import wish_of
+from rotation.services.schedules.schedules import draft_of
 from rotation.services.schedules.starting import begin_due
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import issue
@@ -48,7 +48,7 @@ def test_schedule_saved_has_the_terms_of_the_form(desk: Desk) -> None:
         frozen,
         desk.tam.person,
     )
-    saved = wish_of(row)
+    saved = draft_of(row)
     assert (saved.cryptoperiod_days, saved.jitter_days, saved.lead_days) == (90, 9, 7)
     assert saved.window == Window("Europe/Berlin", (0, 4), 1_320, 240)
     wish = saved.wish
@@ -75,12 +75,12 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
         ({"cryptoperiod_days": 0}, "greater than or equal to 1"),
         ({"cryptoperiod_days": ""}, "required"),
         ({"jitter_days": 90}, "less than the cryptoperiod"),
-        ({"lead_days": 90}, "less than what the jitter leaves"),
+        ({"lead_days": 90}, "less than the cryptoperiod minus the jitter"),
         ({"weekdays": ["7"]}, "not one of the available choices"),
         ({"opens": "25:00"}, "A time of day"),
-        ({"opens": "22:00"}, "the days on which it has these hours"),
+        ({"opens": "22:00"}, "the weekdays on which these hours apply"),
         ({**NIGHTS, "time_zone": "Europe/Atlantis"}, "IANA time zone"),
-        ({**NIGHTS, "closes": "22:00"}, "another time than it opens"),
+        ({**NIGHTS, "closes": "22:00"}, "a time other than opens"),
         ({**NIGHTS, "cryptoperiod_days": 1}, "longer than the cryptoperiod"),
         ({"calendar": "nothing"}, "not one of the available choices"),
         ({"quiet_seconds": "30d"}, "past the deadline"),
@@ -144,7 +144,7 @@ def test_schedule_edited_keeps_what_was_not_touched_and_is_in_the_editors_name(d
     assert browser(desk.admin).post(where, stale).status_code == 302
     row.refresh_from_db()
     assert (row.cryptoperiod_days, row.author_person, row.account) == (60, desk.admin.person, desk.sandbox)
-    assert wish_of(row).wish.quiet_seconds == 7_200
+    assert draft_of(row).wish.quiet_seconds == 7_200
     assert client.post(where, stale).status_code == 409
 
 
@@ -171,7 +171,7 @@ def test_schedule_that_this_release_cannot_read_is_shown_as_stalled_and_can_be_e
     fields = {**TERMS, **NIGHTS, "version": hidden(client.get(where), "version")}
     assert client.post(where, fields).status_code == 302
     row.refresh_from_db()
-    assert wish_of(row).window == Window("Europe/Berlin", (0, 4), 1_320, 240)
+    assert draft_of(row).window == Window("Europe/Berlin", (0, 4), 1_320, 240)
 
 
 def test_schedule_disabled_and_enabled(desk: Desk) -> None:
@@ -212,7 +212,7 @@ def test_blackouts_are_written_a_line_each(desk: Desk) -> None:
         ({"name": "Shops"}, "a-z, 0-9"),
         ({"name": "x", "periods": "2026-12-20"}, "Period 1: "),
         ({"name": "x", "periods": "2026-12-20 2026-12-24\nsoon later"}, "Period 2: a time"),
-        ({"name": "x", "periods": "2026-12-20 2026-12-19"}, "Period 1: later than it begins"),
+        ({"name": "x", "periods": "2026-12-20 2026-12-19"}, "Period 1: later than begins_at"),
         ({"name": "x", "periods": "0001-01-01T00:00+14:00 9999-12-31T23:00-14:00"}, "Period 1: "),
         ({"name": "x", "periods": "2026-12-20 2026-12-21 a\0b"}, "Null characters"),
     ],

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import (
     FAILED,
-    FASTEST_PER_MINUTE,
-    MOST_AT_ONCE,
+    MAX_CONCURRENCY,
+    MAX_PER_MINUTE,
     PROVED,
     TICK_SECONDS,
     UNPROVED,
@@ -24,8 +24,8 @@ from rotation.domain.states import CLOSED
 
 paces = st.builds(
     Pace,
-    per_minute=st.integers(1, FASTEST_PER_MINUTE),
-    concurrency=st.integers(1, MOST_AT_ONCE),
+    per_minute=st.integers(1, MAX_PER_MINUTE),
+    concurrency=st.integers(1, MAX_CONCURRENCY),
     halt_on_stall=st.booleans(),
     halt_at_failed_percent=st.none() | st.integers(0, 100),
 )
@@ -51,10 +51,10 @@ def test_count_to_begin_whatever_the_ticks_keeps_rate_and_concurrency(
         assert sum(at > now - 60 for at in begun) <= pace.per_minute
 
 
-@given(st.integers(1, FASTEST_PER_MINUTE))
+@given(st.integers(1, MAX_PER_MINUTE))
 def test_count_to_begin_with_room_keeps_up_with_the_pace(per_minute: int) -> None:
     """Ticks as often as they are due begin `per_minute` in the first minute, and not all of them at once."""
-    pace = Pace(per_minute=per_minute, concurrency=MOST_AT_ONCE)
+    pace = Pace(per_minute=per_minute, concurrency=MAX_CONCURRENCY)
     begun: list[int] = []
     for now in range(0, 60, TICK_SECONDS):
         begun += [now] * count_to_begin(pace, unproved=0, begun_in_last_minute=len(begun))
@@ -125,9 +125,9 @@ def test_pace_written_and_read_is_the_same(pace: Pace) -> None:
     ("pace", "pointer"),
     [
         (Pace(per_minute=0), "/per_minute"),
-        (Pace(per_minute=FASTEST_PER_MINUTE + 1), "/per_minute"),
+        (Pace(per_minute=MAX_PER_MINUTE + 1), "/per_minute"),
         (Pace(concurrency=0), "/concurrency"),
-        (Pace(concurrency=MOST_AT_ONCE + 1), "/concurrency"),
+        (Pace(concurrency=MAX_CONCURRENCY + 1), "/concurrency"),
         (Pace(halt_at_failed_percent=-1), "/halt_at_failed_percent"),
         (Pace(halt_at_failed_percent=101), "/halt_at_failed_percent"),
     ],

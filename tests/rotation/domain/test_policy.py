@@ -219,7 +219,7 @@ def test_plan_with_several_faults_names_each() -> None:
 
 def test_plan_fault_says_what_would_do() -> None:
     details = [fault.detail for fault in find_faults(changed(quiet_seconds=0), PRODUCTION, KeyKind.PRIVATE, None, NOW)]
-    assert details == ["production takes 3600 to 31622400"]
+    assert details == ["3600 to 31622400 in production"]
 
 
 @given(plans, st.sampled_from(Environment), st.none() | times, st.sampled_from(KeyKind))

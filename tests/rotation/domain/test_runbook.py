@@ -14,7 +14,7 @@ from keyvault.services.secrets.stored_copies import ForeignWriterError
 from rotation.domain import states
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.runbook import (
-    IN_WORDS,
+    REMEDY_LABELS,
     STALLS,
     UNKNOWN,
     WAITS,
@@ -32,14 +32,14 @@ from tests.rotation.situation import ACTIVE, NOW, QUIET, plan, step, used
 
 S = RotationState
 
-OF_ITSELF = ("nothing: it is closed", "an operator, who looks at why it stalled", "its time, ")
+OF_ITSELF = ("nothing: the rotation is closed", "an operator to resolve the stall", "its start time, ")
 """What needs no advice, or has the advice of the stall."""
 
 
 def waits_in_the_code() -> Iterator[str]:
     """How each text begins with which `states` says what is waited for."""
     for node in ast.walk(ast.parse(inspect.getsource(states))):
-        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in {"Wait", "Act"}:
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in {"Wait", "RotationAction"}:
             continue
         said = node.args[0]
         if isinstance(said, ast.JoinedStr):
@@ -71,14 +71,12 @@ def test_runbook_of_a_window_that_does_not_open_has_an_entry() -> None:
     closed = Window("UTC", (), blackouts=(Blackout(NOW - timedelta(days=1), NOW + timedelta(days=2_000)),))
     found = step(S.SCHEDULED, plan=plan(window=closed))
     assert isinstance(found, Move)
-    assert (found.to, find_stall(found.why).title) == (S.STALLED, "Its window does not open any more")
+    assert (found.to, find_stall(found.why).title) == (S.STALLED, "The window has no further opening")
 
 
 def test_runbook_of_what_the_worker_stalls_by_itself_has_entries() -> None:
-    assert find_stall(ForeignWriterError("a/path", 3).detail).title == (
-        "The secret backend holds something that is not ours"
-    )
-    assert find_stall("the secret backend refuses us: no").title == "The secret backend refuses us"
+    assert find_stall(ForeignWriterError("a/path", 3).detail).title == ("The secret backend holds an unknown version")
+    assert find_stall("the secret backend denies access: no").title == "The secret backend denies access"
     assert find_stall("a step kept failing: permission denied").title == "A step kept failing"
     assert find_stall("something that nobody foresaw") is UNKNOWN
 
@@ -96,7 +94,7 @@ def test_runbook_of_a_key_that_is_not_taken_up_has_an_entry(state: RotationState
     assert isinstance(found, Wait)
     entry = find_wait(found.waiting_for, is_failing=False)
     assert entry is not None
-    assert entry.title == "The key that is to stay was not used last"
+    assert entry.title == "The key that stays was not used last"
 
 
 def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
@@ -104,7 +102,7 @@ def test_runbook_of_a_side_effect_speaks_only_once_a_try_failed() -> None:
     assert find_wait(said, is_failing=False) is None
     entry = find_wait(said, is_failing=True)
     assert entry is not None
-    assert entry.title == "The secret backend does not take it"
+    assert entry.title == "A step that needs the secret backend fails"
 
 
 CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False])]
@@ -142,14 +140,14 @@ def test_runbook_entry_says_nothing_that_is_untrue_of_the_rotation(entry: Runboo
 
 _NEEDS_THE_OLD_KEY = {
     "The quarantine was lifted by hand",
-    "Its window does not open any more",
-    "The merchant has not taken the replacement up",
-    "It waits for an operator's word",
+    "The window has no further opening",
+    "The merchant does not use the replacement yet",
+    "It waits for an operator's confirmation",
     "The replacement is in use, but not for long enough",
-    "A key is still in use, or its silence is not seen yet",
-    "The key that is to stay was not used last",
+    "A key is still in use, or its silence is not proved yet",
+    "The key that stays was not used last",
     "No verifier reports",
-    "The old public key waits for its date",
+    "The old public key waits for its retirement date",
 }
 """A rotation whose old key has ended comes to none of them: it has no deadline, no window, and is done by delivery."""
 _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_THE_OLD_KEY]
@@ -196,4 +194,4 @@ def test_runbook_markdown_holds_every_entry_and_no_long_line() -> None:
     text = runbook_markdown()
     assert all(f"#### {entry.title}\n" in text for entry in (*STALLS, *WAITS))
     assert max(map(len, text.splitlines())) <= 120
-    assert set(IN_WORDS) == set(Remedy)
+    assert set(REMEDY_LABELS) == set(Remedy)

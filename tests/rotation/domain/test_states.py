@@ -251,7 +251,7 @@ def test_step_staged_waits_until_every_verifier_accepts(is_accepted: bool, expec
 
 
 @pytest.mark.parametrize(
-    ("is_delivered", "is_told", "expected"),
+    ("is_delivered", "is_notified", "expected"),
     [
         (False, False, "act"),
         (False, True, "act"),
@@ -260,15 +260,15 @@ def test_step_staged_waits_until_every_verifier_accepts(is_accepted: bool, expec
     ],
 )
 def test_step_publishing_goes_on_once_it_is_delivered_and_told(
-    is_delivered: bool, is_told: bool, expected: str
+    is_delivered: bool, is_notified: bool, expected: str
 ) -> None:
     """Telling comes after delivering: the merchant who is told finds the key where they read it."""
-    assert told(step(S.PUBLISHING, is_delivered=is_delivered, is_told=is_told)) == expected
+    assert told(step(S.PUBLISHING, is_delivered=is_delivered, is_notified=is_notified)) == expected
 
 
-@pytest.mark.parametrize(("is_told", "expected"), [(False, "to stalled"), (True, "to awaiting_proof")])
-def test_step_publishing_stalls_when_nobody_will_be_told_any_more(is_told: bool, expected: str) -> None:
-    assert told(step(S.PUBLISHING, is_delivered=True, is_told=is_told, telling_failed=True)) == expected
+@pytest.mark.parametrize(("is_notified", "expected"), [(False, "to stalled"), (True, "to awaiting_proof")])
+def test_step_publishing_stalls_when_nobody_will_be_told_any_more(is_notified: bool, expected: str) -> None:
+    assert told(step(S.PUBLISHING, is_delivered=True, is_notified=is_notified, notification_failed=True)) == expected
 
 
 # --- public keys ------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_step_every_state_has_its_way_forward_and_says_what_it_waits_for(state: 
 def test_step_says_times_in_utc() -> None:
     found = step(S.SCHEDULED, plan=plan(not_before=datetime(2026, 11, 22, 9, 30, tzinfo=UTC)), deadline=NOW + 9 * DAY)
     assert isinstance(found, Wait)
-    assert found.waiting_for == "its time, 2026-11-22 09:30:00 UTC"
+    assert found.waiting_for == "its start time, 2026-11-22 09:30:00 UTC"
 
 
 def test_situations_cover_every_state() -> None:

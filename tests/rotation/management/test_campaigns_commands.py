@@ -54,7 +54,7 @@ def test_rotate_campaign_in_sandbox_runs_with_the_pace_and_plan_given(clock: Clo
         "halt_at_failed_percent": 25,
     }
     assert told["wish"] == {
-        "reason": "asked for on the command line",
+        "reason": "requested on the command line",
         "proof": "ack",
         "quiet_seconds": 5,
         "quarantine_seconds": 6,

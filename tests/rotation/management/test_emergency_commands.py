@@ -63,14 +63,14 @@ def test_report_leak_with_a_stranger_among_them_ends_the_rest_and_fails(tmp_path
     """Every key is told of on standard output; exit 1 says that one was not revoked."""
     key, _ = issue(account("acme"))
     run = Run("report_leak", "0" * 16, key.key_id, "--by", "responder")
-    assert run.refusal == "1 of them were not revoked"
+    assert run.refusal == "Keys not revoked: 1"
     assert [told["state"] for told in run.told["keys"]] == [None, "compromised"]
     assert Key.objects.get().state == KeyState.COMPROMISED
 
 
 def test_report_leak_that_recognizes_nothing_fails_and_says_that_no_key_was_revoked() -> None:
     run = Run("report_leak", "nonsense", "0" * 16, "--by", "responder")
-    assert run.refusal == "No key was revoked: none of the 2 is a key that this service knows and you may end"
+    assert run.refusal == "No key was revoked: none of the 2 is a known key that you may revoke"
     assert (run.told["revoked"], run.told["not_revoked"]) == (0, 2)
 
 

@@ -125,7 +125,7 @@ def test_request_for_nothing_says_what_was_left_out(clock: Clock) -> None:
 def test_request_for_too_many_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds before anything is planned or written."""
     issued(clock, 3)
-    monkeypatch.setattr(selection, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(selection, "MAX_MEMBERS", 2)
     with pytest.raises(RequestInvalidError, match="at most 2"):
         asked(clock)
 
@@ -230,7 +230,7 @@ def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clo
     alter(campaign, altered, clock)
     tick(clock.now)
     campaign = get_campaign(campaign.pk)
-    assert (campaign.state, campaign.why) == (C.HALTED, "what was approved was altered")
+    assert (campaign.state, campaign.why) == (C.HALTED, "the approved campaign was altered")
     assert not campaign.rotations.exists()
     with pytest.raises(StateConflictError, match="altered"):
         resume_campaign(on_platform(tam(), P.ROTATIONS_WRITE, clock), campaign, "go on")

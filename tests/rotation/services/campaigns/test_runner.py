@@ -149,7 +149,7 @@ def test_tick_skips_a_credential_that_got_a_new_key_since_it_was_selected(clock:
     campaign = asked(clock)
     models.QuerySet(Key).update(activated_at=clock.now + timedelta(seconds=1))
     ticked(clock)
-    assert campaign.members.get().why == "its key is younger than what was selected"
+    assert campaign.members.get().why == "its key is younger than selected"
 
 
 def test_tick_skips_what_the_plan_no_longer_fits(clock: Clock) -> None:

@@ -144,7 +144,7 @@ def test_compromise_whose_asking_fails_stands(clock: Clock, fault: Exception, mo
     monkeypatch.setattr(emergency, "reissue_key", fail)
     response = report(key, clock)
     assert (state_of(key), response.state) == ("compromised", KeyState.COMPROMISED)
-    assert "Asking for it failed" in response.no_replacement
+    assert "The request failed" in response.no_replacement
 
 
 @pytest.mark.django_db(transaction=True)
@@ -191,7 +191,7 @@ def test_compromise_of_the_replacement_beside_a_good_predecessor_asks_for_none(
     rotation = overlapping(clock, verifier)
     assert rotation.replacement is not None
     response = report(rotation.replacement, clock)
-    assert (response.rotation_id, response.no_replacement) == (None, "The credential has another key that is good.")
+    assert (response.rotation_id, response.no_replacement) == (None, "The credential has another usable key.")
     assert advance(rotation, clock, 3).state == S.CANCELLED
     assert state_of(rotation.predecessor) == "active"
 
@@ -327,7 +327,7 @@ def test_leak_interrupted_has_ended_what_came_before_and_is_reported_again(
 def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         leaked(clock, *(f"{number:016}" for number in range(count)))
-    assert refused.value.faults[0].detail == "1 to 500 of them"
+    assert refused.value.faults[0].detail == "1 to 500 keys"
 
 
 def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> None:
@@ -341,7 +341,7 @@ def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> Non
 def test_leak_of_a_key_string_with_a_wrong_checksum_names_nobody(clock: Clock) -> None:
     """What is not our key is not looked up, and not repeated."""
     (response,) = leaked(clock, mint()[:-1] + "?")
-    assert response == Response("no. 1", fault="This is no key id, and no whole key.")
+    assert response == Response("no. 1", fault="This is neither a key id nor a whole key.")
 
 
 def test_leak_leaves_the_credential_itself(clock: Clock) -> None:

@@ -132,7 +132,7 @@ def test_credential_that_was_dormant_is_not_confirmed_once_its_old_key_is_in_use
     assert rotation.approved_plan.is_dormant
     scene.use(verifier, rotation.predecessor_id, 20)
     grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
-    with pytest.raises(StateConflictError, match="word"):
+    with pytest.raises(StateConflictError, match="no confirmation"):
         confirm_rotation(grant, rotation, "Ada of Acme, by telephone")
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     rotation = wait(rotation, clock, verifier, 6)
@@ -152,7 +152,7 @@ def test_replacement_that_a_service_asked_for_is_collected_by_somebody_who_did_n
     approving = authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock())
     approve_rotation(approving, rotation, rotation.plan_digest)
     rotation = advance(rotation, clock)
-    with pytest.raises(StateConflictError, match="second person"):
+    with pytest.raises(StateConflictError, match="requester can collect"):
         collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, account, now=clock()), rotation)
     assert get_rotation(rotation.rotation_id).collected_at is not None

@@ -96,7 +96,7 @@ def test_retirement_in_production_takes_a_second_person(clock: Clock, verifier: 
     own = retire(rotation, clock, 60, scene.admin())
     with pytest.raises(StateConflictError, match="second person"):
         approve_retirement(authorize(scene.admin(), P.ROTATIONS_APPROVE, account, now=clock()), own)
-    with pytest.raises(StateConflictError, match="later date"):
+    with pytest.raises(StateConflictError, match="Another date"):
         approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), retirement)
     retirement = own
     assert rotation.retire_at is None

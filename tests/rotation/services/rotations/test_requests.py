@@ -189,11 +189,11 @@ def test_replacement_is_collected_once_and_by_whoever_asked(clock: Clock) -> Non
     """Material is shown to one person, once."""
     rotation = scene.rotate(scene.issue(scene.account(), clock())[0].credential, clock())
     place = rotation.credential.account
-    with pytest.raises(StateConflictError, match="not there yet"):
+    with pytest.raises(StateConflictError, match="not delivered yet"):
         collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     advance_rotation(rotation.rotation_id, clock)
     rotation = get_rotation(rotation.rotation_id)
-    with pytest.raises(StateConflictError, match="second person"):
+    with pytest.raises(StateConflictError, match="requester can collect"):
         collect_replacement(authorize(scene.admin(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     text = collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
     assert rotation.replacement_id is not None

@@ -117,7 +117,7 @@ def test_replacement_tried_in_its_quarantine_holds_the_end_up(clock: Clock, veri
 
 def test_rotation_that_is_rolling_back_or_revoking_is_not_aborted(clock: Clock, verifier: UsageLog) -> None:
     rotation = abort(overlapping(clock, verifier), clock)
-    with pytest.raises(StateConflictError, match="cannot be ended any more"):
+    with pytest.raises(StateConflictError, match="can no longer be ended"):
         abort(rotation, clock)
 
 
@@ -125,7 +125,7 @@ def test_rotation_whose_predecessor_is_dead_has_no_way_back(clock: Clock, verifi
     rotation = advance(begun(clock), clock)
     revoke(rotation.predecessor, clock)
     rotation.predecessor.refresh_from_db()
-    with pytest.raises(StateConflictError, match="no way back"):
+    with pytest.raises(StateConflictError, match="cannot be rolled back"):
         abort(rotation, clock)
     assert rotation.predecessor.state == KeyState.DEACTIVATED
 

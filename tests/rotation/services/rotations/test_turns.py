@@ -12,7 +12,7 @@ from keyvault.services.work.leases import claim, postpone
 from rotation.domain.states import Facts, Move, RotationAction, Wait, next_step
 from rotation.models import Rotation
 from rotation.services.rotations import engine
-from rotation.services.rotations.engine import LOOK_AGAIN_SECONDS, MOST_ATTEMPTS, advance_all_due, list_due
+from rotation.services.rotations.engine import MAX_ATTEMPTS, POLL_SECONDS, advance_all_due, list_due
 from rotation.services.rotations.reports import get_rotation, subject_of
 from tests.rotation import scene
 from tests.rotation.scene import Clock
@@ -32,7 +32,7 @@ def due_in(rotation: Rotation, clock: Clock) -> float:
 def test_turn_comes_rarer_the_longer_a_rotation_has_waited_and_never_later_than_it_can_go_on(
     clock: Clock, verifier: UsageLog
 ) -> None:
-    shortest, longest = LOOK_AGAIN_SECONDS
+    shortest, longest = POLL_SECONDS
     rotation = advance(begun(clock), clock)
     assert due_in(rotation, clock) == shortest
     advance(rotation, clock, 200)
@@ -133,7 +133,7 @@ def test_listing_begins_anywhere_so_that_rotations_that_never_move_hide_no_other
 ) -> None:
     """Guarantee: more stuck rotations than one listing holds starve nobody behind them."""
     known = sorted(begun(clock).rotation_id for _ in range(5))
-    monkeypatch.setattr(engine, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(engine, "_MAX_LISTED", 2)
     listed = []
     for start in known:
         monkeypatch.setattr(engine, "_draw_start", lambda start=start: start)
@@ -156,9 +156,9 @@ def test_fault_that_nobody_foresaw_stops_no_other_rotation_and_stalls_its_own_by
         return next_step(facts, now)
 
     monkeypatch.setattr(engine, "next_step", fail)
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         advance_all_due(clock)
         clock.tick(80)
     assert get_rotation(sound.rotation_id).state == "awaiting_proof"
     stalled = get_rotation(broken.rotation_id)
-    assert (stalled.state, stalled.why) == ("stalled", "a step kept failing: an unforeseen fault; the log has it")
+    assert (stalled.state, stalled.why) == ("stalled", "a step kept failing: an unexpected error; see the log")

@@ -147,7 +147,7 @@ def test_calendar_of_what_was_turned_down_says_when_it_is_asked_for_again(clock:
     reject_rotation(grant, row, "not now")
     date = dates(clock())["a"]
     assert (date.state, date.ask_at) == (DateState.PLANNED, clock() + ASK_AGAIN)
-    assert "turned down" in date.why
+    assert "rejected" in date.why
 
 
 def test_calendar_of_many_keys_takes_no_query_for_each(clock: Clock) -> None:
@@ -181,7 +181,7 @@ def test_command_prints_the_calendar_or_one_json_object() -> None:
     (date,) = answer["dates"]
     assert (date["credential_id"], date["state"], date["environment"]) == (key.credential_id, "planned", "sandbox")
     assert datetime.fromisoformat(date["begins_at"]) == Key.objects.get(pk=key.pk).activated_at + 90 * DAY
-    assert "No key on a schedule" in told("--environment", "production")
+    assert "No scheduled key" in told("--environment", "production")
 
 
 @pytest.mark.parametrize("days", ["0", "733", "soon", "-1"])

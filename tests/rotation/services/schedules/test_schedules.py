@@ -449,7 +449,7 @@ def test_begin_due_of_more_refused_than_a_tick_tries_reaches_those_behind_them(
         return begin_rotation(grant, credential, *args, **options)
 
     monkeypatch.setattr(starting, "begin_rotation", failing)
-    monkeypatch.setattr(starting, "MOST_TRIED", 2)
+    monkeypatch.setattr(starting, "MAX_TRIED", 2)
     due_at = clock() + 91 * DAY
     labels = [[each.credential.label for each in begun(due_at + tick * DAY)] for tick in range(6)]
     assert labels == [[], [], ["good"], [], [], []]
@@ -551,7 +551,7 @@ def test_begin_due_beside_an_open_rotation_whose_plan_has_no_date_begins_the_oth
 
 
 def test_begin_due_of_many_begins_a_share_with_each_tick(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "MOST_BEGUN", 2)
+    monkeypatch.setattr(starting, "MAX_BEGUN", 2)
     for label in "abc":
         scene.issue(scene.account(), clock(), label=label)
     save(SANDBOX, clock())
@@ -621,9 +621,9 @@ def test_schedule_or_calendar_made_anew_where_there_is_one_is_refused(clock: Clo
     place = scene.account()
     save(place, clock(), cryptoperiod_days=30)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())
-    with pytest.raises(StateConflictError, match="change that one"):
+    with pytest.raises(StateConflictError, match="Change that one"):
         save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleDraft(365))
     calendar("xmas", clock())
-    with pytest.raises(StateConflictError, match="change that one"):
+    with pytest.raises(StateConflictError, match="Change that one"):
         save_calendar(authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock()), "xmas", [])
     assert RotationSchedule.objects.get().cryptoperiod_days == 30
