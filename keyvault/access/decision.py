@@ -1,6 +1,6 @@
-"""The one function that says yes: `decide`. Nothing starts allowed; the first check that fails answers.
+"""The authorization decision: `decide` denies by default, and the first failed check determines the denial.
 
-A verdict is a value: a `Grant` or a `Denial`. The only call that makes a Grant is the last line of `decide`.
+A verdict is a value: a `Grant` or a `Denial`. Only the last line of `decide` creates a Grant.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from keyvault.domain.networks import is_within
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """No, and why. `detail` is for the caller, `internal` for the operators' log.
+    """A denied request and the reason. `detail` is for the caller, `internal` for the operators' log.
 
-    `holder` is set once possession of the key was proved: only then may the answer name the key.
+    `holder` is set once possession of the key was proved: only then may the response name the key.
     """
 
     code: Code
@@ -35,7 +35,7 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Proof that somebody asked and was allowed; every writing service takes one."""
+    """Proof of authorization, which every writing service requires."""
 
     principal: Principal
     rule: Rule
@@ -45,7 +45,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One applied rule of a trace, named by the code that it denies with."""
+    """One applied rule of a trace, identified by the error code of its denial."""
 
     rule: Code
     passed: bool
@@ -62,7 +62,7 @@ def decide(
     now: datetime,
     trace: list[Check] | None = None,
 ) -> Grant | Denial:
-    """May this principal do that to this target, now? `trace` collects each rule applied, in order."""
+    """Decide whether the principal may act on the target now. `trace` collects each applied rule, in order."""
     for name, step in _steps(rule):
         denial = step(rule, principal, target)
         if trace is not None:
@@ -76,7 +76,7 @@ def _steps(rule: Rule) -> _Steps:
     return _ENDPOINT_STEPS if isinstance(rule, EndpointRule) else _OPERATION_STEPS
 
 
-# --- operations on our own data ---------------------------------------------------------------------------
+# --- operations on the service's own data -----------------------------------------------------------------
 
 
 _KEY_PERMISSIONS = {
@@ -90,7 +90,7 @@ _KEY_PERMISSIONS = {
         }
     ),
 }
-"""What an API key's holder may write: its merchant's own things, the news of its arrival, and its own end (D4, D15)."""
+"""Write permissions of an API key: its merchant's own data, its rotation's acknowledgment, and its own revocation."""
 
 
 def _holds_permission(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
@@ -144,14 +144,14 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
 
 _OPERATION_STEPS: _Steps = (
     (Code.PERMISSION_MISSING, _holds_permission),
-    # Merchants first: a foreign one's thing is absent, whichever environment it is in.
+    # Merchants first: another merchant's data appears absent, in every environment.
     (Code.NOT_FOUND, _within_merchants),
     (Code.PERMISSION_MISSING, _within_environment),
     (Code.STATE_CONFLICT, _by_second_person),
 )
 
 
-# --- requests for an endpoint, in the order of the contract's table of verdicts ---------------------------
+# --- requests for an endpoint, in the order of the contract's verdict table -------------------------------
 
 
 def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
@@ -182,7 +182,7 @@ def _is_cataloged(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
 
 
 def deny_miss(miss: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
-    """The verdict on a request that no endpoint answers to."""
+    """Return the denial of a request that matches no endpoint."""
     if miss.allowed:
         return Denial(
             Code.METHOD_NOT_ALLOWED,
@@ -261,13 +261,13 @@ def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
 
 
 def _proves_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    # A Bearer that nobody judged is not taken for a good one.
-    if not request.has_bearer or isinstance(request.customer, Customer) or _is_outlived(request.customer):
+    # A Bearer that was not judged is not accepted.
+    if not request.has_bearer or isinstance(request.customer, Customer) or _is_expired_or_revoked(request.customer):
         return None
     return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
 
 
-def _is_outlived(customer: Customer | CustomerFault | None) -> bool:
+def _is_expired_or_revoked(customer: Customer | CustomerFault | None) -> bool:
     return customer in {CustomerFault.EXPIRED, CustomerFault.REVOKED}
 
 

@@ -1,5 +1,7 @@
-"""The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
-`manage.py show_catalog` all show this one."""
+"""The authorization panel of an endpoint: its requirements as text.
+
+The console, the OpenAPI page and `manage.py show_catalog` show it.
+"""
 
 from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.limits import Limit
@@ -16,12 +18,12 @@ _ON_LIMITER_LOSS = {
 
 
 def limit_words(limit: Limit | None) -> str:
-    """`25 per 1 s`, or `none`."""
+    """Format a limit: `25 per 1 s`, or `none`."""
     return "none" if limit is None else f"{limit.count} per {limit.seconds} s"
 
 
 def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
-    """Labels with what stands there, always the same labels in the same order."""
+    """Return pairs of label and value, always the same labels in the same order."""
     context = [
         f"{what} from {source}"
         for what, source in (("merchant", endpoint.merchant_from), ("store", endpoint.store_from))
