@@ -41,7 +41,7 @@ class Limit:
     seconds: int
     window_us: int = field(init=False, repr=False, compare=False)
     numbers: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
-    """Precomputed for the fast path: count, window in microseconds, and window and one second in 1/count microseconds."""
+    """Precomputed for the fast path: count, window in microseconds; window and one second in 1/count microseconds."""
 
     def __post_init__(self) -> None:
         if (fault := find_limit_fault(self.count, self.seconds)) is not None:

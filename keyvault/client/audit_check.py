@@ -1,20 +1,22 @@
-"""Checks an exported audit log on a machine that the service's owner does not control.
+"""Verify an exported audit log on a machine that the service's owner does not control.
 
     manage.py export_audit > log.jsonl            on the service's host
     python -m keyvault.client.audit_check log.jsonl --public-key keys.json [--kept kept.jsonl]
 
-It needs Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
-database, no network. `keys.json` is what `manage.py audit_public_key` printed; an auditor who has a login of his own
-compares it with what the Vault says (`bao read <prefix>-anchor-<scope>/keys/audit`). `kept.jsonl` holds checkpoints of
-earlier exports; to keep some, `manage.py export_audit --newest >> kept.jsonl` now and then. Whoever asked for an
-export with `--scope` or `--since` says `--partial`: otherwise one that leaves something out is refused.
+Requires Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
+database, no network.
 
-What it proves: nobody without the signing key has edited, reordered, put in or taken away an entry up to the newest
-checkpoint of its scope. What it does not: entries after that checkpoint are chained, not signed; that the newest
-checkpoints were not taken away together with their entries, only `--kept` shows; and that an entry was true when it was
-written, nothing does.
+- `keys.json`: the output of `manage.py audit_public_key`. Auditors with a Vault login compare it with the Vault's own
+  copy (`bao read <prefix>-anchor-<scope>/keys/audit`).
+- `kept.jsonl`: checkpoints of earlier exports. To add some, run `manage.py export_audit --newest >> kept.jsonl`
+  regularly.
+- `--partial`: required for an export made with `--scope` or `--since`. An incomplete export is refused otherwise.
 
-Exit 0: everything holds. 1: something does not. 2: the files or the arguments are no good.
+It proves that without the signing key, no entry up to the newest checkpoint of its scope was edited, reordered, added
+or removed. It does not prove that an entry was true when it was written. Entries after that checkpoint are chained,
+not signed. Only `--kept` detects that the newest checkpoints were removed together with their entries.
+
+Exit status 0: the log is intact. 1: it is not. 2: the files or the arguments are invalid.
 """
 
 import argparse
@@ -38,7 +40,7 @@ LIMITS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Reads the export line by line; what it remembers does not grow with the log."""
+    """Run the command and return the exit status. Reads line by line; memory use does not grow with the log."""
     options = _parser().parse_args(arguments)
     try:
         check = _check(options.export, options.public_key, options.kept)
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     answer = _answer(check)
-    sys.stdout.write((json.dumps(answer) if options.json else _words(check, answer)) + "\n")
+    sys.stdout.write((json.dumps(answer) if options.json else _format_report(check, answer)) + "\n")
     return 0 if answer["intact"] else 1
 
 
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(export: Path, public_key: Path, kept: Path | None) -> ExportCheck:
-    """Raises OSError, and ValueError that names the file and the line."""
+    """Verify the export. Raises OSError, and ValueError that names the file and the line."""
     with _naming(public_key):
         keys = parse_public_keys(public_key.read_bytes())
     with _naming(kept):
@@ -92,7 +94,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 class _naming:  # noqa: N801  read as a statement
-    """What is wrong inside a file is told with its name."""
+    """Prefix a ValueError with the name of the file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -136,10 +138,10 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
     }
 
 
-def _words(check: ExportCheck, answer: dict[str, Any]) -> str:
+def _format_report(check: ExportCheck, answer: dict[str, Any]) -> str:
     lines: list[str] = []
-    for name, told in answer["scopes"].items():
-        lines += _scope_words(name, told, check.exported_at)
+    for name, scope in answer["scopes"].items():
+        lines += _format_scope(name, scope, check.exported_at)
     if check.kept:
         lines.append(
             f"Kept checkpoints: {answer['kept_compared']} compared, {answer['kept_not_compared']} outside this export."
@@ -153,18 +155,18 @@ def _words(check: ExportCheck, answer: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"  - {limit}" for limit in LIMITS)])
 
 
-def _scope_words(name: str, told: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
-    yield f"{name}: {told['entries']} entries in {told['chains']} chains, {told['checkpoints']} checkpoints."
-    if (told["begins_with"] or 1) > 1:
-        yield f"  It begins with checkpoint {told['begins_with']}; what that one signs is not in this file."
-    if told["newest_checkpoint"] is not None:
+def _format_scope(name: str, scope: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
+    yield f"{name}: {scope['entries']} entries in {scope['chains']} chains, {scope['checkpoints']} checkpoints."
+    if (scope["begins_with"] or 1) > 1:
+        yield f"  It begins with checkpoint {scope['begins_with']}; what that one signs is not in this file."
+    if scope["newest_checkpoint"] is not None:
         yield (
-            f"  Newest checkpoint: {told['newest_checkpoint']} of {told['newest_checkpoint_at']}"
-            f"{_age(told['newest_checkpoint_at'], exported_at)}, signed by {told['signer']} (key version "
-            f"{told['key_version']}). Entries after it: {told['unsigned_entries']}."
+            f"  Newest checkpoint: {scope['newest_checkpoint']} of {scope['newest_checkpoint_at']}"
+            f"{_age(scope['newest_checkpoint_at'], exported_at)}, signed by {scope['signer']} (key version "
+            f"{scope['key_version']}). Entries after it: {scope['unsigned_entries']}."
         )
-    if told["broken"] is not None:
-        broken = told["broken"]
+    if scope["broken"] is not None:
+        broken = scope["broken"]
         yield f"  BROKEN at {broken['chain']} {broken['sequence']}: {broken['why']}."
 
 

@@ -1,6 +1,6 @@
-"""Checking an exported audit log in one pass: entries, heads and checkpoints, each as it comes by.
+"""Verification of an exported audit log in one pass over its entries, heads and checkpoints.
 
-What has to be remembered is one hash for each chain, however long the log.
+Memory use is one hash per chain, for any length of the log.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from keyvault.domain.digests import PepperSet
 
 
 class ExportError(ValueError):
-    """The file is no whole export: nothing can be said of the log."""
+    """The file is no complete export, so the log cannot be verified."""
 
 
 @dataclass(slots=True)
 class ScopeCheck:
-    """One scope on its way. After its first break nothing more is looked at."""
+    """The verification state of one scope. It stops at the first break."""
 
     walk: CheckpointWalk
     entries: int = 0
@@ -80,7 +80,7 @@ class ScopeCheck:
 
 @dataclass(slots=True)
 class ExportCheck:
-    """Takes the records of one export in their order. `since`, `exported_at`: what the export says of itself."""
+    """Incremental verification of one export, record by record. `start`: the export's first record."""
 
     keys: PublicKeys
     kept: Kept
@@ -99,7 +99,7 @@ class ExportCheck:
         return None if self.start is None else self.start.at
 
     def take(self, record: Record) -> None:
-        """Raises ExportError on what no export holds at that place."""
+        """Verify the next record. Raises ExportError if it is not valid at this position."""
         if isinstance(record, ExportStart):
             self._begin(record)
             return
@@ -124,17 +124,17 @@ class ExportCheck:
                 scope.take_head(record)
 
     def finish(self) -> None:
-        """After the last line. Raises ExportError when the file was cut off."""
+        """Finish after the last line. Raises ExportError when the file is truncated."""
         if not self.is_ended:
             raise ExportError("the file ends before the export does: it was cut off")
 
     @property
     def is_partial(self) -> bool:
-        """Whether the export says of itself that it leaves something out."""
+        """Whether the export is incomplete by its own first record."""
         return self.start is None or self.start.since is not None or not self.scopes.keys() >= set(PepperSet)
 
     def count_uncompared(self) -> int:
-        """Checkpoints that the auditor kept and that this export, by its scopes or its beginning, does not reach."""
+        """Return the number of kept checkpoints that are outside this export's scopes or before its start."""
         firsts = {name: scope.walk.first.number for name, scope in self.scopes.items() if scope.walk.first is not None}
         return sum(scope not in self.scopes or number < firsts.get(scope, 0) for scope, number in self.kept)
 

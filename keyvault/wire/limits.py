@@ -1,10 +1,10 @@
-"""Limits on the wire: the RateLimit fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
+"""The RateLimit header fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
 
 from keyvault.access.limits import BucketStatus, Spend
 
 
 def limit_headers(spend: Spend | None) -> dict[str, str]:
-    """`RateLimit-Policy` and `RateLimit`; nothing where nothing was spent: limits are not told before proof."""
+    """Return `RateLimit-Policy` and `RateLimit`. Empty without a spend: limits are not disclosed before proof."""
     if spend is None:
         return {}
     return {

@@ -1,7 +1,6 @@
-"""Error codes on the wire: status, title and body (RFC 9457), and the challenge of a 401 (RFC 9110, 11.6.1).
+"""HTTP mapping of error codes: status, title and body (RFC 9457), and the challenge of a 401 (RFC 9110, 11.6.1).
 
-The one table from a code to what HTTP says about it. `check` is the number of the item of D23 that a client
-goes through before it tries again.
+`check` is the number of the checklist item in ERRORS.md that a client works through before a retry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ CONTENT_TYPE = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """`cause` is what happened, `cure` what the client does about it; `check` and `challenge` see above."""
+    """The description of one error code. `cure`: what the client does about it; `check`, `challenge`: see above."""
 
     status: int
     title: str
@@ -279,12 +278,12 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
 _TRY_AGAIN = frozenset(
     {Code.RATE_LIMITED, Code.VERIFIER_STALE, Code.DEPENDENCY_UNAVAILABLE, Code.IDEMPOTENCY_IN_PROGRESS}
 )
-"""Codes that always say when."""
+"""Codes whose responses always have a Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a door sends: a status, headers, and a body for `application/problem+json`."""
+    """An error response: status, headers, and the body of `application/problem+json`."""
 
     status: int
     headers: Mapping[str, str]
@@ -300,7 +299,7 @@ def problem(
     allowed_methods: Sequence[str] = (),
     retry_after_seconds: int | None = None,
 ) -> Problem:
-    """The answer for a code. `faults` are listed under `errors`; Retry-After is whole seconds, at least 1."""
+    """Build the response for a code. `errors` lists the `faults`; Retry-After is whole seconds, at least 1."""
     kind = PROBLEM_TYPES[code]
     body: dict[str, JsonValue] = {
         "type": f"urn:keyvault:problem:{code}",
@@ -327,7 +326,7 @@ def problem(
 
 
 def problems_page() -> str:
-    """All codes as a Markdown page, in the order in which a request meets them."""
+    """Return ERRORS.md: all codes, in the order in which a request is checked."""
     lines = [
         "# Errors",
         "",
