@@ -85,7 +85,7 @@ def read_preference_wait(prefer: str | None) -> int | None:
 
 
 def client_address(remote_address: str | None, forwarded_for: str | None, trusted_proxies: int) -> str | None:
-    """Return the client's address: the peer's, or the n-th X-Forwarded-For entry from the right behind n trusted proxies.
+    """Return the client's address: the peer's, or behind n trusted proxies the n-th last X-Forwarded-For entry.
 
     Entries further left are untrusted. Returns None if there are fewer entries or the entry is no address. The result
     is canonical (RFC 5952), without a port, and an IPv4-mapped address as IPv4.
