@@ -178,17 +178,17 @@ def _is_not_suspended(rule: EndpointRule, holder: KeyHolder, request: EndpointRe
 
 
 def _is_cataloged(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    return deny_miss(rule.endpoint, holder) if isinstance(rule.endpoint, NoMatchingEndpoint) else None
+    return deny_unmatched(rule.endpoint, holder) if isinstance(rule.endpoint, NoMatchingEndpoint) else None
 
 
-def deny_miss(miss: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
+def deny_unmatched(unmatched: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
     """Return the denial of a request that matches no endpoint."""
-    if miss.allowed:
+    if unmatched.allowed:
         return Denial(
             Code.METHOD_NOT_ALLOWED,
-            f"The endpoint answers to {', '.join(miss.allowed)} only.",
+            f"The endpoint answers to {', '.join(unmatched.allowed)} only.",
             holder=holder,
-            allowed_methods=miss.allowed,
+            allowed_methods=unmatched.allowed,
         )
     return Denial(Code.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", holder=holder)
 
@@ -285,7 +285,7 @@ def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: End
 
 def _endpoint(rule: EndpointRule) -> Endpoint:
     if isinstance(rule.endpoint, NoMatchingEndpoint):
-        raise TypeError("a miss was denied before this step")
+        raise TypeError("an earlier step denies a request without an endpoint")
     return rule.endpoint
 
 

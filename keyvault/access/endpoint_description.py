@@ -17,7 +17,7 @@ _ON_LIMITER_LOSS = {
 }
 
 
-def limit_words(limit: Limit | None) -> str:
+def format_limit(limit: Limit | None) -> str:
     """Format a limit: `25 per 1 s`, or `none`."""
     return "none" if limit is None else f"{limit.count} per {limit.seconds} s"
 
@@ -44,4 +44,4 @@ def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
 def _limit(endpoint: Endpoint) -> str:
     if not endpoint.spends:
         return "none, nor the account's"
-    return "the account's" if endpoint.limit is None else f"{limit_words(endpoint.limit)}, beside the account's"
+    return "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, beside the account's"

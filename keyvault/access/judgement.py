@@ -20,7 +20,7 @@ from keyvault.access.customers import (
     judge_customer_token,
     read_customer_token,
 )
-from keyvault.access.decision import Check, Denial, Grant, decide, deny_miss
+from keyvault.access.decision import Check, Denial, Grant, decide, deny_unmatched
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
@@ -125,12 +125,12 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
         return before_proof(ambiguous)
     if presented.key is None and isinstance(presented.endpoint, NoMatchingEndpoint):
         # A request without a credential learns that the endpoint does not exist.
-        return before_proof(deny_miss(presented.endpoint, None))
+        return before_proof(deny_unmatched(presented.endpoint, None))
     keystring = read_key(
         presented.key, environment=presented.environment, brand=sources.brand, base_urls=sources.base_urls
     )
     if isinstance(keystring, Denial):
-        return _refused_before_proof(keystring, presented, sources)
+        return _deny_unproved(keystring, presented, sources)
     # Taken before the record is read: the record's pepper version is loaded here or newer, and cannot be retired.
     peppers = sources.peppers(presented.environment)
     record = sources.find_key(keystring.key_id, presented.client_address)
@@ -138,7 +138,7 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
         peppers = sources.take_pepper(peppers, record.pepper_version)
     judged = judge_key(keystring, record, peppers, now)
     if record is None or not _is_proved(judged, presented.scope):
-        return _refused_before_proof(INVALID, presented, sources)
+        return _deny_unproved(INVALID, presented, sources)
     if record.state not in DEAD_STATES and not presented.is_dry:
         sources.note_proof(record, keystring, peppers)
     return _judge_proved(
@@ -203,7 +203,7 @@ def _judge_proved(
         trace=trace,
         has_origin=request.has_origin,
     )
-    return judgement if isinstance(verdict, Denial) else _spent(judgement, presented, sources)
+    return judgement if isinstance(verdict, Denial) else _apply_limits(judgement, presented, sources)
 
 
 def _takes_bearer(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
@@ -226,7 +226,7 @@ def _judge_bearer(
     return judge_customer_token(keystring, record, holder, peppers, now)
 
 
-def _spent(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
+def _apply_limits(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
     """Apply the limits to a granted request. A refused request spends from neither."""
     endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
     if isinstance(endpoint, NoMatchingEndpoint) or record is None or holder is None:
@@ -293,7 +293,7 @@ def deny_stale(detail: str, internal: str = "") -> Judgement:
     return before_proof(Denial(ErrorCode.VERIFIER_STALE, detail, internal, retry_after_seconds=1))
 
 
-def _refused_before_proof(denial: Denial, presented: VerificationRequest, sources: Sources) -> Judgement:
+def _deny_unproved(denial: Denial, presented: VerificationRequest, sources: Sources) -> Judgement:
     """Count a failed proof by the client's address. Beyond its limit the denial has a Retry-After."""
     if denial.code is ErrorCode.CREDENTIAL_INVALID and not presented.is_dry:
         denial = replace(denial, retry_after_seconds=sources.note_failed_proof(presented.client_address))

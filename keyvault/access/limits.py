@@ -118,15 +118,15 @@ class Spend:
     """The result of a spend. `retry_after_seconds`: until all buckets allow it, if unused meanwhile; 0 when allowed."""
 
     allowed: bool
-    standings: tuple[BucketStatus, ...]
+    statuses: tuple[BucketStatus, ...]
     retry_after_seconds: int
 
     @property
     def binding(self) -> BucketStatus:
         """The status to report: of the bucket with the fewest tokens left, or on refusal of the longest wait."""
         if self.allowed:
-            return min(self.standings, key=lambda standing: standing.remaining)
-        return max(self.standings, key=lambda standing: standing.wait_us)
+            return min(self.statuses, key=lambda status: status.remaining)
+        return max(self.statuses, key=lambda status: status.wait_us)
 
 
 class RateLimitedError(KeyvaultError):
@@ -165,15 +165,15 @@ def spend_each(
         max(0, state.ceiling - bucket.limit.window_us - now_us) for state, bucket in zip(after, buckets, strict=True)
     ]
     kept = before if any(waits) else after
-    standings = tuple(
-        _standing(bucket, state, wait_us, now_us) for bucket, state, wait_us in zip(buckets, kept, waits, strict=True)
+    statuses = tuple(
+        _status(bucket, state, wait_us, now_us) for bucket, state, wait_us in zip(buckets, kept, waits, strict=True)
     )
-    return Spend(not any(waits), standings, _seconds(max(waits))), kept
+    return Spend(not any(waits), statuses, _seconds(max(waits))), kept
 
 
 def bucket_status(bucket: Bucket, state: BucketState, now_us: int) -> BucketStatus:
     """Return the bucket's status now, without spending."""
-    return _standing(bucket, _within(state, bucket.limit, now_us), 0, now_us)
+    return _status(bucket, _within(state, bucket.limit, now_us), 0, now_us)
 
 
 def fallback(limit: Limit, percent: int) -> Limit:
@@ -193,7 +193,7 @@ def _charged(state: BucketState, limit: Limit, cost: int) -> BucketState:
     return BucketState(state.micros + micros + carry, fraction)
 
 
-def _standing(bucket: Bucket, state: BucketState, wait_us: int, now_us: int) -> BucketStatus:
+def _status(bucket: Bucket, state: BucketState, wait_us: int, now_us: int) -> BucketStatus:
     limit = bucket.limit
     unspent = (now_us + limit.window_us - state.micros) * limit.count - state.fraction
     return BucketStatus(bucket.policy, limit, unspent // limit.window_us, _seconds(state.ceiling - now_us), wait_us)

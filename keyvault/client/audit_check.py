@@ -72,13 +72,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(export: Path, public_key: Path, kept: Path | None) -> ExportCheck:
     """Verify the export. Raises OSError, and ValueError that names the file and the line."""
-    with _naming(public_key):
+    with _prefix_errors(public_key):
         keys = parse_public_keys(public_key.read_bytes())
-    with _naming(kept):
+    with _prefix_errors(kept):
         known = {} if kept is None else gather_kept(_lines(kept), keys)
     check = ExportCheck(keys, known)
     number = 0
-    with _naming(export):
+    with _prefix_errors(export):
         for number, line in enumerate(_lines(export), 1):
             try:
                 check.take(parse_record(line))
@@ -93,7 +93,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-class _naming:  # noqa: N801  read as a statement
+class _prefix_errors:  # noqa: N801  read as a statement
     """Prefix a ValueError with the name of the file."""
 
     def __init__(self, path: Path | None) -> None:

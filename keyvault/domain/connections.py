@@ -9,7 +9,7 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.ids import is_merchant_id
 from keyvault.domain.plaintext import Plaintext
 
-MOST_BYTES = 8192
+MAX_BYTES = 8192
 """Maximum size of the credentials of one connection, in bytes of UTF-8."""
 
 _PATH = re.compile(r"[1-9][0-9]{0,18}/con_[0-9A-Za-z]{20}")
@@ -60,8 +60,8 @@ def _find_fault(text: str, mode: ConnectionMode) -> str:
         return "no text: it cannot be written in UTF-8"
     if not text:
         return "nothing is there"
-    if size > MOST_BYTES:
-        return f"at most {MOST_BYTES} bytes"
+    if size > MAX_BYTES:
+        return f"at most {MAX_BYTES} bytes"
     if "\x00" in text:
         return "no NUL character"
     values = list(_values(text))

@@ -7,10 +7,10 @@ A chosen name with a key string is rejected, because the author can choose anoth
 from keyvault.domain.keystring import SHAPED
 from keyvault.domain.redaction import redact
 
-READ_AT_MOST = 512
+MAX_REDACTED_LENGTH = 512
 """Maximum length of client text that is redacted, in characters. It bounds the cost on the request path."""
 
-WORDS_KEPT = 120
+MAX_STORED_LENGTH = 120
 """Maximum stored length of a user agent or an origin, in characters."""
 
 

@@ -61,7 +61,7 @@ class Delivery(StrEnum):
     SEALED = "sealed"
 
 
-HANDED_OVER = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
+COLLECTED_DELIVERIES = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
 """Deliveries that must be collected. Collection deletes the stored copy; a missed deadline discards the key."""
 
 

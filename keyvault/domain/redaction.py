@@ -295,21 +295,21 @@ def redact_stream(chunks: Iterable[str]) -> Iterator[str]:
 
     Yields complete lines as they arrive.
     """
-    passes = [_Pass(secret) for secret in _SECRETS]
+    passes = [_StreamMask(secret) for secret in _SECRETS]
     for chunk in chunks:
-        if text := _through(passes, chunk, is_last=False):
+        if text := _feed_all(passes, chunk, is_last=False):
             yield text
-    if text := _through(passes, "", is_last=True):
+    if text := _feed_all(passes, "", is_last=True):
         yield text
 
 
-def _through(passes: Iterable["_Pass"], text: str, *, is_last: bool) -> str:
+def _feed_all(passes: Iterable["_StreamMask"], text: str, *, is_last: bool) -> str:
     for each in passes:
         text = each.feed(text, is_last=is_last)
     return text
 
 
-class _Pass:
+class _StreamMask:
     """One pattern applied to a stream. Holds back a possible beginning of a secret, and one character before it."""
 
     def __init__(self, secret: _Secret) -> None:

@@ -72,20 +72,20 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class CaughtUp:
     """The log contains every revocation up to this change sequence of the database."""
 
     sequence: int
 
 
-Line = Opened | Ended | Committed | Dropped | Looked
+Line = Opened | Ended | Committed | Dropped | CaughtUp
 
 _KINDS: dict[str, type[Line]] = {
     "opened": Opened,
     "ended": Ended,
     "committed": Committed,
     "dropped": Dropped,
-    "looked": Looked,
+    "looked": CaughtUp,
 }
 _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -119,28 +119,28 @@ def parse_line(text: bytes) -> Line:
 
 
 @dataclass(slots=True)
-class StandingLines:
+class ConfirmedLines:
     """The revocations whose commit is confirmed, as the lines are read one by one."""
 
-    _waiting: dict[str, list[Ended]] = field(default_factory=dict)
+    _unconfirmed: dict[str, list[Ended]] = field(default_factory=dict)
     _dropped: dict[str, list[Ended]] = field(default_factory=dict)
 
-    def add(self, line: Line) -> Sequence[Ended | Looked]:
+    def add(self, line: Line) -> Sequence[Ended | CaughtUp]:
         """Read one line. Returns the lines that it confirms."""
         if isinstance(line, Committed):
-            return self._waiting.pop(line.unit, []) or self._dropped.pop(line.unit, [])
+            return self._unconfirmed.pop(line.unit, []) or self._dropped.pop(line.unit, [])
         if isinstance(line, Dropped):
-            if unit := self._waiting.pop(line.unit, []):
+            if unit := self._unconfirmed.pop(line.unit, []):
                 self._dropped[line.unit] = unit
             return []
         if isinstance(line, Ended) and line.unit:
-            self._waiting.setdefault(line.unit, []).append(line)
+            self._unconfirmed.setdefault(line.unit, []).append(line)
             return []
         return [] if isinstance(line, Opened) else [line]
 
-    def list_waiting(self, boot: str) -> list[list[Ended]]:
+    def list_unconfirmed(self, boot: str) -> list[list[Ended]]:
         """Return the unconfirmed revocations of the current boot, by transaction; none when `boot` is empty."""
-        return [unit for unit in self._waiting.values() if boot and unit[0].boot == boot]
+        return [unit for unit in self._unconfirmed.values() if boot and unit[0].boot == boot]
 
     def list_unfinished(self, boot: str) -> list[Ended]:
         """Return the revocations of earlier boots without a `Committed` line, which count as committed.
@@ -148,7 +148,7 @@ class StandingLines:
         A crash may have lost the `Committed` line but not the commit. Within the current boot no such line means no
         response was sent, because it is written before the response. `boot`: the current one; empty: unknown.
         """
-        return [line for unit in self._waiting.values() for line in unit if not boot or line.boot != boot]
+        return [line for unit in self._unconfirmed.values() for line in unit if not boot or line.boot != boot]
 
 
 def _format_time(moment: datetime) -> str:

@@ -65,21 +65,21 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Misread:
+class HeaderFault:
     """A required header is missing or repeated: the gateway is not configured like its sample."""
 
     header: str
 
 
-def read_forwarded(names: Names, headers: Mapping[str, str]) -> Forwarded | Misread:
+def read_forwarded(names: Names, headers: Mapping[str, str]) -> Forwarded | HeaderFault:
     """Read the original request from the gateway's headers. A comma in the URI is valid: clients may send one."""
     method, uri, host = (headers.get(name, "") for name in (names.method, names.uri, names.host))
     if method == "" or "," in method:
-        return Misread(names.method)
+        return HeaderFault(names.method)
     if not uri.startswith("/"):
-        return Misread(names.uri)
+        return HeaderFault(names.uri)
     if "," in host:
-        return Misread(names.host)
+        return HeaderFault(names.host)
     return Forwarded(method, uri, host, last_address(headers.get(names.address)))
 
 

@@ -44,7 +44,7 @@ def join_headers(sent: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return joined
 
 
-def came_twice(value: str | None) -> bool:
+def is_repeated(value: str | None) -> bool:
     """Return whether a credential header was repeated, which a comma indicates."""
     return value is not None and "," in value
 

@@ -116,7 +116,7 @@ class DeliveryAssessment:
     wait: timedelta = timedelta()
 
 
-def judge_answer(status: int, retry_after: str | None, now: datetime) -> DeliveryAssessment:
+def judge_response(status: int, retry_after: str | None, now: datetime) -> DeliveryAssessment:
     """Interpret a response. Only 2xx means delivered. Redirects are not followed and count as failures."""
     if 200 <= status <= 299:
         return DeliveryAssessment(DeliveryOutcome.DELIVERED)

@@ -19,7 +19,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
     COLLECT_WITHIN,
-    HANDED_OVER,
+    COLLECTED_DELIVERIES,
     REQUEST_LIFETIME,
     Delivery,
     IssuancePlan,
@@ -349,7 +349,7 @@ def _served() -> QuerySet[IssuanceRequest]:
 
 def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
     """`is_uncollected`, in rows."""
-    issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=HANDED_OVER)
+    issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=COLLECTED_DELIVERIES)
     return issued.filter(issued_at__lte=now - COLLECT_WITHIN)
 
 

@@ -195,7 +195,7 @@ class Leases:
         self, request: Sequence[Bucket], now_us: int, refusal: Spend | None = None, asked: Sequence[Bucket] = ()
     ) -> Spend:
         """As the holdings are now; a refusal speaks for the buckets that were asked."""
-        refused = {} if refusal is None else {one.key: told for one, told in zip(asked, refusal.standings, strict=True)}
+        refused = {} if refusal is None else {one.key: told for one, told in zip(asked, refusal.statuses, strict=True)}
         standings = tuple(
             refused.get(bucket.key) or _standing(bucket, self._holding(bucket.key), now_us) for bucket in request
         )

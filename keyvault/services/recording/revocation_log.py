@@ -145,7 +145,7 @@ def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
 
 
 def find_last_look() -> int:
-    """The offset of the last `Looked`, found without reading what comes before; 0: there is none. Raises OSError."""
+    """The offset of the last `CaughtUp`, found without reading what comes before; 0: there is none. Raises OSError."""
     with settings.JOURNAL.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return 0

@@ -20,7 +20,7 @@ from django.db.models import Max
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
-from keyvault.domain.revocation_log import Committed, Dropped, Ended, Looked, StandingLines
+from keyvault.domain.revocation_log import CaughtUp, Committed, ConfirmedLines, Dropped, Ended
 from keyvault.models import Change, Key, Verifier
 from keyvault.models.recording import RecordedModel, Subject
 from keyvault.services.recording.authorization import authorize
@@ -59,7 +59,7 @@ class LogBackfill:
     _noted: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
-    _standing: StandingLines = field(default_factory=StandingLines)
+    _standing: ConfirmedLines = field(default_factory=ConfirmedLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,7 +90,7 @@ class LogBackfill:
         found = list(changes.order_by("sequence")[:_AT_ONCE])
         upto = found[-1].sequence if len(found) == _AT_ONCE else last
         missing = describe_ended(self._list_missing(found), upto, now)
-        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(upto)]
+        looked = [] if self._standing.list_unconfirmed(boot_id()) else [CaughtUp(upto)]
         if missing or (looked and upto - self._noted >= _NOTED_EVERY):
             append_lines([*missing, *looked], is_synced=bool(missing))
         self._look(upto)
@@ -98,7 +98,7 @@ class LogBackfill:
 
     def _settle(self, now: datetime) -> None:
         """Not what a database that went back has not drawn yet: what lives there may have ended all the same."""
-        waiting = self._standing.list_waiting(boot_id())
+        waiting = self._standing.list_unconfirmed(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
         if due and connection.vendor == "postgresql":  # SQLite draws the sequence of a failed transaction again
             counter = read_counter()
@@ -122,7 +122,7 @@ class LogBackfill:
         if file != self._file or size < self._offset:
             self.looked = self._noted = 0
             self._offset = find_last_look()
-            self._standing, self._known, self._file = StandingLines(), {}, file
+            self._standing, self._known, self._file = ConfirmedLines(), {}, file
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -130,7 +130,7 @@ class LogBackfill:
         for offset, line in read_journal(self._offset):
             self._offset = offset
             for stands in () if line is None else self._standing.add(line):
-                if isinstance(stands, Looked):
+                if isinstance(stands, CaughtUp):
                     self._noted = max(self._noted, stands.sequence)
                     self._look(stands.sequence)
                 else:

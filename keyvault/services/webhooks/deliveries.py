@@ -32,7 +32,7 @@ from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import host_of, signing_secrets, write_disabled
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination, parse_url
-from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_answer, next_attempt, sign
+from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_response, next_attempt, sign
 
 AT_ONCE = 16
 BEGIN_SECONDS = 4.0
@@ -181,7 +181,7 @@ def _note(delivery: WebhookDelivery, attempt: Future[Reply], now: datetime) -> N
     error = attempt.exception()
     if error is None:
         reply = attempt.result()
-        judgement, delivery.last_status = judge_answer(reply.status, reply.retry_after, now), reply.status
+        judgement, delivery.last_status = judge_response(reply.status, reply.retry_after, now), reply.status
         delivery.last_error = "" if judgement.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
     else:
         judgement, delivery.last_status = _NO_ANSWER, None
