@@ -196,7 +196,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/merchants/orders/<order_token>",
         _PRIVATE,
         Bearer.OPTIONAL,
-        summary="One order of the key's merchant.",
+        summary="Retrieves an order of the key's merchant.",
     ),
     Endpoint(
         "orders.create",
@@ -211,7 +211,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/client/configuration",
         _PUBLIC,
-        summary="The account's client configuration.",
+        summary="Retrieves the account's client configuration.",
     ),
     Endpoint(
         "customer_tokens.create",
@@ -235,14 +235,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/customers/me",
         _PRIVATE,
         Bearer.REQUIRED,
-        summary="The customer that the Bearer stands for.",
+        summary="Retrieves the customer that the Bearer token identifies.",
     ),
     Endpoint(
         "credentials.acknowledge",
         "POST",
         "/credentials/acknowledge",
         _PRIVATE,
-        summary="The merchant's half of the proof that a rotation's replacement arrived.",
+        summary="Acknowledges that the merchant has received a rotation's replacement key.",
     ),
     Endpoint(
         "credentials.revoke_self",
@@ -251,7 +251,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         _PRIVATE,
         # An attacker with the leaked key could otherwise exhaust its limit to prevent the revocation.
         spends=False,
-        summary="Ends the presented key.",
+        summary="Revokes the presented key.",
     ),
 )
 

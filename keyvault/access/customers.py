@@ -58,7 +58,7 @@ def find_customer_id_fault(text: str) -> str | None:
     if _CUSTOMER_ID.fullmatch(text) is None:
         return "1 to 128 of A-Z, a-z, 0-9 and ._~!$&'()*+,=:@-, and neither . nor .."
     if SHAPED.search(text) is not None:
-        return "no key string: it would be kept and shown"
+        return "must not contain a key string, because it is stored and shown"
     return None
 
 

@@ -99,7 +99,7 @@ def _holds_permission(rule: OperationRule, principal: Principal, target: Target)
         return None
     return Denial(
         Code.PERMISSION_MISSING,
-        f"This needs the permission {rule.permission}.",
+        f"This requires the permission {rule.permission}.",
         internal=f"{principal.actor} lacks {rule.permission}",
     )
 
@@ -112,8 +112,8 @@ def _within_environment(rule: OperationRule, principal: Principal, target: Targe
         return None
     return Denial(
         Code.PERMISSION_MISSING,
-        f"This credential does not serve {target.environment}.",
-        internal=f"{principal.actor} serves {sorted(environments)}",
+        f"This credential is not valid for {target.environment}.",
+        internal=f"{principal.actor} is valid for {sorted(environments)}",
     )
 
 
@@ -126,7 +126,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
     return Denial(
         Code.NOT_FOUND,
         ABSENT,
-        internal=f"{principal.actor} is not for merchant {target.merchant_id}",
+        internal=f"{principal.actor} has no access to merchant {target.merchant_id}",
     )
 
 
@@ -137,8 +137,8 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
         return None
     return Denial(
         Code.STATE_CONFLICT,
-        "This takes a second person: whoever asked for it cannot approve it.",
-        internal=f"{principal.actor} asked for it",
+        "This requires a second person: the requester cannot approve it.",
+        internal=f"{principal.actor} is the requester",
     )
 
 
@@ -160,7 +160,7 @@ def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointR
         return None
     return Denial(
         Code.MERCHANT_MISMATCH,
-        "The key belongs to another merchant than the one that the request names.",
+        "The key belongs to a different merchant than the request names. Use that merchant's key.",
         internal=f"the request names {' and '.join(sorted(map(str, named)))}, the key is {holder.merchant_id}'s",
         holder=holder,
     )
@@ -171,7 +171,7 @@ def _is_not_suspended(rule: EndpointRule, holder: KeyHolder, request: EndpointRe
         return None
     return Denial(
         Code.MERCHANT_SUSPENDED,
-        "The merchant is suspended in this environment; the account manager can tell why.",
+        "The merchant is suspended in this environment. Contact your account manager.",
         internal="the account is suspended" if holder.merchant_active else "the merchant is suspended",
         holder=holder,
     )
@@ -186,7 +186,7 @@ def deny_unmatched(unmatched: NoMatchingEndpoint, holder: KeyHolder | None) -> D
     if unmatched.allowed:
         return Denial(
             Code.METHOD_NOT_ALLOWED,
-            f"The endpoint answers to {', '.join(unmatched.allowed)} only.",
+            f"The endpoint supports only {', '.join(unmatched.allowed)}.",
             holder=holder,
             allowed_methods=unmatched.allowed,
         )
@@ -199,7 +199,7 @@ def _is_right_kind(rule: EndpointRule, holder: KeyHolder, request: EndpointReque
         return None
     return Denial(
         Code.METHOD_NOT_SUPPORTED,
-        f"{endpoint.name} takes the {endpoint.kinds} API key, not the {holder.kind} one.",
+        f"{endpoint.name} does not accept the {holder.kind} API key. Use the {endpoint.kinds} API key.",
         holder=holder,
     )
 
@@ -210,7 +210,7 @@ def _takes_bearer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
         return None
     return Denial(
         Code.BEARER_NOT_SUPPORTED,
-        f"{endpoint.name} does not take a customer access token: send it without Authorization.",
+        f"{endpoint.name} does not accept a customer access token. Omit the Authorization header.",
         holder=holder,
     )
 
@@ -220,7 +220,7 @@ def _is_not_in_browser(rule: EndpointRule, holder: KeyHolder, request: EndpointR
         return None
     return Denial(
         Code.PRIVATE_KEY_IN_BROWSER,
-        "A private key came with an Origin header: it belongs in a trusted backend only.",
+        "The request has a private key and an Origin header. Use private keys only in a trusted backend.",
         holder=holder,
     )
 
@@ -230,9 +230,9 @@ def _is_from_network(rule: EndpointRule, holder: KeyHolder, request: EndpointReq
     if not holder.networks or (address is not None and is_within(address, holder.networks)):
         return None
     detail = (
-        "The credential is for certain networks only, and no client address was given."
+        "The credential is restricted to certain networks, and the client address is unknown."
         if address is None
-        else f"The credential is not for use from {address}."
+        else f"The credential may not be used from {address}. Use an allowed network."
     )
     return Denial(Code.IP_NOT_ALLOWED, detail, holder=holder)
 
@@ -245,7 +245,7 @@ def _has_context(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest
     ):
         if source is not None and not (context or "").strip():
             return Denial(
-                Code.CONTEXT_MISSING, f"{endpoint.name} needs a {what} context, read from {source}.", holder=holder
+                Code.CONTEXT_MISSING, f"{endpoint.name} requires a {what} context in {source}.", holder=holder
             )
     return None
 
@@ -255,7 +255,7 @@ def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
         return None
     return Denial(
         Code.CUSTOMER_TOKEN_MISSING,
-        "This endpoint needs a customer access token in Authorization: Bearer.",
+        "The endpoint requires a customer access token in Authorization: Bearer.",
         holder=holder,
     )
 
@@ -274,7 +274,7 @@ def _is_expired_or_revoked(customer: Customer | CustomerFault | None) -> bool:
 def _customer_has_not_expired(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
     if request.customer is not CustomerFault.EXPIRED:
         return None
-    return Denial(Code.CUSTOMER_TOKEN_EXPIRED, "The customer access token has expired.", holder=holder)
+    return Denial(Code.CUSTOMER_TOKEN_EXPIRED, "The customer access token has expired. Issue a new one.", holder=holder)
 
 
 def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:

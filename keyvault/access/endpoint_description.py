@@ -8,12 +8,12 @@ from keyvault.access.limits import Limit
 
 _BEARER = {
     Bearer.NONE: "not supported",
-    Bearer.OPTIONAL: "optional: a customer access token beside the key",
-    Bearer.REQUIRED: "required: a customer access token beside the key",
+    Bearer.OPTIONAL: "optional: a customer access token in addition to the key",
+    Bearer.REQUIRED: "required: a customer access token in addition to the key",
 }
 _ON_LIMITER_LOSS = {
-    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
-    LimiterFailurePolicy.REFUSE: "refused: dependency_unavailable",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
+    LimiterFailurePolicy.REFUSE: "requests are refused: dependency_unavailable",
 }
 
 
@@ -37,11 +37,13 @@ def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
         ("Context", ", ".join(context) or "none"),
         ("Idempotency-Key", "required" if endpoint.idempotent_by_key else "not used"),
         ("Limit", _limit(endpoint)),
-        ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "no limit to lose"),
+        ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "not affected"),
     ]
 
 
 def _limit(endpoint: Endpoint) -> str:
     if not endpoint.spends:
-        return "none, nor the account's"
-    return "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, beside the account's"
+        return "none, and exempt from the account's"
+    return (
+        "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, in addition to the account's"
+    )

@@ -101,9 +101,9 @@ def _endpoint(draft: EndpointDraft) -> Endpoint:
 def _overlaps(endpoint: Endpoint, others: Iterable[Endpoint]) -> Iterator[Fault]:
     for other in others:
         if other.name == endpoint.name:
-            yield Fault("/name", "there is an endpoint of this name already")
+            yield Fault("/name", "an endpoint of this name already exists")
         if endpoint.overlaps(other):
-            yield Fault("/path", f"some requests would be for {other.name} ({other.method} {other.path}) too")
+            yield Fault("/path", f"overlaps {other.name} ({other.method} {other.path}): some requests would match both")
 
 
 def _name_faults(name: str) -> Iterator[Fault]:
@@ -114,19 +114,19 @@ def _name_faults(name: str) -> Iterator[Fault]:
 def _path_faults(path: str, base_segments: frozenset[str]) -> Iterator[Fault]:
     segments = path.split("/")[1:]
     if not path.startswith("/") or len(path) > LONGEST_PATH or len(segments) > MOST_SEGMENTS:
-        yield Fault("/path", f"begins with /, has up to {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
+        yield Fault("/path", f"must start with /, with at most {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
         return
     if not all(_is_segment(segment) for segment in segments):
-        yield Fault("/path", "segments are plain (no %, ;, .., // and no slash at the end) or a <variable>")
+        yield Fault("/path", "each segment must be plain (no %, ;, .., // or trailing slash) or a <variable>")
         return
     variables = _variables(path)
     if len(set(variables)) != len(variables):
-        yield Fault("/path", "each variable once")
+        yield Fault("/path", "each variable may appear only once")
     if is_variable(segments[0]):
-        yield Fault("/path", "the first segment is no variable: it could be read as one of our own addresses")
+        yield Fault("/path", "the first segment must not be a variable, which could match a path of this service")
     # An intermediate server may match paths without regard to case.
     if segments[0].lower() in RESERVED | base_segments:
-        yield Fault("/path", f"/{segments[0]} is one of our own addresses")
+        yield Fault("/path", f"/{segments[0]} is reserved for this service")
 
 
 def _is_segment(segment: str) -> bool:
@@ -141,16 +141,16 @@ def _variables(path: str) -> list[str]:
 
 def _credential_faults(draft: EndpointDraft) -> Iterator[Fault]:
     if not draft.credentials:
-        yield Fault("/credentials", "at least one kind of key")
+        yield Fault("/credentials", "at least one kind of key is required")
     elif draft.bearer is not Bearer.NONE and draft.credentials != {KeyKind.PRIVATE}:
-        yield Fault("/bearer", "a customer access token is taken beside the private key only")
+        yield Fault("/bearer", "a customer access token is accepted only with the private key")
 
 
 def _context_faults(pointer: str, text: str, path: str) -> Iterator[Fault]:
     try:
         source = parse_context(text)
     except ValueError:
-        yield Fault(pointer, "path:<variable> or header:<name>, or nothing")
+        yield Fault(pointer, "path:<variable>, header:<name> or empty")
         return
     if source is not None and (fault := _source_fault(source, path)) is not None:
         yield Fault(pointer, fault)
@@ -160,14 +160,14 @@ def _source_fault(source: ContextSource, path: str) -> str | None:
     if source.place is ContextPlace.PATH:
         return None if source.name in _variables(path) else f"the path has no variable <{source.name}>"
     if len(source.name) > LONGEST_HEADER or _HEADER.fullmatch(source.name) is None:
-        return f"a header's name is letters, digits and hyphens, up to {LONGEST_HEADER}"
+        return f"a header's name has at most {LONGEST_HEADER} letters, digits and hyphens"
     if source.name.lower() in _NO_CONTEXT:
-        return f"{source.name} carries something else"
+        return f"{source.name} has another purpose"
     return None
 
 
 def _limit_faults(count: int | None, seconds: int | None) -> Iterator[Fault]:
     if (count is None) != (seconds is None):
-        yield Fault("/limit_count" if count is None else "/limit_seconds", "both numbers, or neither")
+        yield Fault("/limit_count" if count is None else "/limit_seconds", "set both numbers or neither")
     elif count is not None and seconds is not None and (fault := find_limit_fault(count, seconds)) is not None:
         yield Fault("/limit_count", fault)

@@ -230,14 +230,14 @@ def _apply_limits(judgement: Judgement, presented: VerificationRequest, sources:
     """Apply the limits to a granted request. A refused request spends from neither."""
     endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
     if isinstance(endpoint, NoMatchingEndpoint) or record is None or holder is None:
-        raise TypeError("a grant is for an endpoint, after proof")
+        raise TypeError("limits apply to a granted request for an endpoint")
     if not endpoint.spends:
         return judgement
     buckets = sources.buckets(record, endpoint)
     largest = min(bucket.limit.count for bucket in buckets)
     if presented.cost > largest:
         # The bucket never holds that many tokens, so waiting would not help.
-        detail = f"The cost {presented.cost} is more than the limit's burst of {largest}."
+        detail = f"The cost {presented.cost} exceeds the limit's burst of {largest}."
         return replace(judgement, verdict=Denial(ErrorCode.REQUEST_INVALID, detail, holder=holder))
     if presented.is_dry:
         return judgement

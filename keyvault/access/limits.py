@@ -27,9 +27,9 @@ _SECOND_US = 1_000_000
 def find_limit_fault(count: int, seconds: int) -> str | None:
     """Return why the numbers are no valid limit, or None."""
     if not 1 <= count <= LARGEST_COUNT:
-        return f"A limit lets 1 to {LARGEST_COUNT} requests pass, not {count}."
+        return f"A limit allows 1 to {LARGEST_COUNT} requests, not {count}."
     if not 1 <= seconds <= LONGEST_SECONDS:
-        return f"A limit counts over 1 to {LONGEST_SECONDS} seconds, not {seconds}."
+        return f"A limit covers 1 to {LONGEST_SECONDS} seconds, not {seconds}."
     return None
 
 

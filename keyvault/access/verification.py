@@ -57,7 +57,7 @@ def _unescaped(url: str) -> Iterator[str]:
 
 _EXPOSED = Denial(
     Code.CREDENTIAL_IN_URL,
-    "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, and have this one rotated.",
+    "The URL contains a credential, and logs and proxies store URLs. Rotate it, and send credentials in X-Api-Key.",
 )
 _WHOLE = re.compile(r"[a-z][a-z0-9]{0,15}_(?:pub|prv)_(?:sbx|prd)_[0-9A-Za-z]{65}")
 
@@ -66,7 +66,7 @@ def find_ambiguous(key: str | None, bearer: str | None) -> Denial | None:
     """Deny a credential header that was sent more than once: HTTP servers join repeated headers with a comma."""
     for name, value in (("X-Api-Key", key), ("Authorization", bearer)):
         if value is not None and "," in value:
-            return Denial(Code.CREDENTIAL_AMBIGUOUS, f"The {name} header came more than once, or holds a comma.")
+            return Denial(Code.CREDENTIAL_AMBIGUOUS, f"The {name} header was sent more than once or contains a comma.")
     return None
 
 
@@ -79,7 +79,7 @@ def read_key(
 ) -> KeyString | Denial:
     """Parse a presented key for this environment, or deny what cannot be one of its keys."""
     if presented is None:
-        return Denial(Code.CREDENTIAL_MISSING, "The endpoint needs an API key in the X-Api-Key header.")
+        return Denial(Code.CREDENTIAL_MISSING, "The endpoint requires an API key in the X-Api-Key header.")
     keystring = parse_keystring(presented, brand)
     if keystring is None or keystring.kind not in _API_KEYS:
         return INVALID
@@ -92,7 +92,7 @@ def read_key(
 def deny_other_environment(home: Environment, environment: Environment, base_urls: Mapping[Environment, str]) -> Denial:
     return Denial(
         Code.ENVIRONMENT_MISMATCH,
-        f"This is a {home} key, and the request went to {environment}. The base URL of {home} is {base_urls[home]}.",
+        f"The key is for {home}, the request went to {environment}. The base URL of {home} is {base_urls[home]}.",
     )
 
 
@@ -156,7 +156,7 @@ def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial 
     if record.state in {KeyState.PRE_ACTIVATION, KeyState.SUSPENDED}:
         code, detail = (
             Code.KEY_NOT_ACTIVE,
-            "The key is not active: not yet, or suspended. Use its replacement if it has one.",
+            "The key is suspended or not active yet. Use its replacement if there is one.",
         )
     elif record.state is KeyState.ACTIVE or (
         record.state is KeyState.DEACTIVATED and record.retirement is RetirementReason.EXPIRED

@@ -31,11 +31,11 @@ from typing import Any
 from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 
-PROVES = "Nobody without the signing key has edited, reordered, added or removed an entry that a checkpoint signs."
+PROVES = "Without the signing key, no entry that a checkpoint signs was edited, reordered, added or removed."
 LIMITS = (
     "Entries after a scope's newest checkpoint are chained, but not signed yet.",
-    "Newest checkpoints removed together with their entries are found only with --kept.",
-    "The public keys are taken as given: compare them with those of the Vault.",
+    "Only --kept detects newest checkpoints that were removed together with their entries.",
+    "The public keys are trusted as given: compare them with those of the Vault.",
 )
 
 
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check = _check(options.export, options.public_key, options.kept)
         if not any(scope.entries for scope in check.scopes.values()):
-            raise ValueError(f"{options.export}: it holds no entries, so there is nothing to check")
+            raise ValueError(f"{options.export}: the export has no entries to verify")
         if check.is_partial and not options.partial:
             raise ValueError(
-                f"{options.export}: it says that it leaves scopes or a beginning out; if that was asked for: --partial"
+                f"{options.export}: the export omits scopes or earlier entries; if this is intended, use --partial"
             )
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
@@ -60,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m keyvault.client.audit_check", description="Checks an exported audit log.", epilog=PROVES
+        prog="python -m keyvault.client.audit_check", description="Verify an exported audit log.", epilog=PROVES
     )
-    parser.add_argument("export", type=Path, help="what manage.py export_audit wrote")
-    parser.add_argument("--public-key", type=Path, required=True, help="what manage.py audit_public_key printed")
+    parser.add_argument("export", type=Path, help="file written by manage.py export_audit")
+    parser.add_argument(
+        "--public-key", type=Path, required=True, help="file with the output of manage.py audit_public_key"
+    )
     parser.add_argument("--kept", type=Path, help="checkpoints of earlier exports")
-    parser.add_argument("--partial", action="store_true", help="the export was asked for with --scope or --since")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--partial", action="store_true", help="accept an export made with --scope or --since")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -147,18 +149,18 @@ def _format_report(check: ExportCheck, answer: dict[str, Any]) -> str:
             f"Kept checkpoints: {answer['kept_compared']} compared, {answer['kept_not_compared']} outside this export."
         )
     else:
-        lines.append("No kept checkpoints were given (--kept): whether the log was set back is not known.")
+        lines.append("Without kept checkpoints (--kept), it is unknown whether the log was rolled back.")
     if answer["intact"]:
-        lines += ["The audit log holds.", PROVES, "Not proven:"]
+        lines += ["The audit log is intact.", PROVES, "Not proven:"]
     else:
-        lines += ["THE AUDIT LOG DOES NOT HOLD.", "Whatever holds, this is never proven:"]
+        lines += ["THE AUDIT LOG IS NOT INTACT.", "Never proven:"]
     return "\n".join([*lines, *(f"  - {limit}" for limit in LIMITS)])
 
 
 def _format_scope(name: str, scope: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
     yield f"{name}: {scope['entries']} entries in {scope['chains']} chains, {scope['checkpoints']} checkpoints."
     if (scope["begins_with"] or 1) > 1:
-        yield f"  It begins with checkpoint {scope['begins_with']}; what that one signs is not in this file."
+        yield f"  It begins with checkpoint {scope['begins_with']}; the entries that it signs are not in this file."
     if scope["newest_checkpoint"] is not None:
         yield (
             f"  Newest checkpoint: {scope['newest_checkpoint']} of {scope['newest_checkpoint_at']}"

@@ -39,7 +39,7 @@ class ScopeCheck:
         sequence = before.sequence + 1
         why = find_fault(entry, chain=entry.chain, sequence=sequence, previous=before.hash)
         if why is None and entry.chain in self.ended:
-            why = "it stands behind the head of the chain"
+            why = "it follows the head of the chain"
         if why is not None:
             self.broken = Break(entry.chain, sequence, why)
             return
@@ -71,7 +71,7 @@ class ScopeCheck:
         elif at_end is not None:
             self.broken = Break(checkpoints, *at_end)
         elif self.walk.newest is None and self.positions:
-            self.broken = Break(checkpoints, 1, "there is none: nothing of this scope is signed")
+            self.broken = Break(checkpoints, 1, "no checkpoint: no entry of this scope is signed")
 
     def _find_hash(self, chain: str, sequence: int) -> bytes | None:
         head = self.positions.get(chain)
@@ -104,9 +104,9 @@ class ExportCheck:
             self._begin(record)
             return
         if self.start is None:
-            raise ExportError("the file does not begin as an export does")
+            raise ExportError("the file is no export: its first record is missing")
         if self.is_ended:
-            raise ExportError("something follows the end of the export")
+            raise ExportError("there are records after the end of the export")
         if isinstance(record, ExportEnd):
             self._end(record)
             return
@@ -126,7 +126,7 @@ class ExportCheck:
     def finish(self) -> None:
         """Finish after the last line. Raises ExportError when the file is truncated."""
         if not self.is_ended:
-            raise ExportError("the file ends before the export does: it was cut off")
+            raise ExportError("the file is truncated: the end of the export is missing")
 
     @property
     def is_partial(self) -> bool:
@@ -152,10 +152,10 @@ class ExportCheck:
             if scope.broken is None:
                 scope.finish()
         if self.first_broken is None and record != ExportEnd(self._entries, self._checkpoints):
-            raise ExportError("lines of the export are missing: its last line counts more or fewer than there are")
+            raise ExportError("records of the export are missing or added: their number differs from its last line")
 
     def _scope_of(self, record: ChainedEntry | SignedCheckpoint | ChainHead) -> ScopeCheck:
         name = record.scope if isinstance(record, SignedCheckpoint) else scope_of(record.chain)
         if name not in self.scopes:
-            raise ExportError("a record is of no scope that the export names")
+            raise ExportError("a record belongs to no scope that the export names")
         return self.scopes[name]

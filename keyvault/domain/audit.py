@@ -76,7 +76,7 @@ def find_fault(entry: ChainedEntry, *, chain: str, sequence: int, previous: byte
     if entry.sequence != sequence:
         return f"entry {sequence} is missing; {entry.sequence} follows"
     if entry.previous != previous:
-        return "does not lean on the entry before it"
+        return "does not contain the hash of the entry before it"
     if entry_hash(previous, entry.body) != entry.hash:
         return "its bytes do not match its hash"
     return None if entry.columns_agree else "its columns differ from its bytes"
@@ -97,5 +97,5 @@ def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int
     if sequence != head_sequence:
         return Break(chain, sequence + 1, f"the chain ends at {sequence}, its head says {head_sequence}")
     if previous != head_hash:
-        return Break(chain, sequence, "its head has another hash: what leads up to it was written anew")
+        return Break(chain, sequence, "its head has another hash: the chain was rewritten")
     return None

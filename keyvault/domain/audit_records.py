@@ -87,10 +87,10 @@ def parse_record(line: bytes) -> Record:
     try:
         data: Any = json.loads(line.decode())
     except (ValueError, RecursionError):
-        raise ValueError("no whole line of JSON: the file was cut off or altered") from None
+        raise ValueError("not a complete line of JSON: the file was truncated or altered") from None
     kind = data.get("record") if isinstance(data, dict) else None
     if kind not in _PARSERS:
-        raise ValueError("no record of an audit export")
+        raise ValueError("not a record of an audit export")
     try:
         return _PARSERS[kind](data)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -117,7 +117,7 @@ def parse_public_keys(text: bytes) -> dict[KeyName, bytes]:
             for key in data["keys"]
         }
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("no public keys as manage.py audit_public_key prints them") from None
+        raise ValueError("not the output of manage.py audit_public_key") from None
 
 
 def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[str] = ()) -> Kept:

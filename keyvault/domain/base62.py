@@ -13,7 +13,7 @@ _VALUES = {pair: value for value, pair in enumerate(_PAIRS)}
 def encode(number: int, width: int) -> str:
     """Encode a number in exactly `width` digits. Raises ValueError when it is negative or does not fit."""
     if number < 0:
-        raise ValueError("base62 has no sign")
+        raise ValueError("base62 cannot encode a negative number")
     text = ""
     for _ in range(width // 2):
         number, pair = divmod(number, 62 * 62)

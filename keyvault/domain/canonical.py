@@ -30,7 +30,7 @@ def _refuse_ambiguous(value: object) -> None:
     if isinstance(value, Mapping):
         for key, member in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{type(key).__name__} is no canonical object key")
+                raise TypeError(f"{type(key).__name__} is not a valid object key; use a string")
             _refuse_ambiguous(member)
     elif isinstance(value, list | tuple):
         for member in value:

@@ -166,7 +166,7 @@ class CheckpointWalk:
             return why
         kept = self.kept.get((signed.scope, signed.number), frozenset())
         if kept - {signed.digest}:
-            return "it is another one than the auditor kept: the log was written anew"
+            return "it differs from the one that the auditor kept: the log was rewritten"
         self.count += 1
         self.first = self.first or checkpoint
         self.newest, self.newest_signed = checkpoint, signed
@@ -178,7 +178,7 @@ class CheckpointWalk:
         beyond = min((number for scope, number in self.kept if scope == self.scope and number > last), default=None)
         if beyond is None:
             return None
-        return beyond, f"the auditor kept it, and the checkpoints here end at {last}: the log was set back"
+        return beyond, f"the auditor kept it, but the checkpoints here end at {last}: the log was rolled back"
 
     def _find_own_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         columns = (self.scope, signed.number, signed.at or checkpoint.at)
@@ -192,11 +192,11 @@ class CheckpointWalk:
                 return None
             if signed.number != 1:
                 return f"checkpoint 1 is missing; {signed.number} follows"
-            return None if checkpoint.previous == FIRST else "it is the first and leans on another"
+            return None if checkpoint.previous == FIRST else "it is the first but contains a previous digest"
         if signed.number != self.newest.number + 1:
             return f"checkpoint {self.newest.number + 1} is missing; {signed.number} follows"
         if checkpoint.previous != self.newest_signed.digest:
-            return "it does not lean on the checkpoint before it"
+            return "it does not contain the digest of the checkpoint before it"
         return None
 
     def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash) -> str | None:

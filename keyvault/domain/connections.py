@@ -35,7 +35,7 @@ def read_provider(text: str) -> str:
         return text
     # The error does not quote the input: it may be the secret, entered in the wrong field.
     raise RequestInvalidError(
-        "The provider's name does not fit.", [Fault("/provider", "1 to 64 of a-z, 0-9 and inner hyphens")]
+        "The provider's name is invalid.", [Fault("/provider", "must be 1 to 64 of a-z, 0-9 and inner hyphens")]
     )
 
 
@@ -57,16 +57,16 @@ def _find_fault(text: str, mode: ConnectionMode) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        return "no text: it cannot be written in UTF-8"
+        return "must be text that UTF-8 can encode"
     if not text:
-        return "nothing is there"
+        return "must not be empty"
     if size > MAX_BYTES:
         return f"at most {MAX_BYTES} bytes"
     if "\x00" in text:
-        return "no NUL character"
+        return "must not contain a NUL character"
     values = list(_values(text))
     if not values or not all(isinstance(value, str) and value for value in values):
-        return "one secret text, or a JSON object of texts, each named once and none of them empty"
+        return "must be one secret text, or a JSON object of texts with unique names and no empty text"
     modes = {match[1] for value in values if (match := _STRIPE.match(str(value).strip()))}
     if modes - {mode.value}:
         return f"a {modes.pop()} key: this environment's connections are in {mode} mode"

@@ -42,7 +42,7 @@ class Mac:
     def __init__(self, key: bytes) -> None:
         """Raises ValueError on a key longer than one block, which the RFC would hash first."""
         if len(key) > BLOCK_BYTES:
-            raise ValueError(f"a key of more than {BLOCK_BYTES} bytes")
+            raise ValueError(f"the key has more than {BLOCK_BYTES} bytes")
         padded = key.ljust(BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))

@@ -24,10 +24,10 @@ def find_text_fault(text: str, longest: int) -> str | None:
     if not 1 <= len(text) <= longest or not text.isprintable():
         return f"1 to {longest} printable characters"
     if SHAPED.search(text) is not None:
-        return "no key string: it would be kept and shown"
+        return "must not contain a key string, because it is stored and shown"
     return None
 
 
 def find_reason_fault(text: str) -> str | None:
     """Return the fault of a mandatory reason, which must not be blank, or None. See `clean_text` for secrets."""
-    return None if text.strip() else "say why"
+    return None if text.strip() else "a reason is required"

@@ -91,9 +91,9 @@ def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_byte
     `all` for anything but a service token.
     """
     if BRAND.fullmatch(brand) is None:
-        raise ValueError(f"{brand!r} is no brand: 1 to 16 of a-z and 0-9, beginning with a letter")
+        raise ValueError(f"invalid brand {brand!r}: use 1 to 16 of a-z and 0-9, beginning with a letter")
     if not _has_scope(kind, scope):
-        raise ValueError(f"a {kind} string serves one environment")
+        raise ValueError(f"a {kind} string needs one environment as its scope")
     key_id = mint_key_id(random_bytes)
     head = f"{brand}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
     return KeyString(kind, scope, key_id, Plaintext(head + checksum(head)))

@@ -37,7 +37,7 @@ class Plaintext:
         raise TypeError("plaintexts are compared by digest, in constant time")
 
     def __hash__(self) -> NoReturn:
-        raise TypeError("a plaintext is no dictionary key")
+        raise TypeError("a plaintext is not hashable")
 
     def __deepcopy__(self, memo: object) -> Self:
         raise TypeError("a plaintext is never pickled or copied")

@@ -55,7 +55,7 @@ def seal_to(recipient_public_key: str, text: Plaintext) -> Sealed:
     """Encrypt a text to the holder of the matching private key. Raises ValueError on an invalid public key."""
     raw = _decode(recipient_public_key)
     if raw is None:
-        raise ValueError("no X25519 public key")
+        raise ValueError("not an X25519 public key")
     sealed = _SUITE.encrypt(text.reveal().encode("ascii"), X25519PublicKey.from_public_bytes(raw))
     return Sealed(_encode(sealed[:_ENC_BYTES]), _encode(sealed[_ENC_BYTES:]))
 

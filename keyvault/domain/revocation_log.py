@@ -107,7 +107,7 @@ def parse_line(text: bytes) -> Line:
     """Parse a line without its line feed. Raises DamagedLineError."""
     body, _, checksum = text.rpartition(b" ")
     if checksum != _checksum(body):
-        raise DamagedLineError("the checksum does not fit")
+        raise DamagedLineError("the checksum does not match")
     try:
         fields = json.loads(body)
         kind = _KINDS[fields.pop("what")]
@@ -115,7 +115,7 @@ def parse_line(text: bytes) -> Line:
         fields |= {name: datetime.fromisoformat(fields[name]) for name in times}
         return kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedLineError("it is none of ours") from error
+        raise DamagedLineError("not a line of the revocation log") from error
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
     version, salt = sealed_with(sealed), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
     nonce, ciphertext = sealed[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES], sealed[_HEAD_BYTES:]
     if version not in peppers.versions or len(nonce) < _NONCE_BYTES:
-        raise IntegrityError("A sealed secret cannot be opened.", internal=f"{peppers!r} has no version {version}")
+        raise IntegrityError("A sealed secret cannot be decrypted.", internal=f"{peppers!r} has no version {version}")
     try:
         text = _cipher(peppers, version, salt).decrypt(nonce, ciphertext, context)
     except InvalidTag as error:
-        raise IntegrityError("A sealed secret cannot be opened.", internal="it was altered or moved") from error
+        raise IntegrityError("A sealed secret cannot be decrypted.", internal="it was altered or moved") from error
     return Plaintext(text.decode())
 
 

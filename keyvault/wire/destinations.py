@@ -56,26 +56,26 @@ def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
     private addresses, and plain http. Names are not resolved here: `may_connect` checks the address at connect time.
     """
     if len(text) > LONGEST_URL or _PLAIN.fullmatch(text) is None:
-        raise ValueError(f"at most {LONGEST_URL} plain ASCII characters, without spaces and backslashes")
+        raise ValueError(f"at most {LONGEST_URL} printable ASCII characters, without spaces and backslashes")
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ValueError("an address such as https://merchant.example/hooks") from error
+        raise ValueError("must be a URL such as https://merchant.example/hooks") from error
     scheme, host = parts.scheme.lower(), (parts.hostname or "").lower()
     if scheme != "https" and not (scheme == "http" and own_networks):
-        raise ValueError("https")
+        raise ValueError("must start with https://")
     if "@" in parts.netloc or "#" in text:
-        raise ValueError("no user, no password and no fragment")
+        raise ValueError("must not contain a user, a password or a fragment")
     if _is_address(host):
         if not may_connect(host, own_networks):
-            raise ValueError("a public address")
+            raise ValueError("must have a public address")
     elif _NAME.fullmatch(host) is None or len(host) > 253 or "[" in parts.netloc:
-        raise ValueError("a host name, or an address in its usual form")
+        raise ValueError("must have a host name, or an IP address in its usual form")
     if port is None:
         port = _DEFAULT_PORT[scheme]
     if port != _DEFAULT_PORT[scheme] and not _FIRST_FREE_PORT <= port <= _LAST_PORT:
-        raise ValueError(f"port {_DEFAULT_PORT[scheme]}, or {_FIRST_FREE_PORT} and up")
+        raise ValueError(f"must use port {_DEFAULT_PORT[scheme]}, or {_FIRST_FREE_PORT} to {_LAST_PORT}")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Destination(scheme, host, port, target)
 

@@ -24,9 +24,9 @@ def read_idempotency_key(value: str | None) -> str:
         text = _ESCAPED.sub(r"\1", quoted[1])
     if not text:
         raise IdempotencyError(
-            ErrorCode.IDEMPOTENCY_KEY_MISSING, f"This creates something, so it needs a header {IDEMPOTENCY_KEY}."
+            ErrorCode.IDEMPOTENCY_KEY_MISSING, f"Requests that create something require the header {IDEMPOTENCY_KEY}."
         )
     if _KEY.fullmatch(text) is None:
-        fault = Fault("", f"The header {IDEMPOTENCY_KEY} holds 1 to 255 printable ASCII characters.")
+        fault = Fault("", f"The header {IDEMPOTENCY_KEY} must have 1 to 255 printable ASCII characters.")
         raise RequestInvalidError("The request does not fit.", [fault])
     return text

@@ -55,7 +55,7 @@ def sign(secrets: Iterable[Plaintext], message_id: str, at: datetime, body: byte
     Raises ValueError for an id that contains a dot, which would make the signed text ambiguous.
     """
     if "." in message_id:
-        raise ValueError("a message id has no dot")
+        raise ValueError("a message id must not contain a dot")
     timestamp = str(int(at.timestamp()))
     signatures = [_signature(_key(secret.reveal()), message_id, timestamp, body) for secret in secrets]
     return {ID_HEADER: message_id, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: " ".join(signatures)}
@@ -73,12 +73,12 @@ def verify(secret: str, headers: Mapping[str, str], body: bytes, now: datetime) 
     if not message_id or not signatures or re.fullmatch(r"[0-9]{1,12}", timestamp) is None:
         raise SignatureInvalidError("a header is missing or unreadable")
     if abs(now.timestamp() - int(timestamp)) > TOLERANCE.total_seconds():
-        raise SignatureInvalidError("the timestamp is too far from now")
+        raise SignatureInvalidError("the timestamp is out of tolerance")
     expected = _signature(_key(secret), message_id, timestamp, body).encode()
     # Compares all, so that the time does not reveal which one matches.
     fits = [hmac.compare_digest(expected, given.encode(errors="replace")) for given in signatures.split(" ")]
     if not any(fits):
-        raise SignatureInvalidError("no signature fits")
+        raise SignatureInvalidError("no signature matches")
     return message_id
 
 
@@ -91,9 +91,9 @@ def _key(secret: str) -> bytes:
     try:
         key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
     except (Base64Error, ValueError) as error:
-        raise SecretInvalidError("no base64 after whsec_") from error
+        raise SecretInvalidError("the text after whsec_ is not base64") from error
     if not secret.startswith(_SECRET_PREFIX) or not _FEWEST_BYTES <= len(key) <= _MOST_BYTES:
-        raise SecretInvalidError(f"whsec_ and the base64 of {_FEWEST_BYTES} to {_MOST_BYTES} bytes")
+        raise SecretInvalidError(f"a secret is whsec_ and the base64 of {_FEWEST_BYTES} to {_MOST_BYTES} bytes")
     return key
 
 

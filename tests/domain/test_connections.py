@@ -51,8 +51,8 @@ def test_credentials_lose_the_blanks_around_them_and_a_browser_s_line_ends() -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nothing"),
-        (" \r\n\t", "nothing"),
+        ("", "empty"),
+        (" \r\n\t", "empty"),
         ("x" * (MAX_BYTES + 1), "at most 8192 bytes"),
         ("é" * 4097, "at most 8192 bytes"),
         ("a\x00b", "NUL"),
@@ -63,7 +63,7 @@ def test_credentials_lose_the_blanks_around_them_and_a_browser_s_line_ends() -> 
         ('{"a": ""}', "JSON object of texts"),
         ('{"a": {"b": "c"}}', "JSON object of texts"),
         ('{"a": ["b"]}', "JSON object of texts"),
-        ('{"a": "b", "a": "c"}', "each named once"),
+        ('{"a": "b", "a": "c"}', "unique names"),
         ('{"a": "b"} and more', "JSON object of texts"),
         ('{"a":' * 1600, "JSON object of texts"),
     ],

@@ -88,19 +88,19 @@ def test_webhook_with_one_byte_changed_is_refused(place: int, change: int) -> No
     """A forged body is refused, wherever it was touched."""
     forged = bytearray(BODY)
     forged[place] ^= change
-    with pytest.raises(SignatureInvalidError, match="no signature fits"):
+    with pytest.raises(SignatureInvalidError, match="no signature matches"):
         verify(SECRET, signed(), bytes(forged), AT)
 
 
 def test_webhook_of_another_secret_is_refused() -> None:
     """A secret belongs to one endpoint: another's proves nothing here."""
-    with pytest.raises(SignatureInvalidError, match="no signature fits"):
+    with pytest.raises(SignatureInvalidError, match="no signature matches"):
         verify(OTHER_SECRET, signed(), BODY, AT)
 
 
 def test_webhook_borders_of_what_is_signed_cannot_be_moved() -> None:
     """A dot in the id would let `a.b` of one message be the id and time of another."""
-    with pytest.raises(ValueError, match="no dot"):
+    with pytest.raises(ValueError, match="a dot"):
         sign([Plaintext(SECRET)], "a.1", AT, BODY)
 
 
@@ -112,7 +112,7 @@ def test_webhook_within_the_tolerance_is_verified(off: timedelta) -> None:
 @pytest.mark.parametrize("off", [TOLERANCE + SECOND, -TOLERANCE - SECOND, timedelta(days=900)])
 def test_webhook_of_another_time_is_refused(off: timedelta) -> None:
     """A message that somebody kept is not believed later (replay)."""
-    with pytest.raises(SignatureInvalidError, match="too far"):
+    with pytest.raises(SignatureInvalidError, match="tolerance"):
         verify(SECRET, signed(), BODY, AT + off)
 
 

@@ -44,7 +44,7 @@ _BEARER = {
     Bearer.REQUIRED: "required, beside the private key",
 }
 _LIMITER_LOSS = {
-    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
     LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
