@@ -129,12 +129,15 @@ def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
     ("spoil", "said"),
     [
         (lambda whole: whole[: len(whole) // 2], "not a complete line of JSON: the file was truncated or altered"),
-        (lambda whole: whole[: whole.rindex(b"\n", 0, -1) + 1], "the file ends before the export does"),
-        (lambda whole: b"", "the file ends before the export does"),
-        (lambda whole: whole + b"\xff\xfe garbage\n", "no whole line of JSON"),
+        (
+            lambda whole: whole[: whole.rindex(b"\n", 0, -1) + 1],
+            "the file is truncated: the end of the export is missing",
+        ),
+        (lambda whole: b"", "the file is truncated: the end of the export is missing"),
+        (lambda whole: whole + b"\xff\xfe garbage\n", "not a complete line of JSON"),
         (lambda whole: whole.replace(b'"record": "head"', b'"record": "hat"', 1), "not a record of an audit export"),
         (lambda whole: whole.replace(b'"sequence": 1,', b'"sequence": "1",', 1), "a field missing or malformed"),
-        (lambda whole: b"[" * 200_000 + b"\n", "line 1: no whole line of JSON"),
+        (lambda whole: b"[" * 200_000 + b"\n", "line 1: not a complete line of JSON"),
     ],
 )
 def test_audit_check_of_a_spoilt_file_is_refused_with_the_reason(
@@ -177,7 +180,7 @@ def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str]
     export, keys, kept = files
     assert check(export).returncode == 2
     assert check(str(tmp_path / "none"), "--public-key", keys).returncode == 2
-    assert "no public keys" in check(export, "--public-key", export).stderr
+    assert "not the output of manage.py audit_public_key" in check(export, "--public-key", export).stderr
     forged = Path(kept).read_text().replace('"key_version": 1', '"key_version": 2')
     Path(kept).write_text(forged)
     assert "there is no public key of local (version 2)" in check(export, "--public-key", keys, "--kept", kept).stderr
