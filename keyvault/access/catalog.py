@@ -1,10 +1,10 @@
-"""The endpoint catalog: every endpoint once, and what it asks of a caller (D9).
+"""The endpoint catalog: every endpoint once, with its authorization requirements.
 
-Doors look here and nowhere else for the credential, the Bearer and the context that an endpoint needs, for its
-limit, and for what happens when the limiter is lost. The built-in entries are ours to serve; an operator adds
-upstream ones, which have the same fields and no view. Both make one `Catalog`.
+It is the only source of an endpoint's accepted credentials, Bearer and context requirements, limit, and behavior when
+the limiter is unavailable. The service itself serves the built-in entries. Operators add upstream entries, which have
+the same fields and no view. One `Catalog` holds both.
 
-A path is read in one way or not at all: see `is_canonical_path`.
+An ambiguous path matches no endpoint: see `is_canonical_path`.
 """
 
 import re
@@ -18,7 +18,7 @@ from keyvault.domain.keys import KeyKind
 
 
 class Bearer(StrEnum):
-    """Whether an endpoint takes a customer access token beside the key (D6, D7)."""
+    """Whether an endpoint accepts a customer access token in addition to the key."""
 
     NONE = "none"
     OPTIONAL = "optional"
@@ -26,7 +26,7 @@ class Bearer(StrEnum):
 
 
 class LimiterFailurePolicy(StrEnum):
-    """What becomes of a request when the shared limiter is lost: never unlimited."""
+    """Behavior when the shared limiter is unavailable: a local share of the limit, or refusal; never unlimited."""
 
     LOCAL_SHARE = "local_share"
     REFUSE = "refuse"
@@ -39,7 +39,7 @@ class ContextPlace(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ContextSource:
-    """Where an upstream endpoint's merchant or store context stands: a path variable or a header."""
+    """The source of an upstream endpoint's merchant or store context: a path variable or a header."""
 
     place: ContextPlace
     name: str
@@ -48,13 +48,13 @@ class ContextSource:
         return f"{self.place}:{self.name}"
 
     def read(self, variables: Mapping[str, str], headers: Mapping[str, str]) -> str | None:
-        """The context of a request, or None. A header that came twice, or is blank, gives none."""
+        """Return the context of a request, or None. A repeated or blank header counts as absent."""
         value = variables.get(self.name) if self.place is ContextPlace.PATH else headers.get(self.name)
         return value.strip() or None if value is not None and "," not in value else None
 
 
 def parse_context(text: str) -> ContextSource | None:
-    """`path:<variable>` or `header:<name>` as a source; None for no text. Raises ValueError on anything else."""
+    """Parse `path:<variable>` or `header:<name>`; None for an empty text. Raises ValueError on anything else."""
     if text == "":
         return None
     place, _, name = text.partition(":")
@@ -65,9 +65,9 @@ def parse_context(text: str) -> ContextSource | None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One entry. In `path`, relative to the environment's base URL, `<name>` stands for one segment.
+    """One catalog entry. `path` is relative to the environment's base URL; `<name>` matches one segment.
 
-    `spends` False: no limit holds back a request for it.
+    `spends` False: requests are exempt from all limits.
     """
 
     name: str
@@ -95,17 +95,16 @@ class Endpoint:
         )
 
     def variables(self, path: str) -> dict[str, str]:
-        """The path's variables by name; the path is one that this endpoint matched."""
+        """Return the path's variables by name. The path must match this endpoint."""
         segments = path.partition("?")[0].strip("/").split("/")[-len(self.segments) :]
         return {want[1:-1]: have for want, have in zip(self.segments, segments, strict=True) if is_variable(want)}
 
     def read_contexts(
         self, path: str | None, headers: Mapping[str, str], merchant: str | None = None, store: str | None = None
     ) -> tuple[str | None, str | None]:
-        """The merchant and the store that a request carries where this endpoint reads them, else whom the caller named;
-        blanks name nobody.
+        """Return the merchant and store context of a request, from this endpoint's sources or else the arguments.
 
-        `path` is one that this endpoint matched, or None when it was asked for by name.
+        Blank values count as None. `path` must match this endpoint; None when the caller named the endpoint.
         """
         variables = {} if path is None else self.variables(path)
         sources = ((self.merchant_from, merchant), (self.store_from, store))
@@ -114,7 +113,7 @@ class Endpoint:
         return merchant, store
 
     def overlaps(self, other: "Endpoint") -> bool:
-        """Whether some request line is for both."""
+        """Return whether some request line matches both endpoints."""
         return (
             self.method == other.method
             and len(self.segments) == len(other.segments)
@@ -126,7 +125,7 @@ class Endpoint:
 
     @property
     def kinds(self) -> str:
-        """The accepted kinds in words: `private`, or `public or private`."""
+        """The accepted kinds as text: `private`, or `public or private`."""
         return " or ".join(sorted(self.credentials, reverse=True))
 
 
@@ -136,14 +135,14 @@ def is_variable(segment: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NoMatchingEndpoint:
-    """No such endpoint; `allowed` lists the methods of the path when only the method is wrong."""
+    """No endpoint matches. `allowed` lists the methods of the path when only the method is wrong."""
 
     allowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """All endpoints of the moment, by name and by request line."""
+    """An immutable set of endpoints, with look-up by name and by request line."""
 
     endpoints: tuple[Endpoint, ...]
     _by_name: dict[str, Endpoint] = field(init=False, repr=False, compare=False)
@@ -158,9 +157,9 @@ class Catalog:
         return self._by_name.get(name, NoMatchingEndpoint())
 
     def match(self, method: str, path: str, base_path: str = "") -> Endpoint | NoMatchingEndpoint:
-        """The endpoint of a request line. `base_path` (say `/sandbox`) may stand before the path or not.
+        """Return the endpoint of a request line. The path may start with `base_path` (such as `/sandbox`).
 
-        A path that could be read in two ways matches nothing: it is refused, never guessed.
+        An ambiguous path matches nothing.
         """
         route = path.partition("?")[0]
         if base_path and route.startswith(f"{base_path}/"):
@@ -175,12 +174,12 @@ class Catalog:
         return NoMatchingEndpoint(tuple(dict.fromkeys(endpoint.method for endpoint in matched)))
 
 
-# What RFC 3986 (section 3.3) lets stand in a segment as it is, less `;`, which some servers cut at.
+# The unescaped segment characters of RFC 3986 (section 3.3), except `;`, at which some servers truncate.
 _PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,=:@-]+")
 
 
 def is_canonical_path(path: str) -> bool:
-    """Whether every server reads the path alike: visible ASCII, no escapes, dot or empty segments, parameters."""
+    """Return whether all servers parse the path alike: visible ASCII; no escapes, dot or empty segments, parameters."""
     return path.startswith("/") and all(map(is_plain_segment, path.split("/")[1:]))
 
 
@@ -197,7 +196,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/merchants/orders/<order_token>",
         _PRIVATE,
         Bearer.OPTIONAL,
-        summary="One order of the key's merchant.",
+        summary="Retrieves an order of the key's merchant.",
     ),
     Endpoint(
         "orders.create",
@@ -212,7 +211,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/client/configuration",
         _PUBLIC,
-        summary="The account's client configuration.",
+        summary="Retrieves the account's client configuration.",
     ),
     Endpoint(
         "customer_tokens.create",
@@ -227,7 +226,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "DELETE",
         "/customers/access-tokens/<token_id>",
         _PRIVATE,
-        spends=False,  # Nor may an empty bucket keep a customer's stolen token alive.
+        spends=False,  # An exhausted limit must not prevent the revocation of a stolen token.
         summary="Revokes a customer access token.",
     ),
     Endpoint(
@@ -236,23 +235,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/customers/me",
         _PRIVATE,
         Bearer.REQUIRED,
-        summary="The customer that the Bearer stands for.",
+        summary="Retrieves the customer that the Bearer token identifies.",
     ),
     Endpoint(
         "credentials.acknowledge",
         "POST",
         "/credentials/acknowledge",
         _PRIVATE,
-        summary="The merchant's half of the proof that a rotation's replacement arrived.",
+        summary="Acknowledges that the merchant has received a rotation's replacement key.",
     ),
     Endpoint(
         "credentials.revoke_self",
         "POST",
         "/credentials/revoke-self",
         _PRIVATE,
-        # Whoever found the key used up its quota first would otherwise keep it alive.
+        # An attacker with the leaked key could otherwise exhaust its limit to prevent the revocation.
         spends=False,
-        summary="Ends the presented key.",
+        summary="Revokes the presented key.",
     ),
 )
 

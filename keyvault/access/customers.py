@@ -1,9 +1,9 @@
-"""Is the presented customer access token good beside this key? The same two pure steps as for a key.
+"""Verification of customer access tokens, in the same two pure steps as for a key.
 
-    read_customer_token(presented) -> KeyString | CustomerFault       no look-up: what is malformed dies here
+    read_customer_token(presented) -> KeyString | CustomerFault       no look-up: rejects malformed tokens
     judge_customer_token(keystring, record, ...) -> Customer | CustomerFault
 
-A token adds a signed-in customer's context to a private key (D3, D6); by itself it opens nothing.
+A token adds a signed-in customer's context to a private key. It grants nothing without the key.
 """
 
 import re
@@ -17,13 +17,13 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import SHAPED, STRING_SCOPE, KeyString, StringKind, parse_keystring
 
 CUSTOMER_ID = r"^(?!\.{1,2}$)[A-Za-z0-9._~!$&'()*+,=:@-]{1,128}$"
-"""A merchant's own name for a customer: it stands in a path as it is, so that it is what a plain segment may be."""
+"""Pattern of a merchant's id for a customer: a plain path segment, because the id appears unescaped in a path."""
 
 _CUSTOMER_ID = re.compile(CUSTOMER_ID)
 
 
 class CustomerFault(StrEnum):
-    """Why a token gives no customer; expired and revoked are told only after proof."""
+    """Why a token is not accepted. Expired and revoked are disclosed only after proof."""
 
     INVALID = "invalid"
     EXPIRED = "expired"
@@ -32,7 +32,7 @@ class CustomerFault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CustomerRecord:
-    """The frozen view of a stored token that a verdict needs."""
+    """The immutable view of a stored token that a verdict needs."""
 
     token_id: str
     environment: Environment
@@ -46,7 +46,7 @@ class CustomerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """The signed-in customer that a token has proved."""
+    """The signed-in customer that a token authenticates."""
 
     customer_id: str
     token_id: str
@@ -54,16 +54,16 @@ class Customer:
 
 
 def find_customer_id_fault(text: str) -> str | None:
-    """What is wrong with a customer id, as a demand; None when nothing is. Never quotes the text."""
+    """Return what a customer id must satisfy and does not, or None. Never quotes the text."""
     if _CUSTOMER_ID.fullmatch(text) is None:
         return "1 to 128 of A-Z, a-z, 0-9 and ._~!$&'()*+,=:@-, and neither . nor .."
     if SHAPED.search(text) is not None:
-        return "no key string: it would be kept and shown"
+        return "must not contain a key string, because it is stored and shown"
     return None
 
 
 def read_customer_token(presented: str, *, environment: Environment, brand: str) -> KeyString | CustomerFault:
-    """The parts of what was presented, or INVALID for whatever can be no customer access token of this environment."""
+    """Parse a presented token. Returns INVALID for anything but a customer access token of this environment."""
     keystring = parse_keystring(presented, brand)
     if (
         keystring is None
@@ -77,7 +77,7 @@ def read_customer_token(presented: str, *, environment: Environment, brand: str)
 def judge_customer_token(
     keystring: KeyString, record: CustomerRecord | None, holder: KeyHolder, peppers: Peppers, now: datetime
 ) -> Customer | CustomerFault:
-    """Proof first, then whose it is, then its state; somebody else's token is as unknown as one that never was."""
+    """Check proof, then ownership, then state. Another merchant's token is indistinguishable from an unknown one."""
     digest, version = (DECOY_DIGEST, DECOY_VERSION) if record is None else (record.digest, record.pepper_version)
     proved = peppers.matches(keystring.text, digest, version)
     if record is None or not proved:
@@ -86,7 +86,7 @@ def judge_customer_token(
 
 
 def judge_customer_record(record: CustomerRecord, holder: KeyHolder, now: datetime) -> Customer | CustomerFault:
-    """The judgement of a token whose possession is proved, or (to explain a verdict) assumed."""
+    """Judge a token whose possession is proved, or (to explain a verdict) assumed."""
     if (record.environment, record.merchant_id) != (holder.environment, holder.merchant_id):
         return CustomerFault.INVALID
     if now >= record.expires_at:

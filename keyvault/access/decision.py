@@ -1,6 +1,6 @@
-"""The one function that says yes: `decide`. Nothing starts allowed; the first check that fails answers.
+"""The authorization decision: `decide` denies by default, and the first failed check determines the denial.
 
-A verdict is a value: a `Grant` or a `Denial`. The only call that makes a Grant is the last line of `decide`.
+A verdict is a value: a `Grant` or a `Denial`. Only the last line of `decide` creates a Grant.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from keyvault.domain.networks import is_within
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """No, and why. `detail` is for the caller, `internal` for the operators' log.
+    """A denied request and the reason. `detail` is for the caller, `internal` for the operators' log.
 
-    `holder` is set once possession of the key was proved: only then may the answer name the key.
+    `holder` is set once possession of the key was proved: only then may the response name the key.
     """
 
     code: Code
@@ -35,7 +35,7 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Proof that somebody asked and was allowed; every writing service takes one."""
+    """Proof of authorization, which every writing service requires."""
 
     principal: Principal
     rule: Rule
@@ -45,7 +45,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One applied rule of a trace, named by the code that it denies with."""
+    """One applied rule of a trace, identified by the error code of its denial."""
 
     rule: Code
     passed: bool
@@ -62,7 +62,7 @@ def decide(
     now: datetime,
     trace: list[Check] | None = None,
 ) -> Grant | Denial:
-    """May this principal do that to this target, now? `trace` collects each rule applied, in order."""
+    """Decide whether the principal may act on the target now. `trace` collects each applied rule, in order."""
     for name, step in _steps(rule):
         denial = step(rule, principal, target)
         if trace is not None:
@@ -76,7 +76,7 @@ def _steps(rule: Rule) -> _Steps:
     return _ENDPOINT_STEPS if isinstance(rule, EndpointRule) else _OPERATION_STEPS
 
 
-# --- operations on our own data ---------------------------------------------------------------------------
+# --- operations on the service's own data -----------------------------------------------------------------
 
 
 _KEY_PERMISSIONS = {
@@ -90,7 +90,7 @@ _KEY_PERMISSIONS = {
         }
     ),
 }
-"""What an API key's holder may write: its merchant's own things, the news of its arrival, and its own end (D4, D15)."""
+"""Write permissions of an API key: its merchant's own data, its rotation's acknowledgment, and its own revocation."""
 
 
 def _holds_permission(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:
@@ -99,7 +99,7 @@ def _holds_permission(rule: OperationRule, principal: Principal, target: Target)
         return None
     return Denial(
         Code.PERMISSION_MISSING,
-        f"This needs the permission {rule.permission}.",
+        f"This requires the permission {rule.permission}.",
         internal=f"{principal.actor} lacks {rule.permission}",
     )
 
@@ -112,8 +112,8 @@ def _within_environment(rule: OperationRule, principal: Principal, target: Targe
         return None
     return Denial(
         Code.PERMISSION_MISSING,
-        f"This credential does not serve {target.environment}.",
-        internal=f"{principal.actor} serves {sorted(environments)}",
+        f"This credential is not valid for {target.environment}.",
+        internal=f"{principal.actor} is valid for {sorted(environments)}",
     )
 
 
@@ -126,7 +126,7 @@ def _within_merchants(rule: OperationRule, principal: Principal, target: Target)
     return Denial(
         Code.NOT_FOUND,
         ABSENT,
-        internal=f"{principal.actor} is not for merchant {target.merchant_id}",
+        internal=f"{principal.actor} has no access to merchant {target.merchant_id}",
     )
 
 
@@ -137,21 +137,21 @@ def _by_second_person(rule: OperationRule, principal: Principal, target: Target)
         return None
     return Denial(
         Code.STATE_CONFLICT,
-        "This takes a second person: whoever asked for it cannot approve it.",
-        internal=f"{principal.actor} asked for it",
+        "This requires a second person: the requester cannot approve it.",
+        internal=f"{principal.actor} is the requester",
     )
 
 
 _OPERATION_STEPS: _Steps = (
     (Code.PERMISSION_MISSING, _holds_permission),
-    # Merchants first: a foreign one's thing is absent, whichever environment it is in.
+    # Merchants first: another merchant's data appears absent, in every environment.
     (Code.NOT_FOUND, _within_merchants),
     (Code.PERMISSION_MISSING, _within_environment),
     (Code.STATE_CONFLICT, _by_second_person),
 )
 
 
-# --- requests for an endpoint, in the order of the contract's table of verdicts ---------------------------
+# --- requests for an endpoint, in the order of the contract's verdict table -------------------------------
 
 
 def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
@@ -160,7 +160,7 @@ def _is_named_merchant(rule: EndpointRule, holder: KeyHolder, request: EndpointR
         return None
     return Denial(
         Code.MERCHANT_MISMATCH,
-        "The key belongs to another merchant than the one that the request names.",
+        "The key belongs to a different merchant than the request names. Use that merchant's key.",
         internal=f"the request names {' and '.join(sorted(map(str, named)))}, the key is {holder.merchant_id}'s",
         holder=holder,
     )
@@ -171,24 +171,24 @@ def _is_not_suspended(rule: EndpointRule, holder: KeyHolder, request: EndpointRe
         return None
     return Denial(
         Code.MERCHANT_SUSPENDED,
-        "The merchant is suspended in this environment; the account manager can tell why.",
+        "The merchant is suspended in this environment. Contact your account manager.",
         internal="the account is suspended" if holder.merchant_active else "the merchant is suspended",
         holder=holder,
     )
 
 
 def _is_cataloged(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    return deny_miss(rule.endpoint, holder) if isinstance(rule.endpoint, NoMatchingEndpoint) else None
+    return deny_unmatched(rule.endpoint, holder) if isinstance(rule.endpoint, NoMatchingEndpoint) else None
 
 
-def deny_miss(miss: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
-    """The verdict on a request that no endpoint answers to."""
-    if miss.allowed:
+def deny_unmatched(unmatched: NoMatchingEndpoint, holder: KeyHolder | None) -> Denial:
+    """Return the denial of a request that matches no endpoint."""
+    if unmatched.allowed:
         return Denial(
             Code.METHOD_NOT_ALLOWED,
-            f"The endpoint answers to {', '.join(miss.allowed)} only.",
+            f"The endpoint supports only {', '.join(unmatched.allowed)}.",
             holder=holder,
-            allowed_methods=miss.allowed,
+            allowed_methods=unmatched.allowed,
         )
     return Denial(Code.ENDPOINT_UNKNOWN, "The endpoint catalog has no such endpoint.", holder=holder)
 
@@ -199,7 +199,7 @@ def _is_right_kind(rule: EndpointRule, holder: KeyHolder, request: EndpointReque
         return None
     return Denial(
         Code.METHOD_NOT_SUPPORTED,
-        f"{endpoint.name} takes the {endpoint.kinds} API key, not the {holder.kind} one.",
+        f"{endpoint.name} does not accept the {holder.kind} API key. Use the {endpoint.kinds} API key.",
         holder=holder,
     )
 
@@ -210,7 +210,7 @@ def _takes_bearer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
         return None
     return Denial(
         Code.BEARER_NOT_SUPPORTED,
-        f"{endpoint.name} does not take a customer access token: send it without Authorization.",
+        f"{endpoint.name} does not accept a customer access token. Omit the Authorization header.",
         holder=holder,
     )
 
@@ -220,7 +220,7 @@ def _is_not_in_browser(rule: EndpointRule, holder: KeyHolder, request: EndpointR
         return None
     return Denial(
         Code.PRIVATE_KEY_IN_BROWSER,
-        "A private key came with an Origin header: it belongs in a trusted backend only.",
+        "The request has a private key and an Origin header. Use private keys only in a trusted backend.",
         holder=holder,
     )
 
@@ -230,9 +230,9 @@ def _is_from_network(rule: EndpointRule, holder: KeyHolder, request: EndpointReq
     if not holder.networks or (address is not None and is_within(address, holder.networks)):
         return None
     detail = (
-        "The credential is for certain networks only, and no client address was given."
+        "The credential is restricted to certain networks, and the client address is unknown."
         if address is None
-        else f"The credential is not for use from {address}."
+        else f"The credential may not be used from {address}. Use an allowed network."
     )
     return Denial(Code.IP_NOT_ALLOWED, detail, holder=holder)
 
@@ -245,7 +245,7 @@ def _has_context(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest
     ):
         if source is not None and not (context or "").strip():
             return Denial(
-                Code.CONTEXT_MISSING, f"{endpoint.name} needs a {what} context, read from {source}.", holder=holder
+                Code.CONTEXT_MISSING, f"{endpoint.name} requires a {what} context in {source}.", holder=holder
             )
     return None
 
@@ -255,26 +255,26 @@ def _has_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointReques
         return None
     return Denial(
         Code.CUSTOMER_TOKEN_MISSING,
-        "This endpoint needs a customer access token in Authorization: Bearer.",
+        "The endpoint requires a customer access token in Authorization: Bearer.",
         holder=holder,
     )
 
 
 def _proves_customer(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
-    # A Bearer that nobody judged is not taken for a good one.
-    if not request.has_bearer or isinstance(request.customer, Customer) or _is_outlived(request.customer):
+    # A Bearer that was not judged is not accepted.
+    if not request.has_bearer or isinstance(request.customer, Customer) or _is_expired_or_revoked(request.customer):
         return None
     return Denial(Code.CUSTOMER_TOKEN_INVALID, "The customer access token is not valid.", holder=holder)
 
 
-def _is_outlived(customer: Customer | CustomerFault | None) -> bool:
+def _is_expired_or_revoked(customer: Customer | CustomerFault | None) -> bool:
     return customer in {CustomerFault.EXPIRED, CustomerFault.REVOKED}
 
 
 def _customer_has_not_expired(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
     if request.customer is not CustomerFault.EXPIRED:
         return None
-    return Denial(Code.CUSTOMER_TOKEN_EXPIRED, "The customer access token has expired.", holder=holder)
+    return Denial(Code.CUSTOMER_TOKEN_EXPIRED, "The customer access token has expired. Issue a new one.", holder=holder)
 
 
 def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: EndpointRequest) -> Denial | None:
@@ -285,7 +285,7 @@ def _customer_is_not_revoked(rule: EndpointRule, holder: KeyHolder, request: End
 
 def _endpoint(rule: EndpointRule) -> Endpoint:
     if isinstance(rule.endpoint, NoMatchingEndpoint):
-        raise TypeError("a miss was denied before this step")
+        raise TypeError("an earlier step denies a request without an endpoint")
     return rule.endpoint
 
 

@@ -1,27 +1,29 @@
-"""The authorization panel of an endpoint (D9): what it asks, in words. The console, the OpenAPI page and
-`manage.py show_catalog` all show this one."""
+"""The authorization panel of an endpoint: its requirements as text.
+
+The console, the OpenAPI page and `manage.py show_catalog` show it.
+"""
 
 from keyvault.access.catalog import Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.limits import Limit
 
 _BEARER = {
     Bearer.NONE: "not supported",
-    Bearer.OPTIONAL: "optional: a customer access token beside the key",
-    Bearer.REQUIRED: "required: a customer access token beside the key",
+    Bearer.OPTIONAL: "optional: a customer access token in addition to the key",
+    Bearer.REQUIRED: "required: a customer access token in addition to the key",
 }
 _ON_LIMITER_LOSS = {
-    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
-    LimiterFailurePolicy.REFUSE: "refused: dependency_unavailable",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
+    LimiterFailurePolicy.REFUSE: "requests are refused: dependency_unavailable",
 }
 
 
-def limit_words(limit: Limit | None) -> str:
-    """`25 per 1 s`, or `none`."""
+def format_limit(limit: Limit | None) -> str:
+    """Format a limit: `25 per 1 s`, or `none`."""
     return "none" if limit is None else f"{limit.count} per {limit.seconds} s"
 
 
 def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
-    """Labels with what stands there, always the same labels in the same order."""
+    """Return pairs of label and value, always the same labels in the same order."""
     context = [
         f"{what} from {source}"
         for what, source in (("merchant", endpoint.merchant_from), ("store", endpoint.store_from))
@@ -35,11 +37,13 @@ def authorization_panel(endpoint: Endpoint) -> list[tuple[str, str]]:
         ("Context", ", ".join(context) or "none"),
         ("Idempotency-Key", "required" if endpoint.idempotent_by_key else "not used"),
         ("Limit", _limit(endpoint)),
-        ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "no limit to lose"),
+        ("Limiter lost", _ON_LIMITER_LOSS[endpoint.on_limiter_loss] if endpoint.spends else "not affected"),
     ]
 
 
 def _limit(endpoint: Endpoint) -> str:
     if not endpoint.spends:
-        return "none, nor the account's"
-    return "the account's" if endpoint.limit is None else f"{limit_words(endpoint.limit)}, beside the account's"
+        return "none, and exempt from the account's"
+    return (
+        "the account's" if endpoint.limit is None else f"{format_limit(endpoint.limit)}, in addition to the account's"
+    )

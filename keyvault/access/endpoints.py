@@ -1,4 +1,7 @@
-"""Is what an operator wants to add an endpoint that every door reads alike? Every fault is listed, nothing guessed."""
+"""Validation of upstream endpoints that operators add. Lists every fault.
+
+A valid endpoint matches the same requests in every entry point.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -25,18 +28,18 @@ LONGEST_NAME, LONGEST_PATH, LONGEST_SUMMARY, LONGEST_HEADER = 100, 300, 200, 64
 MOST_SEGMENTS = 20
 
 RESERVED = frozenset({"v1", "admin", "static", "healthz", "readyz", "metrics", "sandbox", "production"})
-"""First segments of our own addresses; beside them, those of the base URLs."""
+"""First path segments of the service's own routes. Those of the base URLs are reserved as well."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)+")
 _VARIABLE = re.compile(r"[a-z_][a-z0-9_]*")
-# A header with an underscore is dropped by gateways, or read as one with a hyphen.
+# Gateways drop a header with an underscore, or treat it as one with a hyphen.
 _HEADER = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 _NO_CONTEXT = frozenset({"x-api-key", "authorization", "proxy-authorization", "x-service-token", "cookie", "host"})
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointDraft:
-    """An upstream endpoint as somebody wants it; only the types are certain. Both limit numbers None: no limit."""
+    """An unvalidated upstream endpoint; only the types are certain. Both limit numbers None: no limit."""
 
     name: str
     method: str
@@ -53,44 +56,44 @@ class EndpointDraft:
 
 
 def read_endpoint(
-    wish: EndpointDraft, others: Iterable[Endpoint], base_segments: frozenset[str]
+    draft: EndpointDraft, others: Iterable[Endpoint], base_segments: frozenset[str]
 ) -> Endpoint | tuple[Fault, ...]:
-    """The endpoint, or what is wrong with it, by the names of its fields.
+    """Validate a draft. Returns the endpoint, or its faults by field.
 
-    `others` are the live ones that it must not overlap; `base_segments` the first segments of the base URLs' paths.
+    `others`: the live endpoints that it must not overlap. `base_segments`: the first segments of the base URLs' paths.
     """
     faults = [
-        *_name_faults(wish.name),
-        *_path_faults(wish.path, base_segments),
-        *_credential_faults(wish),
-        *_context_faults("/merchant_from", wish.merchant_from, wish.path),
-        *_context_faults("/store_from", wish.store_from, wish.path),
-        *_limit_faults(wish.limit_count, wish.limit_seconds),
+        *_name_faults(draft.name),
+        *_path_faults(draft.path, base_segments),
+        *_credential_faults(draft),
+        *_context_faults("/merchant_from", draft.merchant_from, draft.path),
+        *_context_faults("/store_from", draft.store_from, draft.path),
+        *_limit_faults(draft.limit_count, draft.limit_seconds),
     ]
-    if wish.method not in METHODS:
+    if draft.method not in METHODS:
         faults.append(Fault("/method", f"one of {', '.join(METHODS)}"))
-    if wish.summary and (fault := find_text_fault(wish.summary, LONGEST_SUMMARY)) is not None:
+    if draft.summary and (fault := find_text_fault(draft.summary, LONGEST_SUMMARY)) is not None:
         faults.append(Fault("/summary", fault))
     if faults:
         return tuple(faults)
-    endpoint = _endpoint(wish)
+    endpoint = _endpoint(draft)
     return tuple(_overlaps(endpoint, others)) or endpoint
 
 
-def _endpoint(wish: EndpointDraft) -> Endpoint:
-    no_limit = wish.limit_count is None or wish.limit_seconds is None
+def _endpoint(draft: EndpointDraft) -> Endpoint:
+    no_limit = draft.limit_count is None or draft.limit_seconds is None
     return Endpoint(
-        name=wish.name,
-        method=wish.method,
-        path=wish.path,
-        credentials=wish.credentials,
-        bearer=wish.bearer,
-        idempotent_by_key=wish.idempotent_by_key,
-        summary=wish.summary,
-        merchant_from=parse_context(wish.merchant_from),
-        store_from=parse_context(wish.store_from),
-        limit=None if no_limit else Limit(wish.limit_count or 0, wish.limit_seconds or 0),
-        on_limiter_loss=wish.on_limiter_loss,
+        name=draft.name,
+        method=draft.method,
+        path=draft.path,
+        credentials=draft.credentials,
+        bearer=draft.bearer,
+        idempotent_by_key=draft.idempotent_by_key,
+        summary=draft.summary,
+        merchant_from=parse_context(draft.merchant_from),
+        store_from=parse_context(draft.store_from),
+        limit=None if no_limit else Limit(draft.limit_count or 0, draft.limit_seconds or 0),
+        on_limiter_loss=draft.on_limiter_loss,
         is_built_in=False,
     )
 
@@ -98,9 +101,9 @@ def _endpoint(wish: EndpointDraft) -> Endpoint:
 def _overlaps(endpoint: Endpoint, others: Iterable[Endpoint]) -> Iterator[Fault]:
     for other in others:
         if other.name == endpoint.name:
-            yield Fault("/name", "there is an endpoint of this name already")
+            yield Fault("/name", "an endpoint of this name already exists")
         if endpoint.overlaps(other):
-            yield Fault("/path", f"some requests would be for {other.name} ({other.method} {other.path}) too")
+            yield Fault("/path", f"overlaps {other.name} ({other.method} {other.path}): some requests would match both")
 
 
 def _name_faults(name: str) -> Iterator[Fault]:
@@ -111,19 +114,19 @@ def _name_faults(name: str) -> Iterator[Fault]:
 def _path_faults(path: str, base_segments: frozenset[str]) -> Iterator[Fault]:
     segments = path.split("/")[1:]
     if not path.startswith("/") or len(path) > LONGEST_PATH or len(segments) > MOST_SEGMENTS:
-        yield Fault("/path", f"begins with /, has up to {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
+        yield Fault("/path", f"must start with /, with at most {MOST_SEGMENTS} segments and {LONGEST_PATH} characters")
         return
     if not all(_is_segment(segment) for segment in segments):
-        yield Fault("/path", "segments are plain (no %, ;, .., // and no slash at the end) or a <variable>")
+        yield Fault("/path", "each segment must be plain (no %, ;, .., // or trailing slash) or a <variable>")
         return
     variables = _variables(path)
     if len(set(variables)) != len(variables):
-        yield Fault("/path", "each variable once")
+        yield Fault("/path", "each variable may appear only once")
     if is_variable(segments[0]):
-        yield Fault("/path", "the first segment is no variable: it could be read as one of our own addresses")
-    # Some server on the way may not tell upper case from lower case.
+        yield Fault("/path", "the first segment must not be a variable, which could match a path of this service")
+    # An intermediate server may match paths without regard to case.
     if segments[0].lower() in RESERVED | base_segments:
-        yield Fault("/path", f"/{segments[0]} is one of our own addresses")
+        yield Fault("/path", f"/{segments[0]} is reserved for this service")
 
 
 def _is_segment(segment: str) -> bool:
@@ -136,18 +139,18 @@ def _variables(path: str) -> list[str]:
     return [segment[1:-1] for segment in path.split("/") if is_variable(segment)]
 
 
-def _credential_faults(wish: EndpointDraft) -> Iterator[Fault]:
-    if not wish.credentials:
-        yield Fault("/credentials", "at least one kind of key")
-    elif wish.bearer is not Bearer.NONE and wish.credentials != {KeyKind.PRIVATE}:
-        yield Fault("/bearer", "a customer access token is taken beside the private key only")
+def _credential_faults(draft: EndpointDraft) -> Iterator[Fault]:
+    if not draft.credentials:
+        yield Fault("/credentials", "at least one kind of key is required")
+    elif draft.bearer is not Bearer.NONE and draft.credentials != {KeyKind.PRIVATE}:
+        yield Fault("/bearer", "a customer access token is accepted only with the private key")
 
 
 def _context_faults(pointer: str, text: str, path: str) -> Iterator[Fault]:
     try:
         source = parse_context(text)
     except ValueError:
-        yield Fault(pointer, "path:<variable> or header:<name>, or nothing")
+        yield Fault(pointer, "path:<variable>, header:<name> or empty")
         return
     if source is not None and (fault := _source_fault(source, path)) is not None:
         yield Fault(pointer, fault)
@@ -157,14 +160,14 @@ def _source_fault(source: ContextSource, path: str) -> str | None:
     if source.place is ContextPlace.PATH:
         return None if source.name in _variables(path) else f"the path has no variable <{source.name}>"
     if len(source.name) > LONGEST_HEADER or _HEADER.fullmatch(source.name) is None:
-        return f"a header's name is letters, digits and hyphens, up to {LONGEST_HEADER}"
+        return f"a header's name has at most {LONGEST_HEADER} letters, digits and hyphens"
     if source.name.lower() in _NO_CONTEXT:
-        return f"{source.name} carries something else"
+        return f"{source.name} has another purpose"
     return None
 
 
 def _limit_faults(count: int | None, seconds: int | None) -> Iterator[Fault]:
     if (count is None) != (seconds is None):
-        yield Fault("/limit_count" if count is None else "/limit_seconds", "both numbers, or neither")
+        yield Fault("/limit_count" if count is None else "/limit_seconds", "set both numbers or neither")
     elif count is not None and seconds is not None and (fault := find_limit_fault(count, seconds)) is not None:
         yield Fault("/limit_count", fault)

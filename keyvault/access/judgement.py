@@ -1,8 +1,8 @@
-"""The whole judgement of a presented key: every rule, in the order of the contract's table of verdicts.
+"""The complete judgement of a presented key: every rule, in the order of the contract's verdict table.
 
     judge(presented, sources, now) -> Judgement
 
-The doors differ in their sources alone: where a record comes from, and where a bucket lives.
+Entry points differ only in their `Sources`: where they find records, and where they keep buckets.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from keyvault.access.customers import (
     judge_customer_token,
     read_customer_token,
 )
-from keyvault.access.decision import Check, Denial, Grant, decide, deny_miss
+from keyvault.access.decision import Check, Denial, Grant, decide, deny_unmatched
 from keyvault.access.limits import Bucket, Spend
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
@@ -43,10 +43,10 @@ from keyvault.domain.keystring import STRING_SCOPE, KeyString
 
 @dataclass(frozen=True, slots=True)
 class VerificationRequest:
-    """What came with a request for an endpoint; all of it untrusted.
+    """The input of a judgement: the untrusted content of a request for an endpoint.
 
-    `scope` is the door's, not the client's: a key of a merchant outside it proves nothing there. `is_dry` spends no
-    limit and is no failed attempt either.
+    The entry point, not the client, sets `scope`: a key of any other merchant is invalid. A dry run (`is_dry`)
+    spends no limit and counts no failed attempt.
     """
 
     key: str | None
@@ -66,9 +66,9 @@ class VerificationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict; `holder` once possession was proved, whatever the verdict; `trace` of the applied rules.
+    """The verdict, with the trace of the applied rules. `holder` is set once possession was proved, even on a denial.
 
-    `spend` is what the limits said, `exposed_key_id` the key that was proved to stand in the URL.
+    `spend` is the result of the limits, `exposed_key_id` the id of a genuine key in the URL.
     """
 
     verdict: Grant | Denial
@@ -82,40 +82,40 @@ class Judgement:
 
 
 class Sources(Protocol):
-    """Where a door takes from what a judgement needs. Whatever it raises ends the judgement."""
+    """An entry point's data access for a judgement. An exception that it raises aborts the judgement."""
 
     brand: str
     base_urls: Mapping[Environment, str]
 
     def peppers(self, environment: Environment) -> Peppers:
-        """Those of this moment."""
+        """Return the currently loaded peppers."""
 
     def take_pepper(self, peppers: Peppers, version: int) -> Peppers:
-        """These, or newer ones that have that version. Raises VerifierStaleError when it is not there yet."""
+        """Return these peppers, or newer ones with that version. Raises VerifierStaleError if it is not loaded yet."""
 
     def find_key(self, key_id: str, address: str | None) -> KeyRecord | None:
-        """`address` of the client: look-ups of those that have failed too often wait for each other."""
+        """Look up a key. `address`: the client's; look-ups for an address with too many failures run one at a time."""
 
     def find_customer(self, token_id: str) -> CustomerRecord | None: ...
 
     def buckets(self, record: KeyRecord, endpoint: Endpoint) -> tuple[Bucket, ...]:
-        """What a request for the endpoint spends from: the account's, and the endpoint's where it has a limit."""
+        """Return the buckets of a request: the account's, and the endpoint's if it has a limit."""
 
     def spend(self, buckets: tuple[Bucket, ...], cost: int, *, refuse_on_loss: bool) -> Spend:
-        """Raises DependencyUnavailableError when the limits are lost and nothing may stand in for them."""
+        """Spend tokens. Raises DependencyUnavailableError if the limiter is unavailable and no fallback is allowed."""
 
     def note_failed_proof(self, address: str | None) -> int | None:
-        """Counts one; the seconds after which to come back when this address has had too many."""
+        """Count a failed proof. Returns the seconds to wait when the address has exceeded its limit, else None."""
 
     def note_proof(self, record: KeyRecord, keystring: KeyString, peppers: Peppers) -> None:
-        """A living key was proved: its digest can be renewed where it leans on an old pepper."""
+        """Handle the proof of a live key: its digest can be renewed if it depends on an old pepper."""
 
 
 def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Judgement:
-    """Every rule in order; the first that fails answers. Raises what the sources raise.
+    """Apply every rule in order; the first that fails determines the verdict. Raises what the sources raise.
 
-    A dead key of a pepper version that was retired can no longer be proved: it is `credential_invalid` from then on,
-    not `key_revoked`.
+    A revoked or expired key whose pepper version was retired cannot be proved any more: the code is then
+    `credential_invalid`, not `key_revoked`.
     """
     exposed = find_exposed(presented.url)
     if exposed is not None:
@@ -124,21 +124,21 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
     if ambiguous is not None:
         return before_proof(ambiguous)
     if presented.key is None and isinstance(presented.endpoint, NoMatchingEndpoint):
-        # Whoever sends no credential learns that there is nothing to send one to.
-        return before_proof(deny_miss(presented.endpoint, None))
+        # A request without a credential learns that the endpoint does not exist.
+        return before_proof(deny_unmatched(presented.endpoint, None))
     keystring = read_key(
         presented.key, environment=presented.environment, brand=sources.brand, base_urls=sources.base_urls
     )
     if isinstance(keystring, Denial):
-        return _refused_before_proof(keystring, presented, sources)
-    # Taken before the record is read: what it was hashed with is in these, or came since; retired it cannot be.
+        return _deny_unproved(keystring, presented, sources)
+    # Taken before the record is read: the record's pepper version is loaded here or newer, and cannot be retired.
     peppers = sources.peppers(presented.environment)
     record = sources.find_key(keystring.key_id, presented.client_address)
     if record is not None:
         peppers = sources.take_pepper(peppers, record.pepper_version)
     judged = judge_key(keystring, record, peppers, now)
     if record is None or not _is_proved(judged, presented.scope):
-        return _refused_before_proof(INVALID, presented, sources)
+        return _deny_unproved(INVALID, presented, sources)
     if record.state not in DEAD_STATES and not presented.is_dry:
         sources.note_proof(record, keystring, peppers)
     return _judge_proved(
@@ -149,10 +149,10 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
 def judge_described(
     presented: VerificationRequest, record: KeyRecord, customer: CustomerRecord | None, sources: Sources, now: datetime
 ) -> Judgement:
-    """What a request would be answered if it came with this key: for whoever is asked why.
+    """Judge a hypothetical request with this key, to explain a verdict.
 
-    Nobody needs the secret for it, so possession is assumed, of the customer access token too. Nothing is spent.
-    `presented.bearer` says only whether there is one.
+    The secret is not needed: possession of the key and of the customer access token is assumed. Nothing is spent.
+    `presented.bearer` only states whether a token is present.
     """
     if record.environment is not presented.environment:
         return before_proof(deny_other_environment(record.environment, presented.environment, sources.base_urls))
@@ -166,7 +166,7 @@ def judge_described(
 
 
 def _is_proved(judged: KeyHolder | Denial, scope: frozenset[str] | None) -> bool:
-    """Whether possession was shown, of a key that the door may be told of."""
+    """Return whether possession was proved, of a key in the entry point's scope."""
     holder = judged if isinstance(judged, KeyHolder) else judged.holder
     return holder is not None and (scope is None or holder.merchant_id in scope)
 
@@ -179,7 +179,7 @@ def _judge_proved(
     sources: Sources,
     judge_customer: Callable[[KeyHolder], Customer | CustomerFault | None],
 ) -> Judgement:
-    """From the key's state on: possession is proved, or assumed to explain."""
+    """Apply the rules from the key's state on. Possession is proved, or assumed to explain a verdict."""
     if isinstance(judged, Denial):
         return Judgement(judged, judged.holder, record, trace=[_PROVED, *_state_checks(judged.code)])
     holder = judged
@@ -203,7 +203,7 @@ def _judge_proved(
         trace=trace,
         has_origin=request.has_origin,
     )
-    return judgement if isinstance(verdict, Denial) else _spent(judgement, presented, sources)
+    return judgement if isinstance(verdict, Denial) else _apply_limits(judgement, presented, sources)
 
 
 def _takes_bearer(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
@@ -213,7 +213,7 @@ def _takes_bearer(endpoint: Endpoint | NoMatchingEndpoint) -> bool:
 def _judge_bearer(
     presented: VerificationRequest, holder: KeyHolder, *, sources: Sources, now: datetime
 ) -> Customer | CustomerFault | None:
-    """None where there is no Bearer, or none is taken: then nothing is looked up."""
+    """Judge the Bearer. Returns None without a look-up if there is no Bearer or the endpoint takes none."""
     if presented.bearer is None or not _takes_bearer(presented.endpoint):
         return None
     keystring = read_customer_token(presented.bearer, environment=presented.environment, brand=sources.brand)
@@ -226,18 +226,18 @@ def _judge_bearer(
     return judge_customer_token(keystring, record, holder, peppers, now)
 
 
-def _spent(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
-    """The judgement once both limits have had their say; a request that is refused spends from neither."""
+def _apply_limits(judgement: Judgement, presented: VerificationRequest, sources: Sources) -> Judgement:
+    """Apply the limits to a granted request. A refused request spends from neither."""
     endpoint, record, holder = presented.endpoint, judgement.record, judgement.holder
     if isinstance(endpoint, NoMatchingEndpoint) or record is None or holder is None:
-        raise TypeError("a grant is for an endpoint, after proof")
+        raise TypeError("limits apply to a granted request for an endpoint")
     if not endpoint.spends:
         return judgement
     buckets = sources.buckets(record, endpoint)
     largest = min(bucket.limit.count for bucket in buckets)
     if presented.cost > largest:
-        # More can never be spent, so that waiting would not help.
-        detail = f"The cost {presented.cost} is more than the limit's burst of {largest}."
+        # The bucket never holds that many tokens, so waiting would not help.
+        detail = f"The cost {presented.cost} exceeds the limit's burst of {largest}."
         return replace(judgement, verdict=Denial(ErrorCode.REQUEST_INVALID, detail, holder=holder))
     if presented.is_dry:
         return judgement
@@ -246,7 +246,7 @@ def _spent(judgement: Judgement, presented: VerificationRequest, sources: Source
             buckets, presented.cost, refuse_on_loss=endpoint.on_limiter_loss is LimiterFailurePolicy.REFUSE
         )
     except DependencyUnavailableError as error:
-        # Asked for by the endpoint's failure policy: without its limiter it lets nobody in.
+        # The endpoint's failure policy refuses all requests while the limiter is unavailable.
         denial = Denial(error.code, error.detail, holder=holder, retry_after_seconds=error.retry_after_seconds)
         return replace(judgement, verdict=denial)
     judgement.trace.append(Check(ErrorCode.RATE_LIMITED, spend.allowed))
@@ -263,7 +263,7 @@ def _spent(judgement: Judgement, presented: VerificationRequest, sources: Source
 
 
 def _prove_exposed(presented: VerificationRequest, sources: Sources, now: datetime) -> str | None:
-    """The id of the key in the URL if it is a real one of this environment, and of a merchant in scope."""
+    """Return the id of the key in the URL if it is genuine, of this environment and of a merchant in scope."""
     keystring = read_exposed(presented.url, sources.brand)
     if keystring is None or keystring.scope is not STRING_SCOPE[presented.environment]:
         return None
@@ -273,28 +273,28 @@ def _prove_exposed(presented: VerificationRequest, sources: Sources, now: dateti
         if record is not None:
             peppers = sources.take_pepper(peppers, record.pepper_version)
     except VerifierStaleError:
-        return None  # The answer is the same either way.
+        return None  # The denial is the same either way.
     judged = judge_key(keystring, record, peppers, now)
     return keystring.key_id if _is_proved(judged, presented.scope) else None
 
 
 _PROVED = Check(ErrorCode.CREDENTIAL_INVALID, True)
 KEY_STATES = (ErrorCode.KEY_NOT_ACTIVE, ErrorCode.KEY_EXPIRED, ErrorCode.KEY_REVOKED)
-"""What is said of a key by its state alone."""
+"""Error codes that depend only on a key's state."""
 
 
 def before_proof(denial: Denial) -> Judgement:
-    """Nothing but the answer itself is told to whoever has not shown possession."""
+    """Return a judgement without a key or holder: a caller that has not proved possession learns only the denial."""
     return Judgement(denial, trace=[Check(denial.code, False)])
 
 
 def deny_stale(detail: str, internal: str = "") -> Judgement:
-    """Nothing to vouch with: never a yes."""
+    """Deny because the key data is not current (fail closed)."""
     return before_proof(Denial(ErrorCode.VERIFIER_STALE, detail, internal, retry_after_seconds=1))
 
 
-def _refused_before_proof(denial: Denial, presented: VerificationRequest, sources: Sources) -> Judgement:
-    """Failed proofs are counted by the client's address, all alike: too many are told to come back later."""
+def _deny_unproved(denial: Denial, presented: VerificationRequest, sources: Sources) -> Judgement:
+    """Count a failed proof by the client's address. Beyond its limit the denial has a Retry-After."""
     if denial.code is ErrorCode.CREDENTIAL_INVALID and not presented.is_dry:
         denial = replace(denial, retry_after_seconds=sources.note_failed_proof(presented.client_address))
     return before_proof(denial)

@@ -1,14 +1,14 @@
-"""How often may one do that? The generic cell rate algorithm, exact in integers.
+"""Rate limits: the generic cell rate algorithm (GCRA), exact in integers.
 
-    spend(states, buckets, cost, now_us) -> (Spend, new states)     all buckets pay, or none does
+    spend(states, buckets, cost, now_us) -> (Spend, new states)     charges all buckets, or none
 
-A bucket's state is one moment, the theoretical arrival time of ITU-T I.371 Annex A: when it will be full again.
-Each token moves it on by seconds/count; a request passes as long as it stays within `seconds` from now. The moment
-is kept as whole microseconds and a fraction in units of 1/count microseconds, so that nothing is ever rounded:
-within any w seconds no more than count + w*count/seconds tokens are spent, and none is lost.
+A bucket's state is one time, the theoretical arrival time of ITU-T I.371 Annex A: when the bucket is full again.
+Each token advances it by seconds/count. A request passes if the result is at most `seconds` from now. The time is
+stored in whole microseconds and a fraction in units of 1/count microseconds, so there is no rounding: any w seconds
+allow at most count + w*count/seconds tokens, and no token is lost.
 
-The same arithmetic runs inside Redis and, for the usual case, in the payers of `LocalStore`, see
-`services.limit_stores`: change all of them or none.
+Redis runs the same arithmetic, and so do the payers of `LocalStore` for the usual case, see
+`services.limits.stores`. Change all of them together.
 """
 
 from collections.abc import Sequence
@@ -25,23 +25,23 @@ _SECOND_US = 1_000_000
 
 
 def find_limit_fault(count: int, seconds: int) -> str | None:
-    """Why these two numbers make no limit, or None."""
+    """Return why the numbers are no valid limit, or None."""
     if not 1 <= count <= LARGEST_COUNT:
-        return f"A limit lets 1 to {LARGEST_COUNT} requests pass, not {count}."
+        return f"A limit allows 1 to {LARGEST_COUNT} requests, not {count}."
     if not 1 <= seconds <= LONGEST_SECONDS:
-        return f"A limit counts over 1 to {LONGEST_SECONDS} seconds, not {seconds}."
+        return f"A limit covers 1 to {LONGEST_SECONDS} seconds, not {seconds}."
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`count` per `seconds`, with a burst of `count`. Raises ValueError for numbers out of bounds."""
+    """At most `count` per `seconds`, with a burst of `count`. Raises ValueError for numbers out of bounds."""
 
     count: int
     seconds: int
     window_us: int = field(init=False, repr=False, compare=False)
     numbers: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
-    """For those in a hurry: count and window, then the window and a second in units of 1/count microseconds."""
+    """Precomputed for the fast path: count, window in microseconds; window and one second in 1/count microseconds."""
 
     def __post_init__(self) -> None:
         if (fault := find_limit_fault(self.count, self.seconds)) is not None:
@@ -54,9 +54,9 @@ class Limit:
         return f"{self.count}/{self.seconds}"
 
     def advance(self, cost: int) -> tuple[int, int]:
-        """How far `cost` tokens move the arrival time: whole microseconds, and the rest in 1/count of one.
+        """Return how far `cost` tokens advance the arrival time: whole microseconds, and the rest in units of 1/count.
 
-        Raises ValueError when no burst holds that many.
+        Raises ValueError when the burst is smaller than the cost.
         """
         if not 1 <= cost <= self.count:
             raise ValueError(f"a cost of {cost} is not between 1 and the burst of {self.count}")
@@ -64,24 +64,24 @@ class Limit:
 
 
 DEFAULT_LIMITS = {Environment.SANDBOX: Limit(25, 1), Environment.PRODUCTION: Limit(100, 1)}
-"""Of an account; an endpoint has none unless it is given one."""
+"""Default limit of an account, by environment. An endpoint has no default."""
 
 FAILED_PROOF_LIMIT = Limit(100, 60)
-"""Of an end client's address."""
+"""Limit of failed proofs per client address."""
 
 SIGN_IN_FAILURES = 10
-"""Failed sign-ins to the console by which a name, an address or a known device is locked."""
+"""Number of failed console sign-ins that locks a name, an address or a known device."""
 
 SIGN_IN_LOCK_SECONDS = 1800
-"""Duration of that lock, in seconds; failures that lie further back than that are forgotten."""
+"""Duration of a sign-in lock, in seconds. Older failures no longer count."""
 
 REPEAT_LIMIT = Limit(10, 60)
-"""Of a key's holder who revokes it again, though it was revoked already."""
+"""Limit of repeated self-revocations of an already revoked key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is spent from: `policy` names it in RateLimit fields, `key` is its place in a store."""
+    """A token bucket: `policy` is its name in RateLimit fields, `key` its key in a store."""
 
     policy: str
     key: str
@@ -89,7 +89,7 @@ class Bucket:
 
 
 class BucketState(NamedTuple):
-    """When a bucket will be full again; compares as the moment that it is."""
+    """The time when a bucket is full again; ordered by that time."""
 
     micros: int
     fraction: int
@@ -101,9 +101,9 @@ class BucketState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketStatus:
-    """One bucket afterwards: whole tokens left, and when it will be full again (rounded up).
+    """A bucket after a request: whole tokens left, and seconds until it is full (rounded up).
 
-    `wait_us`: how long until it alone would let the same request pass; 0 when it does.
+    `wait_us`: microseconds until this bucket alone would allow the same request; 0 if it does now.
     """
 
     policy: str
@@ -115,22 +115,22 @@ class BucketStatus:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """`retry_after_seconds` (1 or more when refused, else 0) is enough for all buckets if nobody else spends."""
+    """The result of a spend. `retry_after_seconds`: until all buckets allow it, if unused meanwhile; 0 when allowed."""
 
     allowed: bool
-    standings: tuple[BucketStatus, ...]
+    statuses: tuple[BucketStatus, ...]
     retry_after_seconds: int
 
     @property
     def binding(self) -> BucketStatus:
-        """The standing that matters: of the bucket with the least left, or of the one that refuses longest."""
+        """The status to report: of the bucket with the fewest tokens left, or on refusal of the longest wait."""
         if self.allowed:
-            return min(self.standings, key=lambda standing: standing.remaining)
-        return max(self.standings, key=lambda standing: standing.wait_us)
+            return min(self.statuses, key=lambda status: status.remaining)
+        return max(self.statuses, key=lambda status: status.wait_us)
 
 
 class RateLimitedError(KeyvaultError):
-    """A limit that is not the judgement's is used up; `spend` says until when."""
+    """A limit outside the judgement is exhausted; `spend` has its status."""
 
     code = ErrorCode.RATE_LIMITED
 
@@ -145,10 +145,10 @@ class RateLimitedError(KeyvaultError):
 def spend(
     states: Sequence[BucketState | None], buckets: Sequence[Bucket], cost: int, now_us: int
 ) -> tuple[Spend, tuple[BucketState, ...]]:
-    """Takes `cost` tokens from every bucket, or none from any; the states in the buckets' order, None when full.
+    """Take `cost` tokens from every bucket, or from none. `states` in the buckets' order; None: full.
 
-    The new states are to be stored after a refusal too: there they differ only where the clock has stepped back.
-    Raises ValueError when some bucket can never hold that many tokens.
+    Store the new states after a refusal too: they differ if the clock has stepped back. Raises ValueError when the
+    cost exceeds the burst of a bucket.
     """
     return spend_each(states, buckets, [cost] * len(buckets), now_us)
 
@@ -156,7 +156,7 @@ def spend(
 def spend_each(
     states: Sequence[BucketState | None], buckets: Sequence[Bucket], costs: Sequence[int], now_us: int
 ) -> tuple[Spend, tuple[BucketState, ...]]:
-    """The same with a cost for each bucket."""
+    """Like `spend`, with a separate cost for each bucket."""
     before = tuple(_within(state, bucket.limit, now_us) for state, bucket in zip(states, buckets, strict=True))
     after = tuple(
         _charged(state, bucket.limit, cost) for state, bucket, cost in zip(before, buckets, costs, strict=True)
@@ -165,24 +165,24 @@ def spend_each(
         max(0, state.ceiling - bucket.limit.window_us - now_us) for state, bucket in zip(after, buckets, strict=True)
     ]
     kept = before if any(waits) else after
-    standings = tuple(
-        _standing(bucket, state, wait_us, now_us) for bucket, state, wait_us in zip(buckets, kept, waits, strict=True)
+    statuses = tuple(
+        _status(bucket, state, wait_us, now_us) for bucket, state, wait_us in zip(buckets, kept, waits, strict=True)
     )
-    return Spend(not any(waits), standings, _seconds(max(waits))), kept
+    return Spend(not any(waits), statuses, _seconds(max(waits))), kept
 
 
 def bucket_status(bucket: Bucket, state: BucketState, now_us: int) -> BucketStatus:
-    """How that bucket is now, when nothing is asked of it."""
-    return _standing(bucket, _within(state, bucket.limit, now_us), 0, now_us)
+    """Return the bucket's status now, without spending."""
+    return _status(bucket, _within(state, bucket.limit, now_us), 0, now_us)
 
 
 def fallback(limit: Limit, percent: int) -> Limit:
-    """That share of the limit, in the same time: at least 1."""
+    """Return `percent` of the limit over the same time, at least 1 request."""
     return Limit(max(1, limit.count * percent // 100), limit.seconds)
 
 
 def _within(state: BucketState | None, limit: Limit, now_us: int) -> BucketState:
-    """The state as seen now: never before now, and after a step back of the clock never emptier than empty."""
+    """Clamp the state to [full, empty] at this time, which matters after the clock has stepped back."""
     full, empty = BucketState(now_us, 0), BucketState(now_us + limit.window_us, 0)
     return full if state is None else max(full, min(state, empty))
 
@@ -193,12 +193,12 @@ def _charged(state: BucketState, limit: Limit, cost: int) -> BucketState:
     return BucketState(state.micros + micros + carry, fraction)
 
 
-def _standing(bucket: Bucket, state: BucketState, wait_us: int, now_us: int) -> BucketStatus:
+def _status(bucket: Bucket, state: BucketState, wait_us: int, now_us: int) -> BucketStatus:
     limit = bucket.limit
     unspent = (now_us + limit.window_us - state.micros) * limit.count - state.fraction
     return BucketStatus(bucket.policy, limit, unspent // limit.window_us, _seconds(state.ceiling - now_us), wait_us)
 
 
 def _seconds(micros: int) -> int:
-    """Rounded up: whoever waits that long has waited long enough."""
+    """Convert to seconds, rounded up so that waiting that long always suffices."""
     return -(-micros // _SECOND_US)

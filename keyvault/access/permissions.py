@@ -1,4 +1,4 @@
-"""Every permission of the service, `<resource>:<action>`, and which of them a service token may hold."""
+"""The permissions of the service, `<resource>:<action>`, and the subset that service tokens may hold."""
 
 from enum import StrEnum
 
@@ -68,4 +68,4 @@ SERVICE_PERMISSIONS = frozenset(
         Permission.ROTATIONS_WRITE,
     }
 )
-"""What a service token may be given; approving is for people."""
+"""Permissions that a service token may hold. Approvals are reserved for people."""

@@ -1,4 +1,4 @@
-"""The catalog of the moment, and the limits that operators have set for its endpoints."""
+"""An immutable snapshot of the endpoint catalog and the operators' limit overrides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,17 @@ from keyvault.domain.environments import Environment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicySnapshot:
-    """`overrides` by account (None: all of the environment), environment and endpoint: the limit, and which setting it
-    is. `state` tells one reading of the database from another: what is equal needs not be read again."""
+    """`overrides`: limit and setting id by account (None: the whole environment), environment and endpoint.
+
+    `state` identifies the database state that was read: if it is equal, there is nothing to reload.
+    """
 
     catalog: Catalog
     overrides: Mapping[tuple[int | None, str, str], tuple[Limit, str]]
     state: object
 
     def endpoint_limit(self, account_id: int, environment: Environment, endpoint: Endpoint) -> tuple[Limit | None, str]:
-        """The pair's own, else the environment's, else the catalog's; and which setting it is, "" for the catalog's."""
+        """Return the account's limit, else the environment's, else the catalog's; with its setting id ("": catalog)."""
         for account in (account_id, None):
             found = self.overrides.get((account, environment, endpoint.name))
             if found is not None:

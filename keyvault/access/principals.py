@@ -1,6 +1,6 @@
-"""Who asks. Frozen values that a door makes after proof; nothing here was merely claimed.
+"""Authenticated principals: immutable values that an entry point creates after proof, never from a mere claim.
 
-`actor` is the name in the audit log; `person` the human being behind it, which four eyes compare.
+`actor` is the name in the audit log. `person` is the human behind it, whom four-eyes checks compare.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from keyvault.domain.networks import IPNetwork
 
 
 class Channel(StrEnum):
-    """The door a principal came through."""
+    """The entry point that a principal used."""
 
     CONSOLE = "console"
     REST = "rest"
@@ -24,7 +24,7 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A person with an admin session, or one named on a command line by a user of the host."""
+    """A person with a console session, or one whom a user of the host named on the command line."""
 
     username: str
     person: str
@@ -43,10 +43,10 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A backend service or gateway that proved a service token. `merchants` None: all of them.
+    """A backend service or gateway authenticated by a service token. `merchants` None: all merchants.
 
-    `lineage` is the first token of a row of rotated ones: what one of them began, its successor may go on with.
-    What one that `is_probe` verifies is a test call of our own, and no use of a key.
+    `lineage` is the first of a series of rotated tokens: a successor may continue what a predecessor began.
+    `is_probe`: its verifications are the service's own test calls and do not count as use of a key.
     """
 
     token_id: str
@@ -66,7 +66,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """Whoever proved possession of an API key's secret. `networks` empty: good from everywhere."""
+    """The caller that proved possession of an API key. `networks` empty: valid from any address."""
 
     key_id: str
     credential_id: str
@@ -86,7 +86,7 @@ class KeyHolder:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Our own scheduled work, and the host's owner at its command line; each with its own few rights."""
+    """The service's own jobs, and the host's command line; each with its minimal permissions."""
 
     name: str
     permissions: frozenset[Permission]
@@ -104,13 +104,13 @@ WORKER = System(
     | {Permission.JOURNAL_KEEP},
 )
 CONSOLE = System("console", frozenset({Permission.SESSIONS_WRITE}), Channel.CONSOLE)
-"""The console's sign-in page: records attempts that proved no identity."""
+"""The console's sign-in page, which records unauthenticated attempts."""
 HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE})
     | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
     Channel.COMMAND_LINE,
 )
-"""Whoever has a shell on the host has the database too; it sets up, but approves and reads nothing."""
+"""The host's command line for setup; a shell on the host includes the database. It can neither approve nor read."""
 
 Principal = Operator | Service | KeyHolder | System

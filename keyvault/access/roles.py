@@ -1,7 +1,7 @@
-"""What each operator role may do. The Django groups of the console mirror this table, by migration.
+"""The permissions of each operator role. A migration mirrors this table in the console's Django groups.
 
-Nobody who may create operators or service tokens is thereby able to approve what they ask: persons are
-compared, see `access.decision`, and operators are created on the host, not in the console.
+Creating operators or service tokens does not enable a person to approve their requests: `access.decision` compares
+persons, and operators are created on the host, not in the console.
 """
 
 from enum import StrEnum
@@ -22,15 +22,15 @@ _READ = frozenset(
     | {P.NOTICES_READ, P.CONNECTIONS_READ}
 )
 _ALL = _READ | {P.SESSIONS_WRITE}
-"""What every operator may do: read, and begin and end a session of their own."""
+"""Permissions of every operator: read, and start and end their own session."""
 
-_ASK = frozenset({P.ISSUANCE_REQUEST, P.ISSUANCE_WITHDRAW, P.ISSUANCE_COLLECT, P.ROTATIONS_WRITE})
+_REQUEST = frozenset({P.ISSUANCE_REQUEST, P.ISSUANCE_WITHDRAW, P.ISSUANCE_COLLECT, P.ROTATIONS_WRITE})
 _APPROVE = frozenset({P.ISSUANCE_APPROVE, P.ISSUANCE_REJECT, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW})
 _STOP = frozenset({P.KEYS_SUSPEND, P.KEYS_REVOKE, P.KEYS_REPORT_COMPROMISE})
 
 ROLE_PERMISSIONS: dict[Role, frozenset[P]] = {
     Role.KEY_ADMINISTRATOR: _ALL
-    | _ASK
+    | _REQUEST
     | _APPROVE
     | _STOP
     | {P.KEYS_RESUME, P.MERCHANTS_WRITE, P.TOKENS_READ, P.TOKENS_WRITE, P.AUDIT_READ}
@@ -38,7 +38,7 @@ ROLE_PERMISSIONS: dict[Role, frozenset[P]] = {
     | {P.NOTICES_MARK, P.ROTATIONS_BYPASS, P.MERCHANTS_OFFBOARD}
     | {P.CONNECTIONS_WRITE, P.PEPPERS_READ},
     Role.TECHNICAL_ACCOUNT_MANAGER: _ALL
-    | _ASK
+    | _REQUEST
     | {P.KEYS_SUSPEND, P.LIMITS_WRITE, P.WEBHOOKS_WRITE, P.SCHEDULES_WRITE, P.NOTICES_MARK, P.CONNECTIONS_WRITE},
     Role.APPROVER: _ALL | _APPROVE | {P.NOTICES_MARK},
     Role.AUDITOR: _ALL | {P.TOKENS_READ, P.AUDIT_READ, P.PEPPERS_READ},

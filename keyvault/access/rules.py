@@ -1,4 +1,4 @@
-"""Rules as data: what an operation or an endpoint asks of whoever wants it."""
+"""Authorization rules as data: the requirements of an operation or an endpoint."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from keyvault.domain.environments import Environment
 
 @dataclass(frozen=True, slots=True)
 class OperationRule:
-    """An act on our own data. `second_person`: never by the person who asked for it."""
+    """An operation on the service's own data. `second_person`: the requester may not perform it."""
 
     permission: Permission
     second_person: bool = False
@@ -18,7 +18,7 @@ class OperationRule:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRule:
-    """A request for a cataloged endpoint, or for something that is none."""
+    """A request for a cataloged endpoint, or one that matches none."""
 
     endpoint: Endpoint | NoMatchingEndpoint
 
@@ -29,16 +29,16 @@ _FOUR_EYES = frozenset({Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROV
 
 
 def operation(permission: Permission) -> OperationRule:
-    """The rule of an operation: its permission, and whether it takes a second person."""
+    """Return the rule of an operation: its permission, and whether it requires a second person."""
     return OperationRule(permission, second_person=permission in _FOUR_EYES)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an operation is about. None: the operation is about no particular one.
+    """The object of an operation. None: no particular one.
 
-    `requester_person` is who asked for what is now to be approved or reviewed; None asks whether they may approve
-    at all. Whoever writes the approval compares the persons again, and so does the database.
+    `requester_person` requested what is now approved or reviewed; None checks the permission to approve at all. The
+    service that writes the approval compares the persons again, and so does the database.
     """
 
     environment: Environment | None = None
@@ -47,14 +47,14 @@ class Target:
 
 
 PLATFORM = Target()
-"""The target of what belongs to no account."""
+"""The target of operations that concern no account."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """The rest of a request for an endpoint, as the door saw it; untrusted but for its presence.
+    """The request's other facts, as the entry point received them. Values are untrusted; their presence is certain.
 
-    `customer` is what became of the Bearer, judged beforehand: None when there was none or the endpoint takes none.
+    `customer` is the verdict on the Bearer: None if the request has none or the endpoint takes none.
     """
 
     named_merchant: str | None = None

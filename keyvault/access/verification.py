@@ -1,6 +1,6 @@
-"""Is the presented key good here and now? Two pure steps, with the door's look-up between them.
+"""Verification of presented keys and service tokens: two pure steps, with the entry point's look-up between them.
 
-read_key(presented) -> KeyString | Denial       no look-up: what is malformed dies here
+read_key(presented) -> KeyString | Denial       no look-up: rejects malformed keys
 judge_key(keystring, record, ...) -> KeyHolder | Denial
 """
 
@@ -25,28 +25,28 @@ from keyvault.domain.keystring import (
 )
 
 INVALID = Denial(Code.CREDENTIAL_INVALID, "The API key is not valid.")
-"""One answer for every string that proves nothing, so that nothing can be told from it."""
+"""One denial for every string that proves nothing, so that it discloses nothing."""
 
 _MOST_ESCAPES = 4
-"""A path that went through several proxies may have been escaped as often."""
+"""Maximum levels of percent-encoding to decode: each proxy on the way may have added one."""
 
 _API_KEYS = frozenset({StringKind.PUBLIC, StringKind.PRIVATE})
 
 
 def find_exposed(url: str) -> Denial | None:
-    """Denies a path and query that carry something shaped like a key string, escaped or not."""
+    """Deny a path and query that contain text shaped like a key string, escaped or not."""
     return _EXPOSED if any(SHAPED.search(text) for text in _unescaped(url)) else None
 
 
 def read_exposed(url: str, brand: str) -> KeyString | None:
-    """The first well-formed API key in a URL: whose it is, is only told after proof."""
+    """Return the first well-formed API key in a URL, or None. Its owner is disclosed only after proof."""
     found = (match[0] for text in _unescaped(url) for match in _WHOLE.finditer(text))
     parsed = (parse_keystring(text, brand) for text in found)
     return next((keystring for keystring in parsed if keystring and keystring.kind in _API_KEYS), None)
 
 
 def _unescaped(url: str) -> Iterator[str]:
-    """The URL as it is, and as often unescaped as there is something to."""
+    """Yield the URL as received, and then after each level of percent-decoding."""
     yield url
     for _ in range(_MOST_ESCAPES):
         if "%" not in url:
@@ -57,16 +57,16 @@ def _unescaped(url: str) -> Iterator[str]:
 
 _EXPOSED = Denial(
     Code.CREDENTIAL_IN_URL,
-    "A credential stands in the URL, where logs and proxies keep it. Send it in X-Api-Key, and have this one rotated.",
+    "The URL contains a credential, and logs and proxies store URLs. Rotate it, and send credentials in X-Api-Key.",
 )
 _WHOLE = re.compile(r"[a-z][a-z0-9]{0,15}_(?:pub|prv)_(?:sbx|prd)_[0-9A-Za-z]{65}")
 
 
 def find_ambiguous(key: str | None, bearer: str | None) -> Denial | None:
-    """Denies a credential that came more than once: HTTP servers join what came twice with a comma."""
+    """Deny a credential header that was sent more than once: HTTP servers join repeated headers with a comma."""
     for name, value in (("X-Api-Key", key), ("Authorization", bearer)):
         if value is not None and "," in value:
-            return Denial(Code.CREDENTIAL_AMBIGUOUS, f"The {name} header came more than once, or holds a comma.")
+            return Denial(Code.CREDENTIAL_AMBIGUOUS, f"The {name} header was sent more than once or contains a comma.")
     return None
 
 
@@ -77,9 +77,9 @@ def read_key(
     brand: str,
     base_urls: Mapping[Environment, str],
 ) -> KeyString | Denial:
-    """The parts of what was presented for this environment, or why it can be none of its keys."""
+    """Parse a presented key for this environment, or deny what cannot be one of its keys."""
     if presented is None:
-        return Denial(Code.CREDENTIAL_MISSING, "The endpoint needs an API key in the X-Api-Key header.")
+        return Denial(Code.CREDENTIAL_MISSING, "The endpoint requires an API key in the X-Api-Key header.")
     keystring = parse_keystring(presented, brand)
     if keystring is None or keystring.kind not in _API_KEYS:
         return INVALID
@@ -92,12 +92,12 @@ def read_key(
 def deny_other_environment(home: Environment, environment: Environment, base_urls: Mapping[Environment, str]) -> Denial:
     return Denial(
         Code.ENVIRONMENT_MISMATCH,
-        f"This is a {home} key, and the request went to {environment}. The base URL of {home} is {base_urls[home]}.",
+        f"The key is for {home}, the request went to {environment}. The base URL of {home} is {base_urls[home]}.",
     )
 
 
 def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, now: datetime) -> KeyHolder | Denial:
-    """Proof first, then state. An unknown key costs what a wrong secret costs, and gets the same answer."""
+    """Check proof, then state. An unknown key takes the same time as a wrong secret and gets the same denial."""
     if record is None:
         peppers.matches(keystring.text, DECOY_DIGEST, DECOY_VERSION)
         return INVALID
@@ -108,7 +108,7 @@ def judge_key(keystring: KeyString, record: KeyRecord | None, peppers: Peppers, 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The frozen view of a stored service token that proving it needs; `service` is whom it then stands for."""
+    """The immutable view of a stored service token. `service`: the principal that it authenticates."""
 
     service: Service
     digest: bytes
@@ -118,7 +118,7 @@ class TokenRecord:
 
 
 def read_service_token(presented: str | None, brand: str) -> KeyString | None:
-    """The parts of what was presented, or None for whatever can be no service token."""
+    """Parse a presented service token. Returns None for anything else."""
     keystring = parse_keystring(presented, brand) if presented else None
     return keystring if keystring is not None and keystring.kind is StringKind.SERVICE_TOKEN else None
 
@@ -126,7 +126,7 @@ def read_service_token(presented: str | None, brand: str) -> KeyString | None:
 def judge_service_token(
     keystring: KeyString, record: TokenRecord | None, peppers: Peppers, now: datetime
 ) -> Service | None:
-    """The service that holds this token, or None for every reason there may be: the caller learns no more."""
+    """Return the service that holds this token, or None. The caller does not learn the reason."""
     digest, version = (DECOY_DIGEST, DECOY_VERSION) if record is None else (record.digest, record.pepper_version)
     proved = peppers.matches(keystring.text, digest, version)
     if record is None or not proved or record.revoked_at is not None or now >= record.expires_at:
@@ -135,7 +135,7 @@ def judge_service_token(
 
 
 def judge_record(record: KeyRecord, now: datetime) -> KeyHolder | Denial:
-    """The judgement of a key whose possession is proved, or (to explain a verdict) assumed."""
+    """Judge a key whose possession is proved, or (to explain a verdict) assumed."""
     holder = KeyHolder(
         key_id=record.key_id,
         credential_id=record.credential_id,
@@ -156,7 +156,7 @@ def _judge_state(record: KeyRecord, holder: KeyHolder, now: datetime) -> Denial 
     if record.state in {KeyState.PRE_ACTIVATION, KeyState.SUSPENDED}:
         code, detail = (
             Code.KEY_NOT_ACTIVE,
-            "The key is not active: not yet, or suspended. Use its replacement if it has one.",
+            "The key is suspended or not active yet. Use its replacement if there is one.",
         )
     elif record.state is KeyState.ACTIVE or (
         record.state is KeyState.DEACTIVATED and record.retirement is RetirementReason.EXPIRED

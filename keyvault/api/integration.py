@@ -42,7 +42,7 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement, VerificationRequest, judge_presented, note_use
 from keyvault.services.verification.refusals import refusal_log
-from keyvault.wire.headers import API_KEY, came_twice, client_address, read_bearer
+from keyvault.wire.headers import API_KEY, client_address, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 
 
@@ -167,7 +167,7 @@ class IntegrationView(APIView):
             environment=self.environment,
             endpoint=endpoint,
             url=raw_url(request._request),
-            bearer=authorization if came_twice(authorization) else read_bearer(authorization),
+            bearer=authorization if is_repeated(authorization) else read_bearer(authorization),
             origin=headers.get("Origin"),
             client_address=address,
         )

@@ -1,1 +1,1 @@
-"""What runs on somebody else's machine: no Django, no database, no network."""
+"""Tools for machines outside the service: no Django, no database, no network."""

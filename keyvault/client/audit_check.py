@@ -1,20 +1,22 @@
-"""Checks an exported audit log on a machine that the service's owner does not control.
+"""Verify an exported audit log on a machine that the service's owner does not control.
 
     manage.py export_audit > log.jsonl            on the service's host
     python -m keyvault.client.audit_check log.jsonl --public-key keys.json [--kept kept.jsonl]
 
-It needs Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
-database, no network. `keys.json` is what `manage.py audit_public_key` printed; an auditor who has a login of his own
-compares it with what the Vault says (`bao read <prefix>-anchor-<scope>/keys/audit`). `kept.jsonl` holds checkpoints of
-earlier exports; to keep some, `manage.py export_audit --newest >> kept.jsonl` now and then. Whoever asked for an
-export with `--scope` or `--since` says `--partial`: otherwise one that leaves something out is refused.
+Requires Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
+database, no network.
 
-What it proves: nobody without the signing key has edited, reordered, put in or taken away an entry up to the newest
-checkpoint of its scope. What it does not: entries after that checkpoint are chained, not signed; that the newest
-checkpoints were not taken away together with their entries, only `--kept` shows; and that an entry was true when it was
-written, nothing does.
+- `keys.json`: the output of `manage.py audit_public_key`. Auditors with a Vault login compare it with the Vault's own
+  copy (`bao read <prefix>-anchor-<scope>/keys/audit`).
+- `kept.jsonl`: checkpoints of earlier exports. To add some, run `manage.py export_audit --newest >> kept.jsonl`
+  regularly.
+- `--partial`: required for an export made with `--scope` or `--since`. An incomplete export is refused otherwise.
 
-Exit 0: everything holds. 1: something does not. 2: the files or the arguments are no good.
+It proves that without the signing key, no entry up to the newest checkpoint of its scope was edited, reordered, added
+or removed. It does not prove that an entry was true when it was written. Entries after that checkpoint are chained,
+not signed. Only `--kept` detects that the newest checkpoints were removed together with their entries.
+
+Exit status 0: the log is intact. 1: it is not. 2: the files or the arguments are invalid.
 """
 
 import argparse
@@ -29,54 +31,56 @@ from typing import Any
 from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 
-PROVES = "Nobody without the signing key has edited, reordered, added or removed an entry that a checkpoint signs."
+PROVES = "Without the signing key, no entry that a checkpoint signs was edited, reordered, added or removed."
 LIMITS = (
     "Entries after a scope's newest checkpoint are chained, but not signed yet.",
-    "Newest checkpoints removed together with their entries are found only with --kept.",
-    "The public keys are taken as given: compare them with those of the Vault.",
+    "Only --kept detects newest checkpoints that were removed together with their entries.",
+    "The public keys are trusted as given: compare them with those of the Vault.",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Reads the export line by line; what it remembers does not grow with the log."""
+    """Run the command and return the exit status. Reads line by line; memory use does not grow with the log."""
     options = _parser().parse_args(arguments)
     try:
         check = _check(options.export, options.public_key, options.kept)
         if not any(scope.entries for scope in check.scopes.values()):
-            raise ValueError(f"{options.export}: it holds no entries, so there is nothing to check")
+            raise ValueError(f"{options.export}: the export has no entries to verify")
         if check.is_partial and not options.partial:
             raise ValueError(
-                f"{options.export}: it says that it leaves scopes or a beginning out; if that was asked for: --partial"
+                f"{options.export}: the export omits scopes or earlier entries; if this is intended, use --partial"
             )
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     answer = _answer(check)
-    sys.stdout.write((json.dumps(answer) if options.json else _words(check, answer)) + "\n")
+    sys.stdout.write((json.dumps(answer) if options.json else _format_report(check, answer)) + "\n")
     return 0 if answer["intact"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m keyvault.client.audit_check", description="Checks an exported audit log.", epilog=PROVES
+        prog="python -m keyvault.client.audit_check", description="Verify an exported audit log.", epilog=PROVES
     )
-    parser.add_argument("export", type=Path, help="what manage.py export_audit wrote")
-    parser.add_argument("--public-key", type=Path, required=True, help="what manage.py audit_public_key printed")
+    parser.add_argument("export", type=Path, help="file written by manage.py export_audit")
+    parser.add_argument(
+        "--public-key", type=Path, required=True, help="file with the output of manage.py audit_public_key"
+    )
     parser.add_argument("--kept", type=Path, help="checkpoints of earlier exports")
-    parser.add_argument("--partial", action="store_true", help="the export was asked for with --scope or --since")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--partial", action="store_true", help="accept an export made with --scope or --since")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _check(export: Path, public_key: Path, kept: Path | None) -> ExportCheck:
-    """Raises OSError, and ValueError that names the file and the line."""
-    with _naming(public_key):
+    """Verify the export. Raises OSError, and ValueError that names the file and the line."""
+    with _prefix_errors(public_key):
         keys = parse_public_keys(public_key.read_bytes())
-    with _naming(kept):
+    with _prefix_errors(kept):
         known = {} if kept is None else gather_kept(_lines(kept), keys)
     check = ExportCheck(keys, known)
     number = 0
-    with _naming(export):
+    with _prefix_errors(export):
         for number, line in enumerate(_lines(export), 1):
             try:
                 check.take(parse_record(line))
@@ -91,8 +95,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-class _naming:  # noqa: N801  read as a statement
-    """What is wrong inside a file is told with its name."""
+class _prefix_errors:  # noqa: N801  read as a statement
+    """Prefix a ValueError with the name of the file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -136,35 +140,35 @@ def _scope_answer(scope: ScopeCheck) -> dict[str, Any]:
     }
 
 
-def _words(check: ExportCheck, answer: dict[str, Any]) -> str:
+def _format_report(check: ExportCheck, answer: dict[str, Any]) -> str:
     lines: list[str] = []
-    for name, told in answer["scopes"].items():
-        lines += _scope_words(name, told, check.exported_at)
+    for name, scope in answer["scopes"].items():
+        lines += _format_scope(name, scope, check.exported_at)
     if check.kept:
         lines.append(
             f"Kept checkpoints: {answer['kept_compared']} compared, {answer['kept_not_compared']} outside this export."
         )
     else:
-        lines.append("No kept checkpoints were given (--kept): whether the log was set back is not known.")
+        lines.append("Without kept checkpoints (--kept), it is unknown whether the log was rolled back.")
     if answer["intact"]:
-        lines += ["The audit log holds.", PROVES, "Not proven:"]
+        lines += ["The audit log is intact.", PROVES, "Not proven:"]
     else:
-        lines += ["THE AUDIT LOG DOES NOT HOLD.", "Whatever holds, this is never proven:"]
+        lines += ["THE AUDIT LOG IS NOT INTACT.", "Never proven:"]
     return "\n".join([*lines, *(f"  - {limit}" for limit in LIMITS)])
 
 
-def _scope_words(name: str, told: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
-    yield f"{name}: {told['entries']} entries in {told['chains']} chains, {told['checkpoints']} checkpoints."
-    if (told["begins_with"] or 1) > 1:
-        yield f"  It begins with checkpoint {told['begins_with']}; what that one signs is not in this file."
-    if told["newest_checkpoint"] is not None:
+def _format_scope(name: str, scope: dict[str, Any], exported_at: datetime | None) -> Iterator[str]:
+    yield f"{name}: {scope['entries']} entries in {scope['chains']} chains, {scope['checkpoints']} checkpoints."
+    if (scope["begins_with"] or 1) > 1:
+        yield f"  It begins with checkpoint {scope['begins_with']}; the entries that it signs are not in this file."
+    if scope["newest_checkpoint"] is not None:
         yield (
-            f"  Newest checkpoint: {told['newest_checkpoint']} of {told['newest_checkpoint_at']}"
-            f"{_age(told['newest_checkpoint_at'], exported_at)}, signed by {told['signer']} (key version "
-            f"{told['key_version']}). Entries after it: {told['unsigned_entries']}."
+            f"  Newest checkpoint: {scope['newest_checkpoint']} of {scope['newest_checkpoint_at']}"
+            f"{_age(scope['newest_checkpoint_at'], exported_at)}, signed by {scope['signer']} (key version "
+            f"{scope['key_version']}). Entries after it: {scope['unsigned_entries']}."
         )
-    if told["broken"] is not None:
-        broken = told["broken"]
+    if scope["broken"] is not None:
+        broken = scope["broken"]
         yield f"  BROKEN at {broken['chain']} {broken['sequence']}: {broken['why']}."
 
 

@@ -1,6 +1,6 @@
-"""Checking an exported audit log in one pass: entries, heads and checkpoints, each as it comes by.
+"""Verification of an exported audit log in one pass over its entries, heads and checkpoints.
 
-What has to be remembered is one hash for each chain, however long the log.
+Memory use is one hash per chain, for any length of the log.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from keyvault.domain.digests import PepperSet
 
 
 class ExportError(ValueError):
-    """The file is no whole export: nothing can be said of the log."""
+    """The file is no complete export, so the log cannot be verified."""
 
 
 @dataclass(slots=True)
 class ScopeCheck:
-    """One scope on its way. After its first break nothing more is looked at."""
+    """The verification state of one scope. It stops at the first break."""
 
     walk: CheckpointWalk
     entries: int = 0
@@ -39,7 +39,7 @@ class ScopeCheck:
         sequence = before.sequence + 1
         why = find_fault(entry, chain=entry.chain, sequence=sequence, previous=before.hash)
         if why is None and entry.chain in self.ended:
-            why = "it stands behind the head of the chain"
+            why = "it follows the head of the chain"
         if why is not None:
             self.broken = Break(entry.chain, sequence, why)
             return
@@ -71,7 +71,7 @@ class ScopeCheck:
         elif at_end is not None:
             self.broken = Break(checkpoints, *at_end)
         elif self.walk.newest is None and self.positions:
-            self.broken = Break(checkpoints, 1, "there is none: nothing of this scope is signed")
+            self.broken = Break(checkpoints, 1, "no checkpoint: no entry of this scope is signed")
 
     def _find_hash(self, chain: str, sequence: int) -> bytes | None:
         head = self.positions.get(chain)
@@ -80,7 +80,7 @@ class ScopeCheck:
 
 @dataclass(slots=True)
 class ExportCheck:
-    """Takes the records of one export in their order. `since`, `exported_at`: what the export says of itself."""
+    """Incremental verification of one export, record by record. `start`: the export's first record."""
 
     keys: PublicKeys
     kept: Kept
@@ -99,14 +99,14 @@ class ExportCheck:
         return None if self.start is None else self.start.at
 
     def take(self, record: Record) -> None:
-        """Raises ExportError on what no export holds at that place."""
+        """Verify the next record. Raises ExportError if it is not valid at this position."""
         if isinstance(record, ExportStart):
             self._begin(record)
             return
         if self.start is None:
-            raise ExportError("the file does not begin as an export does")
+            raise ExportError("the file is no export: its first record is missing")
         if self.is_ended:
-            raise ExportError("something follows the end of the export")
+            raise ExportError("there are records after the end of the export")
         if isinstance(record, ExportEnd):
             self._end(record)
             return
@@ -124,17 +124,17 @@ class ExportCheck:
                 scope.take_head(record)
 
     def finish(self) -> None:
-        """After the last line. Raises ExportError when the file was cut off."""
+        """Finish after the last line. Raises ExportError when the file is truncated."""
         if not self.is_ended:
-            raise ExportError("the file ends before the export does: it was cut off")
+            raise ExportError("the file is truncated: the end of the export is missing")
 
     @property
     def is_partial(self) -> bool:
-        """Whether the export says of itself that it leaves something out."""
+        """Whether the export is incomplete by its own first record."""
         return self.start is None or self.start.since is not None or not self.scopes.keys() >= set(PepperSet)
 
     def count_uncompared(self) -> int:
-        """Checkpoints that the auditor kept and that this export, by its scopes or its beginning, does not reach."""
+        """Return the number of kept checkpoints that are outside this export's scopes or before its start."""
         firsts = {name: scope.walk.first.number for name, scope in self.scopes.items() if scope.walk.first is not None}
         return sum(scope not in self.scopes or number < firsts.get(scope, 0) for scope, number in self.kept)
 
@@ -152,10 +152,10 @@ class ExportCheck:
             if scope.broken is None:
                 scope.finish()
         if self.first_broken is None and record != ExportEnd(self._entries, self._checkpoints):
-            raise ExportError("lines of the export are missing: its last line counts more or fewer than there are")
+            raise ExportError("records of the export are missing or added: their number differs from its last line")
 
     def _scope_of(self, record: ChainedEntry | SignedCheckpoint | ChainHead) -> ScopeCheck:
         name = record.scope if isinstance(record, SignedCheckpoint) else scope_of(record.chain)
         if name not in self.scopes:
-            raise ExportError("a record is of no scope that the export names")
+            raise ExportError("a record belongs to no scope that the export names")
         return self.scopes[name]

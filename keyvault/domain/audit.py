@@ -1,7 +1,7 @@
-"""The chain of audit entries: what an entry's bytes are, how one leans on the one before, how to check.
+"""The hash chain of audit entries: their bytes, their links and their verification.
 
 Each chain (one per account, one for the platform) counts from 1. An entry's hash covers the *stored* bytes,
-so that no later change of code or library can make an old entry look different from what was written.
+so a later change of code or library cannot alter how an old entry reads.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from keyvault.domain.canonical import JsonValue, canonical_bytes
 
 PLATFORM_CHAIN = "platform"
 GENESIS = bytes(32)
-"""What the first entry of a chain leans on."""
+"""Previous hash of the first entry of a chain, 32 bytes."""
 
 
 def account_chain(merchant_id: str, environment: str) -> str:
@@ -30,7 +30,7 @@ def entry_bytes(
     channel: str,
     details: JsonValue,
 ) -> bytes:
-    """The canonical bytes of an entry. `details` is redacted text by then: no plaintext type fits in it."""
+    """Return the canonical bytes of an entry. The caller has redacted `details`; no plaintext type fits in it."""
     return canonical_bytes(
         {
             "chain": chain,
@@ -50,7 +50,7 @@ def entry_hash(previous: bytes, body: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ChainedEntry:
-    """A stored entry as the checker sees it. `columns_agree`: its searchable copies equal its bytes."""
+    """A stored entry as the checker reads it. `columns_agree`: the searchable columns equal the stored bytes."""
 
     chain: str
     sequence: int
@@ -62,7 +62,7 @@ class ChainedEntry:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The first entry that does not hold, and why."""
+    """The first entry that fails verification, and why."""
 
     chain: str
     sequence: int
@@ -70,22 +70,22 @@ class Break:
 
 
 def find_fault(entry: ChainedEntry, *, chain: str, sequence: int, previous: bytes) -> str | None:
-    """Why the entry is not the one of that number in that chain, after the one with the hash `previous`; or None."""
+    """Return why the entry cannot be number `sequence` of `chain` after the hash `previous`, or None."""
     if entry.chain != chain:
         return f"belongs to {entry.chain}"
     if entry.sequence != sequence:
         return f"entry {sequence} is missing; {entry.sequence} follows"
     if entry.previous != previous:
-        return "does not lean on the entry before it"
+        return "does not contain the hash of the entry before it"
     if entry_hash(previous, entry.body) != entry.hash:
         return "its bytes do not match its hash"
     return None if entry.columns_agree else "its columns differ from its bytes"
 
 
 def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int, head_hash: bytes) -> Break | None:
-    """The first broken entry, or None.
+    """Return the first broken entry, or None.
 
-    Finds edits, gaps, reordering, another chain's entries, and a tail that the head does not bear out.
+    Detects edits, gaps, reordering, entries of another chain, and a tail that does not match the head.
     """
     previous, sequence = GENESIS, 0
     for entry in entries:
@@ -97,5 +97,5 @@ def verify_chain(chain: str, entries: Iterable[ChainedEntry], head_sequence: int
     if sequence != head_sequence:
         return Break(chain, sequence + 1, f"the chain ends at {sequence}, its head says {head_sequence}")
     if previous != head_hash:
-        return Break(chain, sequence, "its head has another hash: what leads up to it was written anew")
+        return Break(chain, sequence, "its head has another hash: the chain was rewritten")
     return None

@@ -1,7 +1,7 @@
-"""The audit log as lines of JSON: what `manage.py export_audit` writes and the off-host checker reads.
+"""The audit log as JSON lines: `manage.py export_audit` writes it, the off-host checker reads it.
 
-One record a line, in the order in which it can be checked in one pass: for each scope, each checkpoint after the
-entries that it is the first to sign; then the entries that no checkpoint signs yet, and the head of every chain.
+Each line is one record. The order allows verification in one pass: within each scope, every checkpoint follows the
+entries that it is the first to sign. The entries that no checkpoint signs yet come next, then the head of every chain.
 
     {"record": "export", "format": …, "at": …, "scopes": […], "since": …}
     {"record": "entry", "chain": …, "sequence": …, "body": …, "previous": …, "hash": …}
@@ -36,7 +36,7 @@ KEYS_FORMAT = "keyvault/audit-public-keys/v1"
 
 @dataclass(frozen=True, slots=True)
 class ExportStart:
-    """`since` None: from the first entry. Otherwise each scope begins with the newest checkpoint that is older."""
+    """The first record. `since` None: from the first entry; else each scope begins with its newest older checkpoint."""
 
     at: datetime
     scopes: tuple[str, ...]
@@ -51,7 +51,7 @@ class ChainHead:
 
 @dataclass(frozen=True, slots=True)
 class ExportEnd:
-    """How many lines of each kind came before: what tells a whole file from one that was cut off."""
+    """The number of entries and checkpoints in the file. Detects a truncated file."""
 
     entries: int
     checkpoints: int
@@ -61,70 +61,70 @@ Record = ExportStart | ChainedEntry | SignedCheckpoint | ChainHead | ExportEnd
 
 
 def record_line(record: Record) -> str:
-    """One line, without its end."""
-    told: dict[str, Any]
+    """Serialize a record to one line without its line feed."""
+    data: dict[str, Any]
     match record:
         case ExportStart():
             since = None if record.since is None else record.since.isoformat()
-            told = {"record": "export", "format": EXPORT_FORMAT, "at": record.at.isoformat()}
-            told |= {"scopes": list(record.scopes), "since": since}
+            data = {"record": "export", "format": EXPORT_FORMAT, "at": record.at.isoformat()}
+            data |= {"scopes": list(record.scopes), "since": since}
         case ChainedEntry():
-            told = {"record": "entry", "chain": record.chain, "sequence": record.sequence, "body": _text(record.body)}
-            told |= {"previous": record.previous.hex(), "hash": record.hash.hex()}
+            data = {"record": "entry", "chain": record.chain, "sequence": record.sequence, "body": _text(record.body)}
+            data |= {"previous": record.previous.hex(), "hash": record.hash.hex()}
         case SignedCheckpoint():
-            told = {"record": "checkpoint", "scope": record.scope, "number": record.number, "body": _text(record.body)}
-            told |= {"signature": _text(record.signature), "signer": record.signer, "key_version": record.key_version}
+            data = {"record": "checkpoint", "scope": record.scope, "number": record.number, "body": _text(record.body)}
+            data |= {"signature": _text(record.signature), "signer": record.signer, "key_version": record.key_version}
         case ChainHead():
-            told = {"record": "head", "chain": record.chain, "sequence": record.head.sequence}
-            told |= {"hash": record.head.hash.hex()}
+            data = {"record": "head", "chain": record.chain, "sequence": record.head.sequence}
+            data |= {"hash": record.head.hash.hex()}
         case ExportEnd():
-            told = {"record": "end", "entries": record.entries, "checkpoints": record.checkpoints}
-    return json.dumps(told)
+            data = {"record": "end", "entries": record.entries, "checkpoints": record.checkpoints}
+    return json.dumps(data)
 
 
 def parse_record(line: bytes) -> Record:
-    """Raises ValueError, saying what is wrong with the line."""
+    """Parse one line. Raises ValueError with a description of the fault."""
     try:
-        told: Any = json.loads(line.decode())
+        data: Any = json.loads(line.decode())
     except (ValueError, RecursionError):
-        raise ValueError("no whole line of JSON: the file was cut off or altered") from None
-    kind = told.get("record") if isinstance(told, dict) else None
+        raise ValueError("not a complete line of JSON: the file was truncated or altered") from None
+    kind = data.get("record") if isinstance(data, dict) else None
     if kind not in _PARSERS:
-        raise ValueError("no record of an audit export")
+        raise ValueError("not a record of an audit export")
     try:
-        return _PARSERS[kind](told)
+        return _PARSERS[kind](data)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(f"a record of kind {kind} with a field missing or malformed") from None
 
 
 def public_keys_text(keys: PublicKeys) -> str:
-    """A file for auditors: the public key of every signer there was, by scope and version."""
-    told = [
+    """Serialize the public keys of all signers, past and present, by scope and version. Auditors keep this file."""
+    data = [
         {"scope": scope, "signer": signer, "version": version, "public_key": _text(key)}
         for (scope, signer, version), key in sorted(keys.items())
     ]
-    return json.dumps({"format": KEYS_FORMAT, "keys": told}, indent=1)
+    return json.dumps({"format": KEYS_FORMAT, "keys": data}, indent=1)
 
 
 def parse_public_keys(text: bytes) -> dict[KeyName, bytes]:
-    """Raises ValueError."""
+    """Parse the file that `public_keys_text` writes. Raises ValueError."""
     try:
-        told: Any = json.loads(text.decode())
-        if told["format"] != KEYS_FORMAT:
+        data: Any = json.loads(text.decode())
+        if data["format"] != KEYS_FORMAT:
             raise ValueError
         return {
             (_str(key["scope"]), _str(key["signer"]), _int(key["version"])): _hash(_bytes(key["public_key"]))
-            for key in told["keys"]
+            for key in data["keys"]
         }
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("no public keys as manage.py audit_public_key prints them") from None
+        raise ValueError("not the output of manage.py audit_public_key") from None
 
 
 def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[str] = ()) -> Kept:
-    """The checkpoints among the lines of earlier exports. Raises ValueError on a line that is none of an export's,
-    and on a checkpoint that nobody signed: what an auditor compares with must be beyond doubt itself.
+    """Collect the checkpoints from lines of earlier exports.
 
-    `unchecked`: scopes whose signatures cannot be checked here.
+    Raises ValueError on a line that is no export record, and on a checkpoint without a valid signature: the auditor's
+    reference must itself be authentic. `unchecked`: scopes whose signatures cannot be checked here.
     """
     kept: dict[tuple[str, int], frozenset[bytes]] = {}
     for number, line in enumerate(lines, 1):
@@ -144,52 +144,52 @@ def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[s
     return kept
 
 
-def _start(told: Mapping[str, Any]) -> Record:
-    if told["format"] != EXPORT_FORMAT:
+def _start(data: Mapping[str, Any]) -> Record:
+    if data["format"] != EXPORT_FORMAT:
         raise ValueError
-    since = None if told["since"] is None else datetime.fromisoformat(told["since"])
-    return ExportStart(datetime.fromisoformat(told["at"]), tuple(_str(scope) for scope in told["scopes"]), since)
+    since = None if data["since"] is None else datetime.fromisoformat(data["since"])
+    return ExportStart(datetime.fromisoformat(data["at"]), tuple(_str(scope) for scope in data["scopes"]), since)
 
 
-def _entry(told: Mapping[str, Any]) -> Record:
-    chain, sequence, body = _str(told["chain"]), _int(told["sequence"]), _bytes(told["body"])
+def _entry(data: Mapping[str, Any]) -> Record:
+    chain, sequence, body = _str(data["chain"]), _int(data["sequence"]), _bytes(data["body"])
     return ChainedEntry(
         chain=chain,
         sequence=sequence,
         body=body,
-        previous=_hash(bytes.fromhex(told["previous"])),
-        hash=_hash(bytes.fromhex(told["hash"])),
-        columns_agree=_says(body, chain, sequence),
+        previous=_hash(bytes.fromhex(data["previous"])),
+        hash=_hash(bytes.fromhex(data["hash"])),
+        columns_agree=_states_place(body, chain, sequence),
     )
 
 
-def _checkpoint(told: Mapping[str, Any]) -> Record:
+def _checkpoint(data: Mapping[str, Any]) -> Record:
     return SignedCheckpoint(
-        scope=_str(told["scope"]),
-        number=_int(told["number"]),
-        body=_bytes(told["body"]),
-        signature=_bytes(told["signature"]),
-        signer=_str(told["signer"]),
-        key_version=_int(told["key_version"]),
+        scope=_str(data["scope"]),
+        number=_int(data["number"]),
+        body=_bytes(data["body"]),
+        signature=_bytes(data["signature"]),
+        signer=_str(data["signer"]),
+        key_version=_int(data["key_version"]),
     )
 
 
-def _head(told: Mapping[str, Any]) -> Record:
-    return ChainHead(_str(told["chain"]), Head(_int(told["sequence"]), _hash(bytes.fromhex(told["hash"]))))
+def _head(data: Mapping[str, Any]) -> Record:
+    return ChainHead(_str(data["chain"]), Head(_int(data["sequence"]), _hash(bytes.fromhex(data["hash"]))))
 
 
-def _end(told: Mapping[str, Any]) -> Record:
-    return ExportEnd(_int(told["entries"]), _int(told["checkpoints"]))
+def _end(data: Mapping[str, Any]) -> Record:
+    return ExportEnd(_int(data["entries"]), _int(data["checkpoints"]))
 
 
 _PARSERS = {"export": _start, "entry": _entry, "checkpoint": _checkpoint, "head": _head, "end": _end}
 
 
-def _says(body: bytes, chain: str, sequence: int) -> bool:
-    """Whether an entry's bytes are about that place."""
+def _states_place(body: bytes, chain: str, sequence: int) -> bool:
+    """Return whether an entry's bytes state this chain and sequence."""
     try:
-        told = json.loads(body.decode())
-        return bool(told["chain"] == chain and told["sequence"] == sequence)
+        data = json.loads(body.decode())
+        return bool(data["chain"] == chain and data["sequence"] == sequence)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
 

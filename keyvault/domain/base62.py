@@ -1,4 +1,4 @@
-"""Base62 as key strings use it: `0-9A-Za-z`, most significant digit first, zero-padded."""
+"""Base62 encoding of key strings: `0-9A-Za-z`, most significant digit first, zero-padded."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ _VALUES = {pair: value for value, pair in enumerate(_PAIRS)}
 
 
 def encode(number: int, width: int) -> str:
-    """Returns exactly `width` digits. Raises ValueError when the number is negative or does not fit."""
+    """Encode a number in exactly `width` digits. Raises ValueError when it is negative or does not fit."""
     if number < 0:
-        raise ValueError("base62 has no sign")
+        raise ValueError("base62 cannot encode a negative number")
     text = ""
     for _ in range(width // 2):
         number, pair = divmod(number, 62 * 62)
@@ -27,15 +27,15 @@ def encode(number: int, width: int) -> str:
 
 
 def decode_six(digits: str) -> int:
-    """The number of six digits, which is read sooner than it is written. Raises KeyError for what is none."""
+    """Decode six digits by table lookup, which is faster than encoding a number. Raises KeyError on other text."""
     return _VALUES[digits[:2]] * 62**4 + _VALUES[digits[2:4]] * 62**2 + _VALUES[digits[4:]]
 
 
 def random_digits(width: int, random_bytes: RandomBytes) -> str:
-    """`width` uniformly random digits.
+    """Return `width` uniformly random digits.
 
-    Bytes from 248 up are drawn again (248 = 4 * 62), so that no digit is likelier than another; 43 digits
-    carry 43 * log2(62) = 256.03 bits.
+    Rejection sampling: bytes from 248 (4 * 62) up are drawn again, so that all digits are equally likely.
+    43 digits carry 43 * log2(62) = 256.03 bits.
     """
     digits: list[str] = []
     while len(digits) < width:

@@ -1,6 +1,6 @@
-"""One way to write a value as bytes, so that a digest means the same to everyone who makes it.
+"""Canonical JSON: one byte representation per value, so that equal values have equal digests.
 
-A small part of RFC 8785 (JSON Canonicalization Scheme): keys sorted, no white space, UTF-8, no floats.
+A subset of RFC 8785 (JSON Canonicalization Scheme): sorted keys, no white space, UTF-8, no floats.
 """
 
 import hashlib
@@ -11,13 +11,16 @@ JsonValue = None | bool | int | str | Sequence["JsonValue"] | Mapping[str, "Json
 
 
 def canonical_bytes(value: JsonValue) -> bytes:
-    """Raises TypeError on anything but null, booleans, integers, strings, lists and string-keyed objects."""
+    """Serialize a value canonically.
+
+    Raises TypeError on anything but null, booleans, integers, strings, lists and string-keyed objects.
+    """
     _refuse_ambiguous(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def canonical_digest(value: JsonValue) -> str:
-    """SHA-256 of the canonical bytes, 64 lower-case hexadecimal characters."""
+    """Return the SHA-256 of the canonical bytes as 64 lower-case hexadecimal characters."""
     return hashlib.sha256(canonical_bytes(value)).hexdigest()
 
 
@@ -27,7 +30,7 @@ def _refuse_ambiguous(value: object) -> None:
     if isinstance(value, Mapping):
         for key, member in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{type(key).__name__} is no canonical object key")
+                raise TypeError(f"{type(key).__name__} is not a valid object key; use a string")
             _refuse_ambiguous(member)
     elif isinstance(value, list | tuple):
         for member in value:

@@ -1,10 +1,11 @@
-"""Signed checkpoints of the audit chains: what is signed, and how whoever has the public key checks it.
+"""Signed checkpoints of the audit chains: the signed bytes, and their verification with the public key.
 
-A checkpoint says of every chain of its scope how far it was and which hash its newest entry had, and leans on the
-checkpoint before it. The chains alone show an edit in the middle; that somebody wrote a chain anew from some entry on,
-or cut its tail off and moved its head back, only a signature shows whose key the owner of the database does not hold.
+A checkpoint states the length of every chain in its scope and the hash of its newest entry, and contains the digest
+of the previous checkpoint. The hash chains alone reveal an edit in the middle. They do not reveal a chain that was
+rewritten from some entry on, or truncated together with its head. Only a signature does, because the owner of the
+database does not hold its private key.
 
-Signatures are Ed25519 (RFC 8032) over the body's bytes as they are stored.
+Signatures are Ed25519 (RFC 8032) over the stored bytes of the body.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from keyvault.domain.digests import PepperSet
 
 FORMAT = "keyvault/checkpoint/v1"
 FIRST = bytes(32)
-"""What the first checkpoint of a scope leans on."""
+"""Previous digest of the first checkpoint of a scope, 32 bytes."""
 
 HASH_BYTES = 32
 
@@ -32,9 +33,9 @@ KeyName = tuple[str, str, int]
 PublicKeys = Mapping[KeyName, bytes]
 """Raw Ed25519 public keys, 32 bytes each."""
 Kept = Mapping[tuple[str, int], frozenset[bytes]]
-"""By scope and number, the digests of the checkpoints that an auditor has from earlier: one each, if nobody forked."""
+"""Digests of the checkpoints that an auditor kept, by scope and number. More than one digest means a forked log."""
 FindHash = Callable[[str, int], bytes | None]
-"""The hash of the entry with that number in that chain, as the log has it now; None where there is none."""
+"""Looks up the current hash of an entry by chain and number; None when the entry does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a body says."""
+    """The content of a checkpoint's body."""
 
     scope: str
     number: int
@@ -58,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class SignedCheckpoint:
-    """A checkpoint as it is stored. `at`: the column beside the body, where there is one."""
+    """A stored checkpoint. `at`: the value of the timestamp column, None in an export."""
 
     scope: str
     number: int
@@ -70,12 +71,12 @@ class SignedCheckpoint:
 
     @property
     def digest(self) -> bytes:
-        """What the next one leans on."""
+        """SHA-256 over format, body and signature; the next checkpoint contains it as `previous`."""
         return hashlib.sha256(f"{FORMAT}\0".encode() + hashlib.sha256(self.body).digest() + self.signature).digest()
 
 
 def scope_of(chain: str) -> str | None:
-    """An account's chain is in the scope of its environment, the platform's in `service`; None: no chain of ours."""
+    """Return a chain's scope: an account's environment, or `service` for the platform. None: not a chain's name."""
     if chain == PLATFORM_CHAIN:
         return PepperSet.SERVICE
     environment = chain.rpartition("/")[2]
@@ -83,7 +84,7 @@ def scope_of(chain: str) -> str | None:
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> bytes:
-    """The canonical body: what is signed."""
+    """Return the canonical body, which the signature covers."""
     return canonical_bytes(
         {
             "format": FORMAT,
@@ -97,29 +98,29 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> bytes:
 
 
 def parse_checkpoint(body: bytes) -> Checkpoint:
-    """Raises ValueError on whatever `checkpoint_bytes` would not have written."""
+    """Parse a checkpoint's body. Raises ValueError on anything that `checkpoint_bytes` would not write."""
     try:
-        told: Any = json.loads(body.decode())
+        data: Any = json.loads(body.decode())
         checkpoint = Checkpoint(
-            scope=str(told["scope"]),
-            number=int(told["number"]),
-            at=datetime.fromisoformat(told["at"]),
-            previous=bytes.fromhex(told["previous"]),
+            scope=str(data["scope"]),
+            number=int(data["number"]),
+            at=datetime.fromisoformat(data["at"]),
+            previous=bytes.fromhex(data["previous"]),
             heads={
-                chain: Head(int(sequence), bytes.fromhex(digest)) for chain, (sequence, digest) in told["heads"].items()
+                chain: Head(int(sequence), bytes.fromhex(digest)) for chain, (sequence, digest) in data["heads"].items()
             },
         )
-        is_ours = checkpoint_bytes(checkpoint) == body
+        is_canonical = checkpoint_bytes(checkpoint) == body
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError("no checkpoint") from None
     heads = checkpoint.heads.items()
-    if not is_ours or any(scope_of(chain) != checkpoint.scope or head.sequence < 1 for chain, head in heads):
+    if not is_canonical or any(scope_of(chain) != checkpoint.scope or head.sequence < 1 for chain, head in heads):
         raise ValueError("no checkpoint")
     return checkpoint
 
 
 def find_signature_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | None:
-    """Why the signature does not stand, or None."""
+    """Return why the signature is not valid, or None."""
     key = keys.get((signed.scope, signed.signer, signed.key_version))
     if key is None:
         return f"there is no public key of {signed.signer} (version {signed.key_version}) to check its signature with"
@@ -132,10 +133,10 @@ def find_signature_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | No
 
 @dataclass(slots=True)
 class CheckpointWalk:
-    """The checkpoints of one scope, taken one by one in their order.
+    """Incremental verification of one scope's checkpoints, in their order.
 
-    `keys` None: nobody can say whose the signatures are. `may_begin_later`: the first one taken may have any number,
-    and what it says is where everything begins.
+    `keys` None: signatures are not checked. `may_begin_later`: the first checkpoint may have any number, and
+    verification starts from its content.
     """
 
     scope: str
@@ -148,7 +149,10 @@ class CheckpointWalk:
     newest_signed: SignedCheckpoint | None = None
 
     def take(self, signed: SignedCheckpoint, find_hash: FindHash) -> str | None:
-        """Why the checkpoint does not hold against those before it and the entries; or None, and it is the newest."""
+        """Verify the next checkpoint against its predecessors and the entries.
+
+        Returns why it is not valid, or None after making it the newest.
+        """
         try:
             checkpoint = parse_checkpoint(signed.body)
         except ValueError:
@@ -162,19 +166,19 @@ class CheckpointWalk:
             return why
         kept = self.kept.get((signed.scope, signed.number), frozenset())
         if kept - {signed.digest}:
-            return "it is another one than the auditor kept: the log was written anew"
+            return "it differs from the one that the auditor kept: the log was rewritten"
         self.count += 1
         self.first = self.first or checkpoint
         self.newest, self.newest_signed = checkpoint, signed
         return None
 
     def find_end_fault(self) -> tuple[int, str] | None:
-        """The first number that the auditor has and this log has not, and what that means; after the last `take`."""
+        """Return the first number that the auditor kept and this log lacks, with the fault; after the last `take`."""
         last = 0 if self.newest is None else self.newest.number
         beyond = min((number for scope, number in self.kept if scope == self.scope and number > last), default=None)
         if beyond is None:
             return None
-        return beyond, f"the auditor kept it, and the checkpoints here end at {last}: the log was set back"
+        return beyond, f"the auditor kept it, but the checkpoints here end at {last}: the log was rolled back"
 
     def _find_own_fault(self, signed: SignedCheckpoint, checkpoint: Checkpoint) -> str | None:
         columns = (self.scope, signed.number, signed.at or checkpoint.at)
@@ -188,11 +192,11 @@ class CheckpointWalk:
                 return None
             if signed.number != 1:
                 return f"checkpoint 1 is missing; {signed.number} follows"
-            return None if checkpoint.previous == FIRST else "it is the first and leans on another"
+            return None if checkpoint.previous == FIRST else "it is the first but contains a previous digest"
         if signed.number != self.newest.number + 1:
             return f"checkpoint {self.newest.number + 1} is missing; {signed.number} follows"
         if checkpoint.previous != self.newest_signed.digest:
-            return "it does not lean on the checkpoint before it"
+            return "it does not contain the digest of the checkpoint before it"
         return None
 
     def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash) -> str | None:

@@ -1,4 +1,4 @@
-"""A payment provider's credentials as text: what may be stored and where, and which mode they are plainly of."""
+"""Validation of a payment provider's credentials: accepted text, storage path, and test or live mode."""
 
 import json
 import re
@@ -9,64 +9,64 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.ids import is_merchant_id
 from keyvault.domain.plaintext import Plaintext
 
-MOST_BYTES = 8192
-"""Of the credentials of one connection, in UTF-8."""
+MAX_BYTES = 8192
+"""Maximum size of the credentials of one connection, in bytes of UTF-8."""
 
 _PATH = re.compile(r"[1-9][0-9]{0,18}/con_[0-9A-Za-z]{20}")
 
 _STRIPE = re.compile(r"[prs]k_(test|live)_[0-9A-Za-z]")
-"""Sandbox keys start with `pk_test_`, `rk_test_` and `sk_test_`, live ones with `live` (docs.stripe.com/keys). Others
-name theirs alike; where a provider's keys say nothing of their mode, nothing is concluded."""
+"""Key prefixes that name the mode: `pk_test_`, `rk_test_`, `sk_test_`, and `live` likewise (docs.stripe.com/keys).
+Other providers use the same scheme. A key without such a prefix is accepted in either mode."""
 
 
 def connection_path(account: int, connection_id: str) -> str:
-    """Where the backend keeps a connection's credentials, in the mount of the account's environment."""
+    """Return the backend path of a connection's credentials, in the mount of the account's environment."""
     return f"{account}/{connection_id}"
 
 
 def is_connection_path(path: str) -> bool:
-    """Whether a path of a keys mount is a connection's and no credential's: by its shape, whoever wrote there."""
+    """Return whether a path of a keys mount has the shape of a connection's, as opposed to a credential's."""
     return _PATH.fullmatch(path) is not None
 
 
 def read_provider(text: str) -> str:
-    """What the provider is called here: a slug, as merchants' ids are. Raises RequestInvalidError."""
+    """Validate a provider's name: a slug, like a merchant id. Raises RequestInvalidError."""
     if is_merchant_id(text):
         return text
-    # What was given is not repeated: somebody may have put the secret there.
+    # The error does not quote the input: it may be the secret, entered in the wrong field.
     raise RequestInvalidError(
-        "The provider's name does not fit.", [Fault("/provider", "1 to 64 of a-z, 0-9 and inner hyphens")]
+        "The provider's name is invalid.", [Fault("/provider", "must be 1 to 64 of a-z, 0-9 and inner hyphens")]
     )
 
 
 def read_credentials(text: Plaintext, mode: ConnectionMode) -> Plaintext:
-    """The credentials as they are stored: one secret text, or a JSON object whose values are texts.
+    """Validate and normalize credentials: one secret text, or a JSON object whose values are texts.
 
-    Blanks around them go, as does the carriage return that browsers put at the end of a line. Raises
-    RequestInvalidError, which never repeats any of it.
+    Strips surrounding white space and the carriage returns that browsers add to line ends. Raises
+    RequestInvalidError, which never quotes the input.
     """
     stripped = text.reveal().replace("\r\n", "\n").strip()
-    fault = _fault_of(stripped, mode)
+    fault = _find_fault(stripped, mode)
     if fault:
         raise RequestInvalidError("These credentials cannot be stored.", [Fault("/credentials", fault)])
     return Plaintext(stripped)
 
 
-def _fault_of(text: str, mode: ConnectionMode) -> str:
-    """What is wrong with it, or nothing. A word and no exception: that would carry the text along."""
+def _find_fault(text: str, mode: ConnectionMode) -> str:
+    """Return the fault, or an empty string. Not an exception, whose traceback would carry the secret."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        return "no text: it cannot be written in UTF-8"
+        return "must be text that UTF-8 can encode"
     if not text:
-        return "nothing is there"
-    if size > MOST_BYTES:
-        return f"at most {MOST_BYTES} bytes"
+        return "must not be empty"
+    if size > MAX_BYTES:
+        return f"at most {MAX_BYTES} bytes"
     if "\x00" in text:
-        return "no NUL character"
+        return "must not contain a NUL character"
     values = list(_values(text))
     if not values or not all(isinstance(value, str) and value for value in values):
-        return "one secret text, or a JSON object of texts, each named once and none of them empty"
+        return "must be one secret text, or a JSON object of texts with unique names and no empty text"
     modes = {match[1] for value in values if (match := _STRIPE.match(str(value).strip()))}
     if modes - {mode.value}:
         return f"a {modes.pop()} key: this environment's connections are in {mode} mode"
@@ -74,7 +74,7 @@ def _fault_of(text: str, mode: ConnectionMode) -> str:
 
 
 def _values(text: str) -> Iterator[object]:
-    """The secrets in it; none where it begins like a JSON object and is no flat one."""
+    """Yield the values to check; none when the text begins with a brace but is not a flat JSON object."""
     if not text.startswith("{"):
         yield text
         return

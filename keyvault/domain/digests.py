@@ -1,8 +1,8 @@
-"""Key material at rest: HMAC-SHA256 under a versioned pepper, one set for each place a key may be good.
+"""Digests of key strings: HMAC-SHA256 under a versioned pepper, with one pepper set per environment.
 
-The secret has 256 random bits, so a fast keyed hash is the right one (OWASP ASVS 5.0, 6.5.2): there is
-nothing to guess, and the pepper makes a stolen database useless by itself. A key carries the version of the
-pepper that made its digest; that one and no other is tried.
+The secret has 256 random bits, so a fast keyed hash is appropriate (OWASP ASVS 5.0, 6.5.2): guessing is infeasible,
+and a stolen database is useless without the pepper. A key record names the pepper version of its digest; only that
+version is tried.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from keyvault.domain.plaintext import Plaintext
 DIGEST_BYTES = 32
 PEPPER_BYTES = 32
 BLOCK_BYTES = 64
-"""Of SHA-256."""
+"""Block size of SHA-256, in bytes."""
 
 
 class PepperSet(StrEnum):
-    """One per environment, and one for service tokens, which every process loads."""
+    """One set per environment, and one for service tokens, which every process loads."""
 
     SANDBOX = "sandbox"
     PRODUCTION = "production"
@@ -35,14 +35,14 @@ PEPPER_SET = {
 
 
 class Mac:
-    """HMAC-SHA256 (RFC 2104) of one key, whose two pads are hashed once and not for each text: a third of the time."""
+    """HMAC-SHA256 (RFC 2104) with one key. Hashes both pads once, not per text, which takes a third of the time."""
 
     __slots__ = ("_inner", "_outer")
 
     def __init__(self, key: bytes) -> None:
-        """`key` of at most a block: the RFC hashes a longer one first."""
+        """Raises ValueError on a key longer than one block, which the RFC would hash first."""
         if len(key) > BLOCK_BYTES:
-            raise ValueError(f"a key of more than {BLOCK_BYTES} bytes")
+            raise ValueError(f"the key has more than {BLOCK_BYTES} bytes")
         padded = key.ljust(BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
@@ -56,9 +56,9 @@ class Mac:
 
 @dataclass(frozen=True, slots=True)
 class Peppers:
-    """The loaded pepper versions of one set. Its repr names versions, never material.
+    """The loaded pepper versions of one set. The repr lists versions, never pepper bytes.
 
-    `hashing_version` is what new digests are made with, None: the newest. A newer one proves keys already, and makes
+    `hashing_version` makes new digests; None: the newest version. A newer version already verifies keys, and makes
     digests once every process has loaded it.
     """
 
@@ -78,27 +78,27 @@ class Peppers:
         return f"Peppers({self.pepper_set}, versions={sorted(self.versions)})"
 
     def lacks(self, version: int) -> bool:
-        """Whether that version came after these were loaded: nothing can be said of what was hashed with it.
+        """Return whether the version is newer than all loaded ones: its digests cannot be checked yet.
 
-        A version that is neither here nor newer was retired, and proves nothing any more.
+        A version that is neither loaded nor newer was retired and no longer verifies anything.
         """
         return version > max(self.versions)
 
     def digest(self, text: Plaintext, version: int | None = None) -> tuple[bytes, int]:
-        """The digest of a whole key string, and the version that made it (the current one unless named)."""
+        """Return the digest of a whole key string and its pepper version (default: the current one)."""
         chosen = self.current_version if version is None else version
         return self._macs[chosen].digest(text.reveal().encode("ascii")), chosen
 
     def matches(self, text: Plaintext, digest: bytes, version: int) -> bool:
-        """Compares in constant time. An unknown version costs the same and never matches."""
+        """Compare in constant time. An unknown version takes the same time and never matches."""
         mac = self._macs.get(version, _DECOY)
         made = mac.digest(text.reveal().encode("ascii"))
         return hmac.compare_digest(made, digest) and mac is not _DECOY
 
     def check_value(self, version: int) -> bytes:
-        """Tells one pepper from another without giving either away (a key check value, 16 bytes).
+        """Return the key check value of a pepper, 16 bytes: it identifies the pepper without revealing it.
 
-        The set's name is inside the MAC, so that swapped environments do not agree.
+        The MAC covers the set's name, so that peppers of swapped environments are detected.
         """
         label = f"keyvault/pepper-check/{self.pepper_set}/{version}".encode()
         return hmac.digest(self.versions[version], label, hashlib.sha256)[:16]
@@ -107,7 +107,7 @@ class Peppers:
 _DECOY = Mac(hashlib.sha256(b"keyvault/decoy-pepper").digest())
 
 DECOY_DIGEST = hashlib.sha256(b"keyvault/decoy-digest").digest()
-"""What an unknown key is compared with, so that absence costs what a wrong secret costs."""
+"""Digest that an unknown key is compared with, so that it takes as long as a wrong secret."""
 
 DECOY_VERSION = 0
-"""No pepper has this version."""
+"""Pepper version of the decoy; no pepper has it."""

@@ -1,4 +1,4 @@
-"""Sandbox and production: two worlds that share nothing but this code (D11, D12)."""
+"""The two environments, sandbox and production, which share only code: no keys, peppers or configuration."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ class Environment(StrEnum):
 
 
 class ConnectionMode(StrEnum):
-    """Which side of a payment provider a connection talks to."""
+    """The mode of a payment provider's API that a connection uses."""
 
     TEST = "test"
     LIVE = "live"

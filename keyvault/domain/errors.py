@@ -1,18 +1,18 @@
-"""Every error code of the service, and the exceptions that carry one.
+"""The error codes of the service, and the exceptions that carry them.
 
-A verdict (may this key do that?) is a value, see `access.decision`; an exception is for a request that
-cannot be carried out or for broken machinery. Statuses and bodies are HTTP and live in `wire.problems`.
+An authorization verdict is a value, see `access.decision`. An exception reports a request that cannot be carried
+out, or a broken dependency. HTTP statuses and bodies are in `wire.problems`.
 
     KeyvaultError
-    ├── RequestInvalidError         what was asked is malformed; lists each fault
-    ├── NotFoundError               absent, or somebody else's: the same answer
-    ├── PermissionMissingError      a proven caller who may not do this
-    ├── StateConflictError          right request, wrong moment (state, version, four eyes)
-    ├── IdempotencyError            the same Idempotency-Key again: unusable, at work, or with another body
-    ├── DependencyUnavailableError  a server that we need did not answer; try again
-    │   └── VerifierStaleError      this process does not know yet what the key was hashed with; try again
-    ├── RateLimitedError            too often; see `access.limits`
-    └── IntegrityError              stored data contradicts itself; stop rather than run wrong
+    ├── RequestInvalidError         malformed request; lists each fault
+    ├── NotFoundError               absent, or another merchant's: indistinguishable
+    ├── PermissionMissingError      authenticated caller without the permission
+    ├── StateConflictError          valid request that conflicts with the state, the version or four eyes
+    ├── IdempotencyError            Idempotency-Key missing, in progress, or reused with another body
+    ├── DependencyUnavailableError  a required server did not respond; retry
+    │   └── VerifierStaleError      this process has not loaded the key's pepper version yet; retry
+    ├── RateLimitedError            limit exceeded; see `access.limits`
+    └── IntegrityError              stored data is inconsistent; the operation stops
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Stable for ever: clients branch on these."""
+    """Published error codes. Clients branch on them, so they never change."""
 
     CREDENTIAL_IN_URL = "credential_in_url"
     CREDENTIAL_AMBIGUOUS = "credential_ambiguous"
@@ -63,7 +63,7 @@ class ErrorCode(StrEnum):
 
 
 class KeyvaultError(Exception):
-    """The root; never raised itself. `detail` is for the caller, `internal` for the log only."""
+    """Base class; never raised itself. `detail` is for the caller, `internal` for the log only."""
 
     code: ErrorCode = ErrorCode.INTERNAL_ERROR
 
@@ -90,7 +90,7 @@ class RequestInvalidError(KeyvaultError):
 
 
 ABSENT = "There is no such thing, or it is not yours to see."
-"""One text for both, so that nothing can be told from it."""
+"""Detail of every 404. One text, so that a caller cannot tell absence from missing access."""
 
 
 class NotFoundError(KeyvaultError):
@@ -109,7 +109,7 @@ class StateConflictError(KeyvaultError):
 
 
 class IdempotencyError(KeyvaultError):
-    """`code` is one of the three idempotency codes. `retry_after_seconds` while the first attempt is at work."""
+    """`code` is one of the three idempotency codes. `retry_after_seconds` is set while the first attempt runs."""
 
     def __init__(self, code: ErrorCode, detail: str, *, retry_after_seconds: int | None = None) -> None:
         super().__init__(detail)

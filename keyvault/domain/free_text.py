@@ -1,33 +1,33 @@
-"""Text that people and clients write: it is kept for good, so no key string may hide in it.
+"""Free text from people and clients. It is stored permanently, so it must not contain a key string.
 
-A name that somebody chooses is refused with the reason, for they can choose another. What is only told along
-with an act (a reason, a user agent) is kept without the secret: the act must not fail for it.
+A chosen name with a key string is rejected, because the author can choose another. Text that accompanies an action
+(a reason, a user agent) is stored with the secret masked, because it must not make the action fail.
 """
 
 from keyvault.domain.keystring import SHAPED
 from keyvault.domain.redaction import redact
 
-READ_AT_MOST = 512
-"""Of what a client says no more than this is looked at: a longer text costs the request path nothing."""
+MAX_REDACTED_LENGTH = 512
+"""Maximum length of client text that is redacted, in characters. It bounds the cost on the request path."""
 
-WORDS_KEPT = 120
-"""Of a user agent, and of an origin."""
+MAX_STORED_LENGTH = 120
+"""Maximum stored length of a user agent or an origin, in characters."""
 
 
 def clean_text(text: str, longest: int) -> str:
-    """The text without its secrets, and no longer than `longest`. Idempotent."""
+    """Mask the secrets in a text and truncate it to `longest` characters. Idempotent."""
     return redact(text)[:longest]
 
 
 def find_text_fault(text: str, longest: int) -> str | None:
-    """What is wrong with a chosen name, as a demand; None when nothing is. Never quotes the text."""
+    """Return what a chosen name must satisfy and does not, or None. Never quotes the text."""
     if not 1 <= len(text) <= longest or not text.isprintable():
         return f"1 to {longest} printable characters"
     if SHAPED.search(text) is not None:
-        return "no key string: it would be kept and shown"
+        return "must not contain a key string, because it is stored and shown"
     return None
 
 
 def find_reason_fault(text: str) -> str | None:
-    """A reason that somebody has to give is told along with an act, see `clean_text`; a blank one is none."""
-    return None if text.strip() else "say why"
+    """Return the fault of a mandatory reason, which must not be blank, or None. See `clean_text` for secrets."""
+    return None if text.strip() else "a reason is required"

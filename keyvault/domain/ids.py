@@ -1,6 +1,6 @@
-"""Public handles: how each is minted, and what one looks like.
+"""Public identifiers: generation and validation.
 
-An id names, it never proves. Merchants carry slugs that people choose; everything else is random.
+An id identifies and never authenticates. People choose merchants' slugs; all other ids are random.
 """
 
 import re
@@ -20,12 +20,12 @@ def mint_key_id(random_bytes: RandomBytes) -> str:
 
 
 def mint_id(prefix: Prefix, random_bytes: RandomBytes) -> str:
-    """`crd_` and 20 base62 digits (119 bits): cannot be guessed, though nothing depends on that."""
+    """Return the prefix, an underscore and 20 base62 digits (119 bits). Security does not depend on its secrecy."""
     return f"{prefix}_{random_digits(20, random_bytes)}"
 
 
 def is_merchant_id(text: str) -> bool:
-    """1 to 64 of a-z, 0-9 and inner hyphens, so that it stands in a URL, a path and a label unescaped."""
+    """Return whether the text is 1 to 64 of a-z, 0-9 and inner hyphens, which URLs, paths and labels do not escape."""
     return _SLUG.fullmatch(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Asking for a credential under four eyes: states, the policy of an environment, who may approve.
+"""Issuance requests under four eyes: states, transitions, and the approval policy of each environment.
 
 pending → approved → issued → collected        side: rejected · expired · withdrawn · burned (never collected)
 """
@@ -42,27 +42,27 @@ TRANSITIONS: dict[IssuanceState, frozenset[IssuanceState]] = {
 }
 
 APPROVED_STATES = frozenset({IssuanceState.APPROVED, IssuanceState.ISSUED, IssuanceState.COLLECTED})
-"""States that only enough approvals lead to."""
+"""States that require all approvals."""
 
 APPROVALS_NEEDED = {Environment.SANDBOX: 0, Environment.PRODUCTION: 1}
-"""The default policy, and the least that an environment's row may be set to."""
+"""Default number of approvals, which is also the minimum for an environment's row."""
 
 REQUEST_LIFETIME = timedelta(days=7)
 
 COLLECT_WITHIN = timedelta(hours=72)
-"""A private key that was to be shown once, or sealed, is burned if it was neither collected nor used by then."""
+"""Time to collect a show-once or sealed private key. The service discards it if it was neither collected nor used."""
 
 
 class Delivery(StrEnum):
-    """How the new key reaches the merchant. Sealed: encrypted to the recipient's public key, which is approved too."""
+    """How the merchant receives the key. Sealed: encrypted to a recipient's public key, which is approved too."""
 
-    SECRET_BACKEND = "secret_backend"  # noqa: S105  the name of a way
+    SECRET_BACKEND = "secret_backend"  # noqa: S105  the name of a delivery
     SHOW_ONCE = "show_once"
     SEALED = "sealed"
 
 
-HANDED_OVER = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
-"""Ways that end with the collection: our copy goes then, and the key itself if nobody comes in time."""
+COLLECTED_DELIVERIES = frozenset({Delivery.SHOW_ONCE, Delivery.SEALED})
+"""Deliveries that must be collected. Collection deletes the stored copy; a missed deadline discards the key."""
 
 
 def can_transition_issuance(current: IssuanceState, new: IssuanceState) -> bool:
@@ -71,7 +71,7 @@ def can_transition_issuance(current: IssuanceState, new: IssuanceState) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class IssuancePlan:
-    """Exactly what is asked for. An approval is bound to its digest: change a field and it is void."""
+    """The content of an issuance request. An approval is bound to its digest: changing a field voids the approval."""
 
     merchant_id: str
     environment: Environment

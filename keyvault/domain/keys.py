@@ -1,8 +1,8 @@
-"""What a key is: its kinds, its states, and the one table of the ways between them.
+"""Keys: kinds, states, and the table of state transitions.
 
-States carry the names of NIST SP 800-57 Part 1 Rev. 5, section 7. The table is stricter than NIST's, which
-lets suspended and deactivated keys process old data: an API key only authenticates, so `active` alone
-verifies, and nothing but `suspended` ever goes back.
+States have the names of NIST SP 800-57 Part 1 Rev. 5, section 7. NIST lets suspended and deactivated keys process
+old data. This table is stricter, because an API key only authenticates: only `active` verifies, and only
+`suspended` returns to `active`.
 """
 
 from datetime import datetime
@@ -15,7 +15,7 @@ from keyvault.domain.networks import IPNetwork
 
 
 class KeyKind(StrEnum):
-    """The two API credentials of the domain (D1, D2); not the halves of an asymmetric pair."""
+    """The two API credentials of the domain; not the halves of an asymmetric pair."""
 
     PUBLIC = "public"
     PRIVATE = "private"
@@ -31,7 +31,7 @@ class KeyState(StrEnum):
 
 
 class RetirementReason(StrEnum):
-    """Why a deactivated key is so: the verdict tells the two apart."""
+    """Why a key was deactivated; the error code depends on it."""
 
     EXPIRED = "expired"
     REVOKED = "revoked"
@@ -47,7 +47,7 @@ TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
 }
 
 DEAD_STATES = frozenset({KeyState.DEACTIVATED, KeyState.COMPROMISED, KeyState.DESTROYED})
-"""States that no key ever leaves for a living one."""
+"""Terminal states: a key in one of them never verifies again."""
 
 
 def can_transition(current: KeyState, new: KeyState) -> bool:
@@ -55,10 +55,10 @@ def can_transition(current: KeyState, new: KeyState) -> bool:
 
 
 class KeyRecord(Struct, frozen=True, gc=False):
-    """The frozen view of a stored key that a verdict needs; a digest, never plaintext.
+    """The immutable view of a stored key that a verdict needs: a digest, never plaintext.
 
-    Of msgspec's making, since one is made for each key that is read on the request path. `limit_…` is the account's
-    own limit; None: the default of the environment.
+    A msgspec Struct, because the request path creates one per key read. `limit_…` is the account's own limit; None: the
+    default of the environment.
     """
 
     key_id: str
@@ -81,7 +81,7 @@ class KeyRecord(Struct, frozen=True, gc=False):
     account_version: int = 0
 
     def is_expired(self, now: datetime) -> bool:
-        """Expiry is judged from the clock, so that a late sweep never leaves a key alive."""
+        """Return whether the key has expired by the clock, independent of the expiry job."""
         return self.expires_at is not None and now >= self.expires_at
 
     def may_verify(self, now: datetime) -> bool:

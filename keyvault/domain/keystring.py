@@ -1,8 +1,8 @@
-"""The text a caller holds: `<brand>_<kind>_<env>_<16 key id><43 secret><6 crc>`.
+"""The key string: `<brand>_<kind>_<env>_<16 key id><43 secret><6 crc>`.
 
-Fixed length, one word to a double click, one regular expression for a leak scanner. The checksum is zlib's
-CRC-32 over the ASCII of all that stands before it; it catches typing errors and random guesses before any
-look-up, is no secret and proves nothing. Proof is a digest, see `domain.digests`.
+It has a fixed length, a double click selects it whole, and one regular expression finds it in a leak scan. The
+checksum is zlib's CRC-32 over the preceding ASCII text. It rejects typing errors and random guesses before any
+look-up; it is not secret and proves nothing. Proof is a digest, see `domain.digests`.
 """
 
 import re
@@ -22,10 +22,10 @@ SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 _DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS
 LONGEST = 128
-"""No text longer than this is looked at: a brand has at most 16 characters."""
+"""Maximum length of a text that is parsed, in characters. A brand has at most 16."""
 
 KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
-"""Where the key id stands in a well-formed text."""
+"""Position of the key id in a well-formed key string."""
 
 BRAND = re.compile(r"[a-z][a-z0-9]{0,15}")
 
@@ -50,18 +50,18 @@ class StringScope(StrEnum):
 STRING_KIND = {KeyKind.PUBLIC: StringKind.PUBLIC, KeyKind.PRIVATE: StringKind.PRIVATE}
 STRING_SCOPE = {Environment.SANDBOX: StringScope.SANDBOX, Environment.PRODUCTION: StringScope.PRODUCTION}
 
-# As itself; escaped for a URL, and escaped again by each hop (%255F); escaped in JSON, and in JSON within JSON.
-# Bounded, so that a long run of escapes costs no more than its length.
+# Plain; percent-encoded, once or repeatedly (%255F); escaped in JSON, and in JSON within JSON.
+# Bounded, so that matching a long run of escapes takes linear time.
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff]|\\{1,16}u005[Ff])"
 SHAPED_HEAD = rf"{_UNDERSCORE}(?:pub|prv|cat|svc){_UNDERSCORE}(?:sbx|prd|all){_UNDERSCORE}[0-9A-Za-z]{{16}}"
 SHAPED = re.compile(rf"(?P<head>{SHAPED_HEAD})[0-9A-Za-z]{{1,512}}")
-"""Whatever looks like a key string but for its brand: of any or cut off, right checksum or not, longer or
-shorter than it should be (a line cut by a logger, a digit typed twice), its underscores escaped for a URL or
-in JSON, up to a few times over, or not. The head is public, the rest must not be shown."""
+"""Matches text shaped like a key string: any brand or none, any checksum, any length from one secret digit (a truncated
+log line, a repeated digit), underscores plain or escaped for a URL or in JSON, also repeatedly. The head is public;
+the rest must not be shown."""
 
 
 class KeyString(Struct, frozen=True, gc=False):
-    """A well-formed presented string. `text` is all of it: the digest covers the whole."""
+    """A well-formed presented string. `text` is the whole string, which the digest covers."""
 
     kind: StringKind
     scope: StringScope
@@ -74,8 +74,8 @@ def _has_scope(kind: StringKind, scope: StringScope) -> bool:
 
 
 @cache
-def _fronts(brand: str) -> dict[str, tuple[StringKind, StringScope]]:
-    """What may stand before a key id."""
+def _prefixes(brand: str) -> dict[str, tuple[StringKind, StringScope]]:
+    """Return the kind and scope of each valid prefix of a key id."""
     pairs = ((kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope))
     return {f"{brand}_{kind}_{scope}_": (kind, scope) for kind, scope in pairs}
 
@@ -85,28 +85,28 @@ def checksum(head: str) -> str:
 
 
 def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
-    """A new key string with a fresh key id and at least 256 random bits of secret.
+    """Generate a key string with a new key id and at least 256 random bits of secret.
 
     Raises ValueError on a brand that is not 1 to 16 of a-z and 0-9 beginning with a letter, and on the scope
     `all` for anything but a service token.
     """
     if BRAND.fullmatch(brand) is None:
-        raise ValueError(f"{brand!r} is no brand: 1 to 16 of a-z and 0-9, beginning with a letter")
+        raise ValueError(f"invalid brand {brand!r}: use 1 to 16 of a-z and 0-9, beginning with a letter")
     if not _has_scope(kind, scope):
-        raise ValueError(f"a {kind} string serves one environment")
+        raise ValueError(f"a {kind} string needs one environment as its scope")
     key_id = mint_key_id(random_bytes)
     head = f"{brand}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
     return KeyString(kind, scope, key_id, Plaintext(head + checksum(head)))
 
 
 def parse_keystring(text: str, brand: str) -> KeyString | None:
-    """The parts of a presented string, or None when it is malformed, another brand's or mistyped.
+    """Parse a presented string. Returns None when it is malformed, mistyped or of another brand.
 
-    Does no look-up and takes any text: over-long, non-ASCII and empty ones are simply not key strings.
+    Does no look-up and accepts any text: over-long, non-ASCII and empty texts return None.
     """
     if len(text) > LONGEST:
         return None
-    found, digits = _fronts(brand).get(text[:-_DIGITS]), text[-_DIGITS:]
+    found, digits = _prefixes(brand).get(text[:-_DIGITS]), text[-_DIGITS:]
     if found is None or len(digits) != _DIGITS or not (digits.isascii() and digits.isalnum()):
         return None
     if zlib.crc32(text[:-CHECKSUM_DIGITS].encode()) != decode_six(digits[-CHECKSUM_DIGITS:]):

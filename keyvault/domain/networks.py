@@ -1,4 +1,4 @@
-"""Networks that a credential may be used from, and addresses that are compared with them."""
+"""IP networks that a credential may be used from, and membership tests of client addresses."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -10,13 +10,13 @@ MOST_NETWORKS = 64
 
 
 def parse_network(text: str) -> IPNetwork:
-    """`192.0.2.0/24`, `2001:db8::/32` or a single address. Raises ValueError, also on bits set beyond the prefix."""
+    """Parse `192.0.2.0/24`, `2001:db8::/32` or a single address. Raises ValueError, also when host bits are set."""
     return ip_network(text)
 
 
 @lru_cache(maxsize=4096)
 def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """Read once: one client asks with many keys."""
+    """Parse an address. Cached, because one client uses many keys."""
     try:
         parsed = ip_address(text)
     except ValueError:
@@ -25,7 +25,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_within(address: str, networks: Iterable[IPNetwork]) -> bool:
-    """Whether the address is in one of the networks; an IPv4-mapped one counts as IPv4, and no address is in none."""
+    """Return whether a network contains the address. IPv4-mapped counts as IPv4; no network has an invalid address."""
     parsed = _parse_address(address)
     if parsed is None:
         return False

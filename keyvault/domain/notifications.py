@@ -1,10 +1,10 @@
-"""The events of a credential's life that its merchant and its operators are told of. PURE."""
+"""Notification events of a credential's lifecycle, for merchants and operators."""
 
 from enum import StrEnum
 
 
 class NoticeKind(StrEnum):
-    """Stable for ever: merchants switch on these names."""
+    """Published event names. Merchants branch on them, so they never change."""
 
     KEY_ISSUED = "key.issued"
     KEY_REVOKED = "key.revoked"
@@ -51,10 +51,10 @@ ALARMS = frozenset(
         NoticeKind.JOURNAL_LOSS_ACCEPTED,
     }
 )
-"""What somebody has to look at."""
+"""Events that require an operator's attention."""
 
 WITHOUT_ACCOUNT = frozenset({NoticeKind.OPERATOR_LOCKED, NoticeKind.ADDRESS_LOCKED})
-"""What concerns the installation and no account of a merchant."""
+"""Events of the installation, which belong to no merchant's account."""
 
 INTERNAL = frozenset(
     {NoticeKind.ROTATION_BYPASSED, NoticeKind.ROTATION_BLOCKED, NoticeKind.SCHEDULE_STALLED}
@@ -63,4 +63,4 @@ INTERNAL = frozenset(
     | {NoticeKind.JOURNAL_FAILED, NoticeKind.JOURNAL_LOSS_ACCEPTED}
     | WITHOUT_ACCOUNT
 )
-"""What is told to operators alone."""
+"""Events that only operators receive."""

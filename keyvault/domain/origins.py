@@ -1,4 +1,4 @@
-"""Web origins (RFC 6454): what a browser says in `Origin`, as the one text that is compared."""
+"""Web origins (RFC 6454) in the serialization of the `Origin` header, which is compared as text."""
 
 import re
 
@@ -12,9 +12,9 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_origin(text: str) -> bool:
-    """Whether it is an origin exactly as browsers write it, which lists may hold: https, or http on this machine.
+    """Return whether the text is an origin as browsers serialize it and may be listed: https, or http on localhost.
 
-    `null` is none: whatever is sandboxed anywhere has it.
+    `null` is rejected, because every sandboxed document sends it.
     """
     match = _ORIGIN.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
@@ -26,7 +26,7 @@ def is_origin(text: str) -> bool:
 
 
 def find_origin_fault(text: str) -> str | None:
-    """What is wrong with an origin for a list, as a demand; None when nothing is."""
+    """Return the accepted form if the text is no valid origin for a list, else None."""
     if is_origin(text):
         return None
     return "https://host or https://host:port, lower case, no path, no wildcard, no port 443; http on localhost only"

@@ -1,4 +1,4 @@
-"""Secret text has a type of its own, so that it cannot slip into a log, a pickle or a template."""
+"""A type for secret text, which keeps it out of logs, pickles and templates."""
 
 from typing import NoReturn, Self
 
@@ -6,10 +6,10 @@ MASK = "***"
 
 
 class Plaintext:
-    """Secret text that shows itself to nobody but the caller of `reveal()`.
+    """Secret text that only `reveal()` returns.
 
-    `repr`, `str`, `format` and `%` give the mask; pickling, copying and JSON refuse. Two are never compared:
-    proof is a digest compared in constant time, see `domain.digests`.
+    `repr`, `str`, `format` and `%` return the mask; pickling, copying and JSON raise TypeError. So does comparison:
+    proof compares digests in constant time, see `domain.digests`.
     """
 
     __slots__ = ("_text",)
@@ -18,7 +18,7 @@ class Plaintext:
         self._text = text
 
     def reveal(self) -> str:
-        """The secret itself. Every call is greppable, and a house test lists the files that may make one."""
+        """Return the secret. An architecture test lists the files that may call this."""
         return self._text
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class Plaintext:
         raise TypeError("plaintexts are compared by digest, in constant time")
 
     def __hash__(self) -> NoReturn:
-        raise TypeError("a plaintext is no dictionary key")
+        raise TypeError("a plaintext is not hashable")
 
     def __deepcopy__(self, memo: object) -> Self:
         raise TypeError("a plaintext is never pickled or copied")

@@ -1,6 +1,6 @@
-"""Sealing a new key to its recipient: HPKE (RFC 9180) in base mode, one suite, empty info and aad.
+"""Encryption of a new key to its recipient: HPKE (RFC 9180) in base mode, one suite, empty info and aad.
 
-Whoever holds the recipient's private key opens it with any HPKE library; we keep no way of doing so.
+The holder of the recipient's private key decrypts with any HPKE library. The service cannot decrypt.
 """
 
 import base64
@@ -19,7 +19,7 @@ KEY_CHARACTERS = 43
 _ENC_BYTES = 32
 _FIELD_PRIME = 2**255 - 19
 
-# Any scalar finds a point of low order: clamping makes each a multiple of the cofactor (RFC 7748, section 5).
+# Any scalar detects a point of low order: clamping makes each a multiple of the cofactor (RFC 7748, section 5).
 _PROBE = X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES))
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
@@ -34,9 +34,9 @@ class Sealed:
 
 
 def find_recipient_fault(text: str) -> str | None:
-    """What is wrong with a recipient's public key, as a demand; None when nothing is.
+    """Return what a recipient's public key must satisfy and does not, or None.
 
-    A point of low order would seal to everybody, and another spelling of a good one opens for nobody.
+    Anybody could decrypt a message to a point of low order. No recipient could decrypt one to a non-canonical encoding.
     """
     shape = f"{KEY_CHARACTERS} characters of base64url without padding: the {KEY_BYTES} bytes of an X25519 public key"
     raw = _decode(text)
@@ -52,16 +52,16 @@ def find_recipient_fault(text: str) -> str | None:
 
 
 def seal_to(recipient_public_key: str, text: Plaintext) -> Sealed:
-    """The text, for the holder of the matching private key alone. Raises ValueError on a key that has a fault."""
+    """Encrypt a text to the holder of the matching private key. Raises ValueError on an invalid public key."""
     raw = _decode(recipient_public_key)
     if raw is None:
-        raise ValueError("no X25519 public key")
+        raise ValueError("not an X25519 public key")
     sealed = _SUITE.encrypt(text.reveal().encode("ascii"), X25519PublicKey.from_public_bytes(raw))
     return Sealed(_encode(sealed[:_ENC_BYTES]), _encode(sealed[_ENC_BYTES:]))
 
 
 def _decode(text: str) -> bytes | None:
-    """None for whatever `_encode` would have written in another way."""
+    """Decode base64url without padding. Returns None for any encoding that `_encode` does not produce."""
     if len(text) != KEY_CHARACTERS or not text.isascii():
         return None
     try:

@@ -1,12 +1,12 @@
-r"""What must never leave: secrets found by the shape of their value or by the name that they stand under.
+r"""Redaction of secrets in text, found by the shape of their value or by the name of their field.
 
-Masks keep what support needs: the kind, the environment and the key id, which is public; never a character of the
-secret. Ids, types, counts and dates stay readable, whatever word is in their name: `key_id`, `token_id`,
-`idempotency_key`, `public_key`, `order_token`.
+A mask keeps what support needs: the kind, the environment and the public key id; never a character of the
+secret. Ids, types, counts and dates stay readable, also under a name such as `key_id`, `token_id`,
+`idempotency_key`, `public_key` or `order_token`.
 
-Each pattern is the `head`, which stays, and as much of a secret as tells it for certain; what else belongs
-to the secret follows, however long. Key strings alone are looked for over more than one line. None that ends at a
-quote takes a JSON string's own: a redacted JSON line is still one.
+Each pattern matches a `head`, which stays, and enough of the secret to be certain. The rest of the secret follows at
+any length. Only key strings are matched across lines. A pattern that ends at a quote never consumes the quote of a
+JSON string, so that a redacted JSON line stays valid JSON.
 """
 
 import re
@@ -18,10 +18,10 @@ from keyvault.domain.keystring import CHECKSUM_DIGITS, SECRET_DIGITS, SHAPED, SH
 from keyvault.domain.plaintext import MASK
 
 _FARTHEST = 4096
-"""No pattern needs to see more than this to be certain, in characters."""
+"""Maximum length that a pattern needs to be certain of a match, in characters."""
 
 _LONGEST_PIECE = 160
-"""What goes on with a secret is judged in pieces of at most so many characters."""
+"""Maximum length of one piece of a secret's continuation, in characters."""
 
 
 def _mask(match: re.Match[str]) -> str:
@@ -30,10 +30,10 @@ def _mask(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Secret:
-    """One pattern. `begins`: the head and enough to be certain; `goes_on`: what else belongs to the secret.
+    """One pattern. `begins`: the head and enough to be certain; `goes_on`: the rest of the secret.
 
-    `needles`: a text without any of them, in lower case, has no such secret. `unfinished`: of a pattern that looks
-    past the end of a line, how a text ends in which one may have begun.
+    `needles`: a lower-cased text without any of them contains no such secret. `unfinished`, for a multi-line pattern:
+    matches the end of a text in which a secret may have begun.
     """
 
     begins: re.Pattern[str]
@@ -53,7 +53,7 @@ def _secret(
     mask: Callable[[re.Match[str]], str] = _mask,
     unfinished: re.Pattern[str] | None = None,
 ) -> _Secret:
-    # ASCII, so that ignoring case finds what the needles, in lower case, find.
+    # ASCII, so that case-insensitive matching agrees with the lower-case needles.
     flags = re.ASCII | re.MULTILINE | (re.IGNORECASE if any_case else re.NOFLAG)
     goes_on = f"(?:{goes_on})*+"
     whole = re.compile(begins + goes_on, flags)
@@ -65,7 +65,7 @@ _QUOTE = r"b?\\{0,16}[\"']"
 _HEADER = r"(?:authorization|x[-_]api[-_]key|x[-_]service[-_]token|cookie)"
 _HEADER_NEEDLES = ("authorization", "api-key", "api_key", "service-token", "service_token", "cookie")
 _SECRET_KEYS = ("api", "private", "secret", "access", "signing", "encryption", "master")
-# What the name of a member, a parameter or a variable ends with. An order's token and a page's are no secrets.
+# The end of a secret member's, parameter's or variable's name. Order tokens and page tokens are not secret.
 _MEMBER = (
     r"(?:passw(?:or)?d|passphrase|pwd|secret|credential|session(?:[-_]?id)?"
     r"|(?<!order)(?<!order[-_])(?<!page)(?<!page[-_])token"
@@ -80,15 +80,15 @@ _NAMED_NEEDLES = (*_MEMBER_NEEDLES, "authorization", "cookie")
 _IS = rf"{_BLANKS}(?:=>|[:=]){_BLANKS}\[?{_BLANKS}"
 _NO_VALUE = r"(?!-?(?:null|none|true|false|nan|infinity)(?![^\s\"'\\&;,:[\]{}()]))"
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff])"
-# A scheme stays readable, and so does the public part of a secret, masked before or not.
+# An authentication scheme stays readable, and so does the public part of a secret, already masked or not.
 _HANDLE = rf"(?:(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|sealed\.)(?=[0-9A-Za-z]|\*\*\*))?+"
 _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
 
 
 def _quoted(depth: int) -> _Secret:
-    """A member of JSON and its string, as JSON escapes both when it was put into a string, `depth` times over.
+    """Match a JSON member and its string inside `depth` levels of JSON strings.
 
-    A backslash of the innermost JSON is `escapes` of them here, and its quote has one fewer before it.
+    A backslash of the innermost JSON appears as `escapes` backslashes, and its quote follows one fewer.
     """
     escapes = 2**depth
     quote = rf"\\{{{escapes - 1}}}\"" if depth else '"'
@@ -102,14 +102,14 @@ def _quoted(depth: int) -> _Secret:
 
 
 def _mask_number(match: re.Match[str]) -> str:
-    """A string, so that JSON stays JSON."""
+    """Replace a number by a string, so that JSON stays valid."""
     return f"{match['head']}{match['quote']}{MASK}{match['quote']}"
 
 
 # --- key strings over more than one line --------------------------------------------------------------------
 
-# A soft end (quoted-printable's, a shell's), the end of the line as itself or escaped in JSON, the marks of a quoted
-# mail, an indentation. Bounded, for a whole key to be seen within `_FARTHEST`.
+# A soft line break (quoted-printable, shell), a line end (plain or escaped in JSON), the marks of a quoted mail, an
+# indentation. Bounded, so that a whole key fits within `_FARTHEST`.
 _BREAK = r"[ \t]{0,8}(?:=|\\{1,4})?[ \t]{0,2}(?:\r\n|\n|\r|(?:\\{1,4}r)?\\{1,4}n)(?:[ \t]{0,2}>){0,4}[ \t]{0,16}"
 _MAY_BREAK = f"(?:{_BREAK})?+"
 _DIGIT = "[0-9A-Za-z]"
@@ -125,12 +125,12 @@ def _any_broken(words: Iterable[str]) -> str:
 
 
 def _letters(words: Iterable[str]) -> list[str]:
-    """What may stand at each place of one of the words."""
+    """Return a character class for each position of the words."""
     return [f"[{''.join(sorted(set(place)))}]" for place in zip(*words, strict=True)]
 
 
 def _unfinished_key() -> re.Pattern[str]:
-    """The end of a text that may be the beginning of a key string, or all of it but for what follows it."""
+    """Match the end of a text that may be an incomplete key string, or a complete one whose end is undecided."""
     rest = r"\Z"
     places = [*_letters(StringKind), "_", *_letters(StringScope), "_", *[_DIGIT] * (KEY_ID_DIGITS + _AFTER_KEY_ID)]
     for place in reversed(places):
@@ -140,12 +140,12 @@ def _unfinished_key() -> re.Pattern[str]:
 
 
 def _mask_broken(match: re.Match[str]) -> str:
-    """On one line, for the patterns that follow."""
+    """Join the head to one line, for the patterns that follow."""
     return re.sub(_BREAK, "", match["head"]) + MASK
 
 
 _SECRETS = (
-    # A key string of the right length that was broken; first, for the others end with the line.
+    # A key string of the right length, broken across lines. First, because the other patterns end with the line.
     _secret(
         rf"(?!_[a-z]{{3}}_[a-z]{{3}}_{_DIGIT}{{{KEY_ID_DIGITS + _AFTER_KEY_ID}}})"
         rf"(?P<head>_{_any_broken(StringKind)}{_MAY_BREAK}_{_any_broken(StringScope)}{_MAY_BREAK}_"
@@ -155,13 +155,13 @@ _SECRETS = (
         mask=_mask_broken,
         unfinished=_unfinished_key(),
     ),
-    # Secrets of webhooks, of which `whsec_` is public.
+    # Webhook secrets; the prefix `whsec_` is public.
     _secret(
         rf"(?P<head>(?<![A-Za-z0-9])whsec{_UNDERSCORE})(?:[A-Za-z0-9+/=_%-]|\\{{1,16}}/){{8}}",
         r"[A-Za-z0-9+/=_%-]|\\{1,16}/",
         ("whsec",),
     ),
-    # A credential header in a dump of the wire: the rest of the line.
+    # A credential header in an HTTP dump: the rest of the line.
     _secret(
         rf"(?P<head>^(?:[<>] )?[\w-]{{0,32}}{_HEADER}{_BLANKS}:{_BLANKS}{_FIRST})\S",
         r"[^\r\n]",
@@ -175,7 +175,7 @@ _SECRETS = (
         _NAMED_NEEDLES,
         any_case=True,
     ),
-    # In JSON, in JSON within JSON: the quoted string, with whatever is escaped in it.
+    # In JSON, in JSON within JSON: the quoted string, with its escapes.
     *map(_quoted, range(4)),
     # In a Python repr, a WSGI environ.
     _secret(
@@ -192,7 +192,7 @@ _SECRETS = (
         any_case=True,
         mask=_mask_number,
     ),
-    # A pair, as lists of headers have them, and tuples of anything.
+    # A name-value pair in a list of headers, or in any tuple.
     _secret(
         rf"(?P<head>(?:[(\[]{_BLANKS}b?(?P<quote>\\{{0,16}}[\"'])[\w-]{{0,32}}{_HEADER}(?P=quote)"
         rf"|\({_BLANKS}b?(?P<quotes>\\{{0,16}}[\"'])[\w.-]{{0,32}}{_MEMBER}(?P=quotes))"
@@ -210,8 +210,8 @@ _SECRETS = (
         _HEADER_NEEDLES,
         any_case=True,
     ),
-    # A variable or a parameter: quoted, or up to what ends it in a form or a shell. The quote may end a string of
-    # JSON, which none of `,:]}` may then follow.
+    # A variable or a parameter: quoted, or up to its delimiter in a form or a shell. The quote may end a string of
+    # JSON, so none of `,:]}` may follow it.
     _secret(
         rf"(?P<head>{_MEMBER}[ \t]{{0,4}}=[ \t]{{0,4}}\\{{0,16}}[\"']{_FIRST})[^\s\"'\\,:\]}}]",
         r"[^\"'\\\r\n]",
@@ -249,7 +249,7 @@ _SECRETS = (
         r"[^\s\"'\\]",
         ("-b", "--cookie"),
     ),
-    # The two schemes by themselves; what follows has to look random, for "basic responsibilities" are none.
+    # The two schemes without a header. The value has to look random, unlike "basic responsibilities".
     _secret(
         rf"(?P<head>\b(?i:bearer|basic)[ \t]{{1,64}}{_HANDLE})"
         r"(?=[A-Za-z./-]{0,64}[0-9_~+=]|[A-Za-z./-]{0,64}[a-z][A-Z])[A-Za-z0-9._~+/=-]{16}",
@@ -258,7 +258,7 @@ _SECRETS = (
     ),
     # A sealed secret (HPKE, RFC 9180, see keyvault.domain.sealing): `sealed.` and base64url parts.
     _secret(r"(?P<head>\bsealed\.)(?=[a-z_-]{0,64}[0-9A-Z])[A-Za-z0-9_-]{8}", r"[A-Za-z0-9_.-]", ("sealed.",)),
-    # Vault and OpenBao tokens (service, batch, recovery), and those of before Vault 1.10.
+    # Vault and OpenBao tokens (service, batch, recovery), also in the format before Vault 1.10.
     _secret(
         r"(?P<head>\b(?:hv[sbr]\.|[sbr]\.(?=[a-z]{0,64}[0-9A-Z])))[A-Za-z0-9_-]{20}",
         r"[A-Za-z0-9_-]",
@@ -270,47 +270,47 @@ _SECRETS = (
         r"(?!)",
         ("://",),
     ),
-    # Key strings, wherever they stand; last, for a header's name may be glued to one.
+    # Key strings anywhere. Last, because a header's name may directly precede one.
     _secret(SHAPED.pattern, _DIGIT, tuple(StringKind)),
 )
 
 
 _NEEDLES = tuple(dict.fromkeys(secret.needles for secret in _SECRETS))
 _NUMBERED = tuple((secret, _NEEDLES.index(secret.needles)) for secret in _SECRETS)
-"""Each pattern with the number of its needles, which several share: most lines of a log have none of them."""
+"""Each pattern with the index of its needles, which several share. Most log lines contain no needle."""
 
 
 def redact(text: str) -> str:
-    """The text with every secret masked. Idempotent: masked text stays as it is."""
+    """Mask every secret in a text. Idempotent: masked text stays unchanged."""
     lowered = text.lower()
-    there = [any(needle in lowered for needle in needles) for needles in _NEEDLES]
+    present = [any(needle in lowered for needle in needles) for needles in _NEEDLES]
     for secret, number in _NUMBERED:
-        if there[number]:
+        if present[number]:
             text = secret.whole.sub(secret.mask, text)
     return text
 
 
 def redact_stream(chunks: Iterable[str]) -> Iterator[str]:
-    """Redacts text of any size in bounded memory: what `redact` makes of the whole, wherever it is cut.
+    """Redact text of any size in bounded memory. The result equals `redact` on the whole text, for any chunking.
 
-    Whole lines are let go as they come.
+    Yields complete lines as they arrive.
     """
-    passes = [_Pass(secret) for secret in _SECRETS]
+    passes = [_StreamMask(secret) for secret in _SECRETS]
     for chunk in chunks:
-        if text := _through(passes, chunk, is_last=False):
+        if text := _feed_all(passes, chunk, is_last=False):
             yield text
-    if text := _through(passes, "", is_last=True):
+    if text := _feed_all(passes, "", is_last=True):
         yield text
 
 
-def _through(passes: Iterable["_Pass"], text: str, *, is_last: bool) -> str:
+def _feed_all(passes: Iterable["_StreamMask"], text: str, *, is_last: bool) -> str:
     for each in passes:
         text = each.feed(text, is_last=is_last)
     return text
 
 
-class _Pass:
-    """One pattern's way through a stream. Holds what may be the beginning of a secret, and one character before."""
+class _StreamMask:
+    """One pattern applied to a stream. Holds back a possible beginning of a secret, and one character before it."""
 
     def __init__(self, secret: _Secret) -> None:
         self._secret = secret
@@ -340,7 +340,7 @@ class _Pass:
         return "".join(clean)
 
     def _certain(self, text: str, at: int) -> int:
-        """Where what may still be the beginning of a secret stands: whole lines are let go, but for a key's."""
+        """Return the offset from which a secret may still begin. Complete lines are final, except in a key string."""
         certain, unfinished = max(text.rfind("\n") + 1, len(text) - _FARTHEST), self._secret.unfinished
         found = None if unfinished is None else unfinished.search(text, max(at, len(text) - _FARTHEST))
         return certain if found is None else min(certain, found.start())
@@ -350,5 +350,5 @@ _ENDS = re.compile(r"[\\\"', \t]*+\Z")
 
 
 def _is_undecided(text: str, at: int) -> bool:
-    """Whether the piece that would go on with the secret may be cut in two: an escape, what stands between two."""
+    """Return whether a chunk boundary may split the next piece of the secret: an escape, or a separator."""
     return len(text) - at < _LONGEST_PIECE and _ENDS.match(text, at) is not None

@@ -1,7 +1,7 @@
-"""Why a key ends: the reasons of RFC 5280 section 5.3.1 that fit an API key, and what each leads to.
+"""Revocation reasons: those of RFC 5280 section 5.3.1 that apply to an API key, and the resulting states.
 
-Revocation is an act with a reason, not a state: a compromise leads to `compromised`, every other reason to
-`deactivated`. `certificateHold` is `suspended` here, and has its own verb.
+Revocation is an operation with a reason, not a state: a compromise leads to `compromised`, every other reason to
+`deactivated`. `certificateHold` corresponds to the state `suspended`, which has its own operation.
 """
 
 from enum import StrEnum

@@ -1,7 +1,7 @@
-"""The lines of the revocation journal: what ended, written before its transaction commits, and whether it did commit.
+"""The lines of the revocation log, a write-ahead log: each revocation before its commit, and then the commit.
 
-A line is canonical JSON, a space and a checksum, so that a line which a crash tore is told from a damaged one: a torn
-one is the last and has no line feed. A line with a line feed that does not read as it was written is damaged.
+A line is canonical JSON, a space and a checksum. A crash leaves an incomplete line: the last one, without a line
+feed. Any other line that fails its checksum is damaged.
 
     {"accepted_by":"","at":…,"installation":"5e…","reason":"","what":"opened"} 1b…
     {"at":…,"boot":…,"id":…,"kind":"key","reason":…,"sequence":7,"state":…,"unit":"9f…","what":"ended"} 3c…
@@ -20,14 +20,14 @@ from keyvault.domain.canonical import JsonValue, canonical_bytes
 
 
 class DamagedLineError(ValueError):
-    """A line that is not as it was written."""
+    """A line fails its checksum or cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The installation that the journal belongs to, written when the file is made.
+    """The installation that the log belongs to; the first line of the file.
 
-    `accepted_by` and `reason`: the operator who accepted that an earlier journal is lost, and why; empty: none was.
+    `accepted_by` and `reason`: the operator who accepted the loss of an earlier log, and why. Empty: no log was lost.
     """
 
     installation: str
@@ -38,10 +38,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Something that is revoked for ever. `state` and `reason` are a key's.
+    """A permanent revocation. `state` and `reason` are set for keys only.
 
-    `unit` names the transaction that a `Committed` tells of; empty: read from the database after its commit.
-    `boot`: which run of the machine it was written in. `expires_at`: when a customer token would have ended by itself.
+    `unit` identifies the transaction, which a `Committed` line confirms; empty: read from the database after its
+    commit. `boot` identifies the boot of the machine. `expires_at` is the expiry of a revoked customer token.
     """
 
     sequence: int
@@ -55,7 +55,7 @@ class Ended:
     expires_at: datetime | None = None
 
     def has_expired(self, now: datetime) -> bool:
-        """Whether it is good for nothing any more, revoked or not."""
+        """Return whether the token has expired, so that its revocation no longer matters."""
         return self.expires_at is not None and self.expires_at <= now
 
 
@@ -66,92 +66,92 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The transaction had not committed long after it was written down. A `Committed`, even before it, outdoes it."""
+    """The transaction had not committed long after its line was written. A `Committed` line overrides it anywhere."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """Whatever ended up to this change of the database is in this journal."""
+class CaughtUp:
+    """The log contains every revocation up to this change sequence of the database."""
 
     sequence: int
 
 
-Line = Opened | Ended | Committed | Dropped | Looked
+Line = Opened | Ended | Committed | Dropped | CaughtUp
 
 _KINDS: dict[str, type[Line]] = {
     "opened": Opened,
     "ended": Ended,
     "committed": Committed,
     "dropped": Dropped,
-    "looked": Looked,
+    "looked": CaughtUp,
 }
-_WORDS = {made: word for word, made in _KINDS.items()}
+_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def line_bytes(line: Line) -> bytes:
-    """With its line feed."""
-    fields: dict[str, JsonValue] = {**asdict(line), "what": _WORDS[type(line)]}
+    """Serialize a line, including its line feed."""
+    fields: dict[str, JsonValue] = {**asdict(line), "what": _KIND_NAMES[type(line)]}
     if isinstance(line, Ended | Opened):
-        fields["at"] = _written(line.at)
+        fields["at"] = _format_time(line.at)
     if isinstance(line, Ended):
         del fields["expires_at"]
         if line.expires_at is not None:
-            fields["expires_at"] = _written(line.expires_at)
+            fields["expires_at"] = _format_time(line.expires_at)
     body = canonical_bytes(fields)
     return body + b" " + _checksum(body) + b"\n"
 
 
 def parse_line(text: bytes) -> Line:
-    """Of a line without its line feed. Raises DamagedLineError."""
+    """Parse a line without its line feed. Raises DamagedLineError."""
     body, _, checksum = text.rpartition(b" ")
     if checksum != _checksum(body):
-        raise DamagedLineError("the checksum does not fit")
+        raise DamagedLineError("the checksum does not match")
     try:
         fields = json.loads(body)
-        made = _KINDS[fields.pop("what")]
+        kind = _KINDS[fields.pop("what")]
         times = fields.keys() & {"at", "expires_at"}
         fields |= {name: datetime.fromisoformat(fields[name]) for name in times}
-        return made(**fields)
+        return kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedLineError("it is none of ours") from error
+        raise DamagedLineError("not a line of the revocation log") from error
 
 
 @dataclass(slots=True)
-class StandingLines:
-    """Which lines may have been answered with a yes, as they are read one by one."""
+class ConfirmedLines:
+    """The revocations whose commit is confirmed, as the lines are read one by one."""
 
-    _waiting: dict[str, list[Ended]] = field(default_factory=dict)
+    _unconfirmed: dict[str, list[Ended]] = field(default_factory=dict)
     _dropped: dict[str, list[Ended]] = field(default_factory=dict)
 
-    def add(self, line: Line) -> Sequence[Ended | Looked]:
-        """What stands now that this line was read too."""
+    def add(self, line: Line) -> Sequence[Ended | CaughtUp]:
+        """Read one line. Returns the lines that it confirms."""
         if isinstance(line, Committed):
-            return self._waiting.pop(line.unit, []) or self._dropped.pop(line.unit, [])
+            return self._unconfirmed.pop(line.unit, []) or self._dropped.pop(line.unit, [])
         if isinstance(line, Dropped):
-            if unit := self._waiting.pop(line.unit, []):
+            if unit := self._unconfirmed.pop(line.unit, []):
                 self._dropped[line.unit] = unit
             return []
         if isinstance(line, Ended) and line.unit:
-            self._waiting.setdefault(line.unit, []).append(line)
+            self._unconfirmed.setdefault(line.unit, []).append(line)
             return []
         return [] if isinstance(line, Opened) else [line]
 
-    def list_waiting(self, boot: str) -> list[list[Ended]]:
-        """By transaction: what the running machine wrote and nobody settled. `boot`: as below; unknown: none."""
-        return [unit for unit in self._waiting.values() if boot and unit[0].boot == boot]
+    def list_unconfirmed(self, boot: str) -> list[list[Ended]]:
+        """Return the unconfirmed revocations of the current boot, by transaction; none when `boot` is empty."""
+        return [unit for unit in self._unconfirmed.values() if boot and unit[0].boot == boot]
 
     def list_unfinished(self, boot: str) -> list[Ended]:
-        """What stands at the end of the journal though nobody noted the commit.
+        """Return the revocations of earlier boots without a `Committed` line, which count as committed.
 
-        Not what the running machine wrote: nobody was answered then, since the note comes before the answer. A
-        machine that went down may have lost the note, and not the commit. `boot`: the one that runs; empty: unknown.
+        A crash may have lost the `Committed` line but not the commit. Within the current boot no such line means no
+        response was sent, because it is written before the response. `boot`: the current one; empty: unknown.
         """
-        return [line for unit in self._waiting.values() for line in unit if not boot or line.boot != boot]
+        return [line for unit in self._unconfirmed.values() for line in unit if not boot or line.boot != boot]
 
 
-def _written(moment: datetime) -> str:
+def _format_time(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds")
 
 

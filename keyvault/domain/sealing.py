@@ -1,7 +1,8 @@
-"""Show-once secrets kept for a moment: AES-256-GCM under a key that a pepper gives, so that a database dump is no help.
+"""Short-lived encryption of show-once secrets: AES-256-GCM under a key derived from a pepper.
 
-A sealed text is laid out as pepper version (4 bytes) ‖ salt (16) ‖ nonce (12) ‖ ciphertext and tag. The key is
-HKDF-SHA256 (RFC 5869) of that pepper, salted afresh each time; the context is authenticated, not kept.
+A database dump alone cannot decrypt them. The layout is pepper version (4 bytes) ‖ salt (16) ‖ nonce (12) ‖ ciphertext
+and tag. The key is HKDF-SHA256 (RFC 5869) of that pepper with a new salt each time. The context is additional
+authenticated data and is not stored.
 """
 
 from cryptography.exceptions import InvalidTag
@@ -21,31 +22,31 @@ _HEAD_BYTES = _VERSION_BYTES + _SALT_BYTES + _NONCE_BYTES
 
 
 def seal(peppers: Peppers, text: Plaintext, context: bytes, random_bytes: RandomBytes) -> bytes:
-    """The text sealed under the set's current pepper, to be opened in this context only."""
+    """Encrypt a text under the set's current pepper. It can be decrypted only with the same context."""
     version, salt, nonce = peppers.current_version, random_bytes(_SALT_BYTES), random_bytes(_NONCE_BYTES)
     ciphertext = _cipher(peppers, version, salt).encrypt(nonce, text.reveal().encode(), context)
     return version.to_bytes(_VERSION_BYTES) + salt + nonce + ciphertext
 
 
 def unseal(peppers: Peppers, sealed: bytes, context: bytes) -> Plaintext:
-    """What was sealed. Raises IntegrityError: altered, another context's, another set's, or the pepper is gone."""
+    """Decrypt a sealed text. Raises IntegrityError if it was altered, context or set differ, or the pepper is gone."""
     version, salt = sealed_with(sealed), sealed[_VERSION_BYTES : _HEAD_BYTES - _NONCE_BYTES]
     nonce, ciphertext = sealed[_HEAD_BYTES - _NONCE_BYTES : _HEAD_BYTES], sealed[_HEAD_BYTES:]
     if version not in peppers.versions or len(nonce) < _NONCE_BYTES:
-        raise IntegrityError("A sealed secret cannot be opened.", internal=f"{peppers!r} has no version {version}")
+        raise IntegrityError("A sealed secret cannot be decrypted.", internal=f"{peppers!r} has no version {version}")
     try:
         text = _cipher(peppers, version, salt).decrypt(nonce, ciphertext, context)
     except InvalidTag as error:
-        raise IntegrityError("A sealed secret cannot be opened.", internal="it was altered or moved") from error
+        raise IntegrityError("A sealed secret cannot be decrypted.", internal="it was altered or moved") from error
     return Plaintext(text.decode())
 
 
 def sealed_with(sealed: bytes) -> int:
-    """The pepper version that it takes to open it."""
+    """Return the pepper version that decrypts it."""
     return int.from_bytes(sealed[:_VERSION_BYTES])
 
 
 def _cipher(peppers: Peppers, version: int, salt: bytes) -> AESGCM:
-    """The pepper also keys digests: the label keeps the two uses apart, and the set's name the environments."""
+    """Derive the cipher. The label separates this use of the pepper from digests, and one environment from another."""
     label = f"keyvault/sealing/{peppers.pepper_set}/{version}".encode()
     return AESGCM(HKDF(SHA256(), 32, salt, label).derive(peppers.versions[version]))

@@ -6,7 +6,7 @@ from django.db.models import F, Q
 from django.db.models.functions import Length
 
 from keyvault.domain.environments import Environment
-from keyvault.domain.issuance import HANDED_OVER, Delivery, IssuancePlan, IssuanceState
+from keyvault.domain.issuance import COLLECTED_DELIVERIES, Delivery, IssuancePlan, IssuanceState
 from keyvault.domain.keys import KeyKind
 from keyvault.models.columns import at, choice, choices_check, created_at
 from keyvault.models.keys import Credential, Key
@@ -70,7 +70,9 @@ class IssuanceRequest(RecordedModel):
             models.Index(
                 fields=["issued_at", "request_id"],
                 name="request_uncollected",
-                condition=Q(state="issued", kind="private", delivery__in=sorted(each.value for each in HANDED_OVER)),
+                condition=Q(
+                    state="issued", kind="private", delivery__in=sorted(each.value for each in COLLECTED_DELIVERIES)
+                ),
             ),
         ]
 

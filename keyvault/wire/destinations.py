@@ -1,7 +1,7 @@
-"""Where we may be told to send a request: which URLs, and which addresses behind them (OWASP: SSRF). PURE.
+"""Validation of outbound destinations against SSRF (OWASP): accepted URLs and addresses.
 
-A URL is somebody else's text, so only the plainest form of it is taken; and a name is nobody's promise, so it is the
-address that is judged, the very one that is then connected to.
+A URL is untrusted, so only its plainest form is accepted. DNS names are untrusted too: the check applies to the
+resolved address, and the connection goes to exactly that address.
 """
 
 import re
@@ -16,7 +16,7 @@ LONGEST_URL = 500
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"(?:{_LABEL}\.)*(?=[a-z]){_LABEL}")
-"""The last label begins with a letter: `127.1`, `0x7f000001` and `2130706433` are addresses to a resolver."""
+"""The last label begins with a letter, because a resolver takes `127.1`, `0x7f000001` and `2130706433` as addresses."""
 _DEFAULT_PORT = {"https": 443, "http": 80}
 _FIRST_FREE_PORT, _LAST_PORT = 1024, 65_535
 
@@ -25,12 +25,12 @@ _TRANSLATED = IPv6Network("64:ff9b::/96")
 _SPECIAL = tuple(
     map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
 )
-"""In the registries of special addresses, or carrying another address inside, and not in every Python's own list."""
+"""Special-purpose networks, and networks whose addresses embed another one, that some Python versions call global."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One URL, read once: `target` is its path and query as they are sent."""
+    """A parsed URL. `target`: the path and query of the request line."""
 
     scheme: str
     host: str
@@ -39,49 +39,49 @@ class Destination:
 
     @property
     def authority(self) -> str:
-        """Host and port as `Host` has them."""
+        """Host and port in the form of the `Host` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _DEFAULT_PORT[self.scheme] else f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """The one way to write it: two texts that mean the same are equal."""
+        """The normalized URL, for comparison."""
         return f"{self.scheme}://{self.authority}{self.target}"
 
 
 def parse_url(text: str, own_networks: Sequence[IPNetwork] = ()) -> Destination:
-    """The destination that a URL names. Raises ValueError, whose text says what to write instead.
+    """Parse a destination URL. Raises ValueError with the accepted form.
 
-    https only, but for hosts without a public address: those are reached where the host's owner has named their
-    networks, and over plain http too. Nothing is resolved here: a name is judged by its address when it is used.
+    Only https to public addresses is accepted. `own_networks`, which the host's owner configures, also allows their
+    private addresses, and plain http. Names are not resolved here: `may_connect` checks the address at connect time.
     """
     if len(text) > LONGEST_URL or _PLAIN.fullmatch(text) is None:
-        raise ValueError(f"at most {LONGEST_URL} plain ASCII characters, without spaces and backslashes")
+        raise ValueError(f"at most {LONGEST_URL} printable ASCII characters, without spaces and backslashes")
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ValueError("an address such as https://merchant.example/hooks") from error
+        raise ValueError("must be a URL such as https://merchant.example/hooks") from error
     scheme, host = parts.scheme.lower(), (parts.hostname or "").lower()
     if scheme != "https" and not (scheme == "http" and own_networks):
-        raise ValueError("https")
+        raise ValueError("must start with https://")
     if "@" in parts.netloc or "#" in text:
-        raise ValueError("no user, no password and no fragment")
+        raise ValueError("must not contain a user, a password or a fragment")
     if _is_address(host):
         if not may_connect(host, own_networks):
-            raise ValueError("a public address")
+            raise ValueError("must have a public address")
     elif _NAME.fullmatch(host) is None or len(host) > 253 or "[" in parts.netloc:
-        raise ValueError("a host name, or an address in its usual form")
+        raise ValueError("must have a host name, or an IP address in its usual form")
     if port is None:
         port = _DEFAULT_PORT[scheme]
     if port != _DEFAULT_PORT[scheme] and not _FIRST_FREE_PORT <= port <= _LAST_PORT:
-        raise ValueError(f"port {_DEFAULT_PORT[scheme]}, or {_FIRST_FREE_PORT} and up")
+        raise ValueError(f"must use port {_DEFAULT_PORT[scheme]}, or {_FIRST_FREE_PORT} to {_LAST_PORT}")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Destination(scheme, host, port, target)
 
 
 def may_connect(address: str, own_networks: Sequence[IPNetwork] = ()) -> bool:
-    """Whether a request may go to this address: a public one, or one in a network that the host's owner named."""
+    """Return whether the address is public, or in a network that the host's owner configured."""
     try:
         parsed = ip_address(address)
     except ValueError:

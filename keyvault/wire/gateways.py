@@ -1,7 +1,6 @@
-"""Forward-auth on the wire: what each gateway says of the request that it asks about, and how it is told the answer.
+"""Forward-auth protocols: how each gateway describes the original request, and how it receives the verdict.
 
-One dialect for each path of ours. A dialect reads its own headers and no other's: whatever else a client sent along
-is not looked at.
+Each route has one dialect. A dialect reads only its own headers and ignores any others that a client sent.
 """
 
 from collections.abc import Mapping
@@ -14,13 +13,14 @@ from keyvault.access.principals import KeyHolder
 from keyvault.wire.headers import client_address
 
 SERVICE_TOKEN = "X-Service-Token"  # noqa: S105  a header's name
-"""The gateway's own credential: Authorization is the client's."""
+"""Header of the gateway's own credential, because Authorization carries the client's."""
 
 AUTH_STATUS = "X-Auth-Status"
 AUTH_CODE = "X-Auth-Code"
 
 ENVOY_ADDRESS = "X-Envoy-External-Address"
-"""Not X-Forwarded-For: to that one Envoy's ext_authz appends its own address (envoyproxy/envoy#21519)."""
+"""Envoy's header of the client address. Its ext_authz appends Envoy's own address to X-Forwarded-For
+(envoyproxy/envoy#21519)."""
 
 
 class Dialect(StrEnum):
@@ -31,7 +31,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The headers of a dialect that tells everything in headers. Of `address` the right-most entry is the gateway's."""
+    """Header names of a dialect. The gateway wrote only the right-most entry of `address`."""
 
     method: str
     uri: str
@@ -43,12 +43,12 @@ NAMES = {
     Dialect.TRAEFIK: Names("X-Forwarded-Method", "X-Forwarded-Uri", "X-Forwarded-Host", "X-Forwarded-For"),
     Dialect.NGINX: Names("X-Original-Method", "X-Original-URI", "X-Original-Host", "X-Original-Address"),
 }
-"""Envoy is not among them: it asks with the client's own method, path and Host."""
+"""Header names by dialect. Envoy needs none: it sends the client's own method, path and Host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """The client's request as its gateway tells it. `address` is None when there is none to be trusted."""
+    """The client's request as the gateway reports it. `address` None: no trusted address."""
 
     method: str
     uri: str
@@ -57,7 +57,7 @@ class Forwarded:
 
     @property
     def hostname(self) -> str:
-        """Without a port and a last dot, in lower case; "" when there is none to be read."""
+        """The host in lower case without port and trailing dot; "" if it cannot be parsed."""
         try:
             return (urlsplit(f"//{self.host}").hostname or "").removesuffix(".")
         except ValueError:
@@ -65,31 +65,31 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Misread:
-    """The header that is missing, or came twice: the gateway is not set up as its sample is."""
+class HeaderFault:
+    """A required header is missing or repeated: the gateway is not configured like its sample."""
 
     header: str
 
 
-def read_forwarded(names: Names, headers: Mapping[str, str]) -> Forwarded | Misread:
-    """What the gateway tells in its headers. A comma in the URI is left alone: a client may have sent it."""
+def read_forwarded(names: Names, headers: Mapping[str, str]) -> Forwarded | HeaderFault:
+    """Read the original request from the gateway's headers. A comma in the URI is valid: clients may send one."""
     method, uri, host = (headers.get(name, "") for name in (names.method, names.uri, names.host))
     if method == "" or "," in method:
-        return Misread(names.method)
+        return HeaderFault(names.method)
     if not uri.startswith("/"):
-        return Misread(names.uri)
+        return HeaderFault(names.uri)
     if "," in host:
-        return Misread(names.host)
+        return HeaderFault(names.host)
     return Forwarded(method, uri, host, last_address(headers.get(names.address)))
 
 
 def last_address(addresses: str | None) -> str | None:
-    """The right-most entry is what the gateway itself has seen; what stands further left its client may have sent."""
+    """Return the right-most entry, which the gateway observed. The client may have sent all others."""
     return client_address(None, addresses, 1)
 
 
 def identity_headers(holder: KeyHolder, customer: Customer | None, request_id: str) -> dict[str, str]:
-    """Who was let in, for the upstream: always all of them, so that no client's own copy survives."""
+    """Return the identity headers for the upstream. Always all of them, to overwrite a client's forged copies."""
     return {
         "X-Merchant-Id": holder.merchant_id,
         "X-Environment": holder.environment.value,
@@ -104,5 +104,5 @@ _NGINX_PASSES = frozenset({200, 401, 403})
 
 
 def nginx_status(status: int) -> int:
-    """What auth_request can tell from another: it turns every other status into a 500."""
+    """Map a status to one that nginx auth_request passes on; it turns any other into a 500."""
     return status if status in _NGINX_PASSES else 403

@@ -1,7 +1,7 @@
 """Credentials, addresses and request ids in HTTP headers, without a framework.
 
-Repeated headers are joined with a comma, which no credential of ours contains: so a comma stands for "came
-twice", and what came twice is refused rather than chosen from.
+HTTP servers join repeated headers with a comma, which no credential contains. A comma therefore means a repeated
+header, and the request is rejected rather than one value chosen.
 """
 
 import re
@@ -18,12 +18,12 @@ _LONGEST_CLIENT_ID = 64
 
 
 def mint_request_id(random_bytes: RandomBytes) -> str:
-    """Ours, always: a client's own id is only noted beside it."""
+    """Return a new request id. The client's own id is only logged beside it."""
     return random_digits(22, random_bytes)
 
 
 def clean_client_request_id(value: str | None) -> str | None:
-    """The client's own id when it is short and plain enough to stand in a log line, else None."""
+    """Return the client's own id if it is short and plain enough for a log line, else None."""
     if value is None or not 1 <= len(value) <= _LONGEST_CLIENT_ID:
         return None
     if not value.isascii() or not all(char.isalnum() or char in "._-" for char in value):
@@ -32,9 +32,9 @@ def clean_client_request_id(value: str | None) -> str | None:
 
 
 def join_headers(sent: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The values by lower-case name, byte for byte (latin-1); of one that came twice, both with a comma between.
+    """Return the values by lower-case name, byte for byte (latin-1), with repeated headers joined by a comma.
 
-    A name with an underscore is dropped: CGI, and all that follows it, would read it as the one with a hyphen.
+    Drops names with an underscore, which CGI and WSGI would confuse with the name with a hyphen.
     """
     joined: dict[str, str] = {}
     for raw_name, raw_value in sent:
@@ -44,15 +44,15 @@ def join_headers(sent: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return joined
 
 
-def came_twice(value: str | None) -> bool:
-    """Whether a credential header came more than once, or holds the comma that stands for it."""
+def is_repeated(value: str | None) -> bool:
+    """Return whether a credential header was repeated, which a comma indicates."""
     return value is not None and "," in value
 
 
 def read_bearer(authorization: str | None) -> str | None:
-    """The token behind `Bearer `, None without the header, and "" for anything else (which proves nothing).
+    """Return the token after `Bearer `, None without the header, and "" (never valid) for anything else.
 
-    The scheme's name is matched without regard to case (RFC 9110, 11.1); a comma spoils the whole header.
+    The scheme is case-insensitive (RFC 9110, 11.1). A comma makes the whole header invalid.
     """
     if authorization is None:
         return None
@@ -70,10 +70,10 @@ _WAIT_DIGITS = 9
 
 
 def read_preference_wait(prefer: str | None) -> int | None:
-    """The seconds of `Prefer: wait=5` (RFC 7240, 4.3), or None: not asked for, or not so that it can be read.
+    """Return the seconds of `Prefer: wait=5` (RFC 7240, 4.3), or None if it is absent or malformed.
 
-    Several preferences stand in one header or in several that were joined; of two waits the first one counts, and
-    what is not understood is passed over (RFC 7240, 2). Of a number beyond all patience the first 9 digits are read.
+    One header or several joined ones may list several preferences. The first wait counts, and unknown preferences are
+    ignored (RFC 7240, 2). Only the first 9 digits of a number are read.
     """
     if prefer is None or _PREFERENCES.fullmatch(prefer) is None:
         return None
@@ -85,10 +85,10 @@ def read_preference_wait(prefer: str | None) -> int | None:
 
 
 def client_address(remote_address: str | None, forwarded_for: str | None, trusted_proxies: int) -> str | None:
-    """Who asked: the peer, or with n proxies of ours before us the n-th entry from the right of X-Forwarded-For.
+    """Return the client's address: the peer's, or behind n trusted proxies the n-th last X-Forwarded-For entry.
 
-    What stands further left was written by somebody whom nobody vouches for. None when there are fewer entries
-    or it is no address. Canonical (RFC 5952), without a port; an IPv4-mapped address as IPv4.
+    Entries further left are untrusted. Returns None if there are fewer entries or the entry is no address. The result
+    is canonical (RFC 5952), without a port, and an IPv4-mapped address as IPv4.
     """
     if trusted_proxies == 0:
         return _canonical_address(remote_address or "")
@@ -97,7 +97,7 @@ def client_address(remote_address: str | None, forwarded_for: str | None, truste
 
 
 def _without_port(entry: str) -> str:
-    """`192.0.2.1:80`, `[2001:db8::1]:80` and `[2001:db8::1]` as the address; anything else as it is."""
+    """Strip the port of `192.0.2.1:80` and `[2001:db8::1]:80`, and bare brackets. Returns other text unchanged."""
     entry = entry.strip(" \t")
     if entry.startswith("["):
         address, bracket, port = entry[1:].partition("]")
@@ -117,6 +117,6 @@ def _canonical_address(text: str) -> str | None:
         return None
     if isinstance(address, IPv6Address):
         if address.scope_id is not None:
-            return None  # a link's name means nothing on another machine
+            return None  # A zone index is only valid on one machine.
         return str(address.ipv4_mapped or address)
     return str(address)

@@ -1,15 +1,14 @@
-"""A JSON body as the contract means it: one object, each name once, no NaN, no bottomless nesting.
-
-read_object(body) -> the object
-"""
+"""Strict parsing of JSON bodies: one object, unique names, no NaN, limited nesting."""
 
 import json
 from typing import Any, NoReturn
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Raises ValueError, saying where it went wrong and nothing of what was sent, on anything that two readers could
-    read differently."""
+    """Parse a body. Raises ValueError on anything that two parsers could read differently.
+
+    The error states the position and does not quote the body.
+    """
     try:
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -27,7 +26,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _reason(error: Exception) -> str:

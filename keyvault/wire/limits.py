@@ -1,21 +1,21 @@
-"""Limits on the wire: the RateLimit fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
+"""The RateLimit header fields of draft-ietf-httpapi-ratelimit-headers-10, as Structured Fields lists."""
 
 from keyvault.access.limits import BucketStatus, Spend
 
 
 def limit_headers(spend: Spend | None) -> dict[str, str]:
-    """`RateLimit-Policy` and `RateLimit`; nothing where nothing was spent: limits are not told before proof."""
+    """Return `RateLimit-Policy` and `RateLimit`. Empty without a spend: limits are not disclosed before proof."""
     if spend is None:
         return {}
     return {
-        "RateLimit-Policy": ", ".join(map(_policy, spend.standings)),
-        "RateLimit": ", ".join(map(_standing, spend.standings)),
+        "RateLimit-Policy": ", ".join(map(_policy, spend.statuses)),
+        "RateLimit": ", ".join(map(_rate_limit, spend.statuses)),
     }
 
 
-def _policy(standing: BucketStatus) -> str:
-    return f'"{standing.policy}";q={standing.limit.count};w={standing.limit.seconds}'
+def _policy(status: BucketStatus) -> str:
+    return f'"{status.policy}";q={status.limit.count};w={status.limit.seconds}'
 
 
-def _standing(standing: BucketStatus) -> str:
-    return f'"{standing.policy}";r={standing.remaining};t={standing.reset_seconds}'
+def _rate_limit(status: BucketStatus) -> str:
+    return f'"{status.policy}";r={status.remaining};t={status.reset_seconds}'

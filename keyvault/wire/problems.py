@@ -1,7 +1,6 @@
-"""Error codes on the wire: status, title and body (RFC 9457), and the challenge of a 401 (RFC 9110, 11.6.1).
+"""HTTP mapping of error codes: status, title and body (RFC 9457), and the challenge of a 401 (RFC 9110, 11.6.1).
 
-The one table from a code to what HTTP says about it. `check` is the number of the item of D23 that a client
-goes through before it tries again.
+`check` is the number of the checklist item in ERRORS.md that a client works through before a retry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ CONTENT_TYPE = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """`cause` is what happened, `cure` what the client does about it; `check` and `challenge` see above."""
+    """The description of one error code. `cure`: what the client does about it; `check`, `challenge`: see above."""
 
     status: int
     title: str
@@ -34,21 +33,21 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CREDENTIAL_IN_URL: ProblemType(
         400,
         "Credential in the URL",
-        "Something shaped like a key string stands in the path or the query, where logs and proxies keep it.",
-        "Send it in its header, and have this one rotated.",
+        "The path or the query contains text shaped like a key string. Logs and proxies store URLs.",
+        "Rotate the credential, and send credentials only in their header.",
         1,
     ),
     Code.CREDENTIAL_AMBIGUOUS: ProblemType(
         400,
         "Ambiguous credential",
-        "X-Api-Key or Authorization came more than once, or holds a comma.",
+        "X-Api-Key or Authorization was sent more than once, or contains a comma.",
         "Send each header once, with one credential.",
         1,
     ),
     Code.CREDENTIAL_MISSING: ProblemType(
         401,
         "Credential missing",
-        "The request has no X-Api-Key header. A customer access token alone never replaces it.",
+        "The request has no X-Api-Key header. A customer access token does not replace it.",
         "Send the API key in X-Api-Key.",
         1,
         _KEY,
@@ -56,111 +55,110 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CREDENTIAL_INVALID: ProblemType(
         401,
         "Credential invalid",
-        "The string is malformed, mistyped, unknown or not an API key; which of these is not told.",
-        "Compare it with what the secrets manager holds. Do not try again with the same string.",
+        "The string is malformed, mistyped, unknown or not an API key. The response does not disclose which.",
+        "Compare it with the string in the secrets manager. Do not retry with the same string.",
         1,
         _KEY,
     ),
     Code.ENVIRONMENT_MISMATCH: ProblemType(
         401,
         "Wrong environment",
-        "The key is one of the other environment's.",
-        "Send it to that environment's base URL, which the detail names, or use this environment's key.",
+        "The key belongs to the other environment.",
+        "Use that environment's base URL, which the detail states, or this environment's key.",
         2,
         _KEY,
     ),
     Code.KEY_NOT_ACTIVE: ProblemType(
         401,
         "Key not active",
-        "The key is not active yet, or is suspended; a rotation's old key is suspended before it is revoked.",
-        "Use the replacement where there is one; else ask the technical account manager.",
+        "The key is not active yet, or is suspended. A rotation suspends the old key before it revokes it.",
+        "Use the replacement if there is one. Otherwise contact the technical account manager.",
         4,
         _KEY,
     ),
     Code.KEY_EXPIRED: ProblemType(
-        401, "Key expired", "The key's expiry has passed.", "Use the key's replacement, or ask for one.", 4, _KEY
+        401, "Key expired", "The key's expiry has passed.", "Use the key's replacement, or request one.", 4, _KEY
     ),
     Code.KEY_REVOKED: ProblemType(
         401,
         "Key revoked",
-        "The key was revoked, reported as compromised, or destroyed. That is for ever.",
-        "Use the key's replacement, or ask for one.",
+        "The key was revoked, reported as compromised, or destroyed. This is permanent.",
+        "Use the key's replacement, or request one.",
         4,
         _KEY,
     ),
     Code.MERCHANT_MISMATCH: ProblemType(
         403,
         "Wrong merchant",
-        "The request names another merchant than the one that the key was issued for.",
-        "Use the key of the merchant that the request is about.",
+        "The request names a different merchant than the key was issued for.",
+        "Use the key of the merchant that the request names.",
         2,
     ),
     Code.MERCHANT_SUSPENDED: ProblemType(
         403,
         "Merchant suspended",
         "The merchant, or its account in this environment, is suspended.",
-        "Ask the technical account manager; trying again does not help.",
+        "Contact the technical account manager. A retry does not help.",
         5,
     ),
     Code.ENDPOINT_UNKNOWN: ProblemType(
         404,
         "Endpoint unknown",
-        "The endpoint catalog has no such endpoint. A path that could be read in two ways (escapes, `..`, `;`, `//`) "
-        "is none.",
-        "Compare method and path with the catalog; paths are case-sensitive.",
+        "The endpoint catalog has no such endpoint. An ambiguous path (escapes, `..`, `;`, `//`) matches no endpoint.",
+        "Compare the method and the path with the catalog. Paths are case-sensitive.",
         3,
     ),
     Code.METHOD_NOT_ALLOWED: ProblemType(
-        405, "Method not allowed", "The path is known, but not with this method.", "Use a method that Allow lists.", 3
+        405, "Method not allowed", "The path exists, but not with this method.", "Use a method that Allow lists.", 3
     ),
     Code.METHOD_NOT_SUPPORTED: ProblemType(
         403,
         "Authorization method not supported",
-        "The endpoint takes the other kind of API key.",
-        "Public keys start flows in a browser or an app, private keys belong to a backend: send the endpoint's kind.",
+        "The endpoint requires the other kind of API key.",
+        "Use the endpoint's kind: public keys are for browsers and apps, private keys for backends.",
         3,
     ),
     Code.BEARER_NOT_SUPPORTED: ProblemType(
         401,
         "Bearer not supported",
-        "Authorization was sent to an endpoint that does not document it.",
-        "Leave Authorization out.",
+        "The request has an Authorization header, which the endpoint does not support.",
+        "Omit the Authorization header.",
         3,
         _KEY,
     ),
     Code.PRIVATE_KEY_IN_BROWSER: ProblemType(
         403,
         "Private key in a browser",
-        "A private key came with an Origin header, so that a browser may hold it. It is noted as suspected exposure.",
-        "Call from a backend. One that forwards Origin strips it, or has its credential set to report only.",
+        "A private key was sent with an Origin header, so a browser may hold it. It is recorded as suspected exposure.",
+        "Call from a backend. If it forwards Origin, remove the header or have the credential set to report only.",
         3,
     ),
     Code.IP_NOT_ALLOWED: ProblemType(
         403,
         "Address not allowed",
-        "The client's address is outside the credential's list, or is not known although there is a list.",
-        "Call from a listed network, or have the list changed by an operator.",
+        "The client's address is outside the credential's allowed networks, or unknown.",
+        "Call from an allowed network, or have an operator change the list.",
         5,
     ),
     Code.CONTEXT_MISSING: ProblemType(
         403,
         "Context missing",
-        "The endpoint needs a merchant or store context that the request does not carry.",
+        "The request lacks the merchant or store context that the endpoint requires.",
         "Send the header or the path variable that the endpoint's authorization panel names.",
         5,
     ),
     Code.CUSTOMER_TOKEN_MISSING: ProblemType(
         401,
         "Customer access token missing",
-        "The endpoint needs a signed-in customer.",
-        "Send the customer access token as Authorization: Bearer, beside the private key.",
+        "The endpoint requires a signed-in customer.",
+        "Send the customer access token as Authorization: Bearer, in addition to the private key.",
         5,
         _BEARER,
     ),
     Code.CUSTOMER_TOKEN_INVALID: ProblemType(
         401,
         "Customer access token invalid",
-        "It is malformed, unknown, or another merchant's or environment's; which of these is not told.",
+        "It is malformed, unknown, or of another merchant or environment. The response does not disclose which.",
         "Issue a new one for the customer.",
         5,
         _INVALID_TOKEN,
@@ -168,7 +166,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CUSTOMER_TOKEN_EXPIRED: ProblemType(
         401,
         "Customer access token expired",
-        "Its lifetime, 15 minutes unless asked otherwise, is over.",
+        "Its lifetime, 15 minutes by default, is over.",
         "Issue a new one for the customer.",
         4,
         _INVALID_TOKEN,
@@ -184,23 +182,23 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.RATE_LIMITED: ProblemType(
         429,
         "Rate limited",
-        "The account's or the endpoint's limit is used up, or a key that was revoked already is revoked by its holder "
-        "again and again; RateLimit-Policy and RateLimit say which.",
-        "Wait as long as Retry-After says, then go on slower. A payment attempt is retried with its own "
-        "Idempotency-Key and body.",
+        "The limit of the account or the endpoint is exhausted, or the holder repeats the revocation of a revoked key. "
+        "RateLimit-Policy and RateLimit state which.",
+        "Wait for Retry-After, then send fewer requests. Retry a payment attempt with its original Idempotency-Key and "
+        "body.",
     ),
     Code.VERIFIER_STALE: ProblemType(
         503,
         "Verifier stale",
-        "The verifier cannot vouch for what it knows of the key right now, so it says neither yes nor no.",
-        "Wait as long as Retry-After says and send the same request again.",
+        "The verifier's data about the key may be outdated, so it can neither allow nor deny the request.",
+        "Wait for Retry-After and send the same request again.",
     ),
     Code.SERVICE_TOKEN_INVALID: ProblemType(
         401,
         "Service token missing or invalid",
-        "The service plane was called without a valid service token: it is missing, unknown, expired or revoked.",
-        "Send a service token as Authorization: Bearer (forward-auth: X-Service-Token). An API key or an admin session "
-        "opens nothing here.",
+        "The service plane requires a service token. The request's token is missing, unknown, expired or revoked.",
+        "Send a service token as Authorization: Bearer (forward-auth: X-Service-Token). API keys and admin sessions "
+        "are not accepted here.",
         1,
         _BEARER,
     ),
@@ -208,70 +206,73 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
         403,
         "Permission missing",
         "The service token or the operator may not do this, or not in this environment.",
-        "Use one that has the permission which the detail names.",
+        "Use one that has the permission named in the detail.",
     ),
     Code.NOT_FOUND: ProblemType(
-        404, "Not found", "There is no such thing, or it is somebody else's: the same answer.", "Check the id."
+        404, "Not found", "The object does not exist, or belongs to another merchant.", "Check the id."
     ),
     Code.REQUEST_INVALID: ProblemType(
         400,
         "Request invalid",
-        "The body, the query or a header does not fit; `errors` lists each fault with a JSON Pointer.",
-        "Mend what is listed. Unknown fields are faults too.",
+        "The body, the query or a header is invalid. `errors` lists each fault with a JSON Pointer.",
+        "Fix the listed faults. Unknown fields are faults too.",
     ),
     Code.URI_TOO_LONG: ProblemType(
         414,
         "URI too long",
-        "Path and query together are longer than 8 KiB.",
-        "Ask for less at once; no endpoint needs as much.",
+        "The path and the query together exceed 8 KiB.",
+        "Shorten the query. No endpoint needs as much.",
     ),
     Code.PAYLOAD_TOO_LARGE: ProblemType(
-        413, "Payload too large", "The body is larger than 64 KiB.", "Send less; no endpoint needs as much."
+        413, "Payload too large", "The body is larger than 64 KiB.", "Send a smaller body. No endpoint needs as much."
     ),
     Code.REQUEST_TIMEOUT: ProblemType(
         408,
         "Request timeout",
-        "The body did not arrive within 10 seconds. Nothing was done.",
-        "Send the request again, with the whole body at once; the connection is closed.",
+        "The body did not arrive within 10 seconds. The request had no effect, and the connection is closed.",
+        "Send the request again, with the whole body without delay.",
     ),
     Code.MEDIA_TYPE_UNSUPPORTED: ProblemType(
-        415, "Media type unsupported", "The body is not application/json.", "Send JSON, and say so in Content-Type."
+        415,
+        "Media type unsupported",
+        "The body is not application/json.",
+        "Send JSON with Content-Type: application/json.",
     ),
     Code.STATE_CONFLICT: ProblemType(
         409,
         "Conflict with the present state",
-        "The request is right, the moment is not: something was done already, or takes a second person.",
-        "Read the thing again, then decide.",
+        "The request is valid but conflicts with the current state: it was done already, or requires a second person.",
+        "Read the object again, then decide.",
     ),
     Code.IDEMPOTENCY_KEY_MISSING: ProblemType(
         400,
         "Idempotency-Key missing",
-        "A request that creates something came without an Idempotency-Key.",
-        "Send 1 to 255 printable ASCII characters, new for each attempt's intent and the same for its retries.",
+        "A request that creates something has no Idempotency-Key.",
+        "Send 1 to 255 printable ASCII characters: a new key for each operation, the same key for its retries.",
     ),
     Code.IDEMPOTENCY_IN_PROGRESS: ProblemType(
         409,
         "Still in progress",
-        "The first request with this Idempotency-Key is still at work.",
-        "Wait as long as Retry-After says, then send the same again.",
+        "The first request with this Idempotency-Key is still in progress.",
+        "Wait for Retry-After, then send the same request again.",
     ),
     Code.IDEMPOTENCY_BODY_MISMATCH: ProblemType(
         422,
         "Another body under the same Idempotency-Key",
         "This Idempotency-Key was used with another body in the last 24 hours.",
-        "Retry with the original body, or use a new key for a new intent.",
+        "Retry with the original body, or use a new key for a new operation.",
     ),
     Code.DEPENDENCY_UNAVAILABLE: ProblemType(
         503,
         "Dependency unavailable",
-        "A server that is needed for this does not answer, or this one has as many requests as it can take.",
-        "Wait as long as Retry-After says and try again.",
+        "A required server does not respond, or this server is at capacity.",
+        "Wait for Retry-After and try again.",
     ),
     Code.INTERNAL_ERROR: ProblemType(
         500,
         "Internal error",
-        "Something went wrong on our side. No input reaches this on purpose.",
-        "Give the request_id to support.",
+        "An unexpected error occurred in the service.",
+        "Report the request_id to support.",
     ),
 }
 
@@ -279,12 +280,12 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
 _TRY_AGAIN = frozenset(
     {Code.RATE_LIMITED, Code.VERIFIER_STALE, Code.DEPENDENCY_UNAVAILABLE, Code.IDEMPOTENCY_IN_PROGRESS}
 )
-"""Codes that always say when."""
+"""Codes whose responses always have a Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a door sends: a status, headers, and a body for `application/problem+json`."""
+    """An error response: status, headers, and the body of `application/problem+json`."""
 
     status: int
     headers: Mapping[str, str]
@@ -300,7 +301,7 @@ def problem(
     allowed_methods: Sequence[str] = (),
     retry_after_seconds: int | None = None,
 ) -> Problem:
-    """The answer for a code. `faults` are listed under `errors`; Retry-After is whole seconds, at least 1."""
+    """Build the response for a code. `errors` lists the `faults`; Retry-After is whole seconds, at least 1."""
     kind = PROBLEM_TYPES[code]
     body: dict[str, JsonValue] = {
         "type": f"urn:keyvault:problem:{code}",
@@ -327,15 +328,20 @@ def problem(
 
 
 def problems_page() -> str:
-    """All codes as a Markdown page, in the order in which a request meets them."""
+    """Return ERRORS.md: all codes, in the order in which a request is checked."""
     lines = [
         "# Errors",
         "",
-        "Every error is `application/problem+json` (RFC 9457) with `status`, `code`, `detail` and `request_id`; give",
-        "the last to support. `check` is the number of what to go through before trying again: (1) the credential is",
-        "in the documented header; (2) the key belongs to this environment and merchant; (3) the endpoint supports",
-        "what was sent; (4) neither key nor customer access token has expired or been revoked; (5) merchant, store or",
-        "customer context is there. An authorization error is not retried for ever. This page is `make errors`.",
+        "Every error is `application/problem+json` (RFC 9457) with `status`, `code`, `detail` and `request_id`. Report",
+        "the `request_id` to support. `check` is the number of a checklist item. Check it before a retry:",
+        "",
+        "1. The credential is in the documented header.",
+        "2. The key belongs to this environment and merchant.",
+        "3. The endpoint supports what was sent.",
+        "4. Neither the key nor the customer access token has expired or been revoked.",
+        "5. The merchant, store or customer context is present.",
+        "",
+        "Do not retry an authorization error indefinitely. `make errors` generates this page.",
         "",
         "| status | code | check | cause | cure |",
         "|---|---|---|---|---|",

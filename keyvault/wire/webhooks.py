@@ -1,6 +1,6 @@
-"""Standard Webhooks 1.0.0 (standardwebhooks.com): what is signed and how, when it is tried again, what answers mean.
+"""Standard Webhooks 1.0.0 (standardwebhooks.com): signing, retry schedule, and interpretation of responses.
 
-PURE: a merchant's service may use `verify` as it stands, as may any other library of the standard.
+A merchant's service may copy `verify`, or use any library of the standard.
 """
 
 import base64
@@ -29,17 +29,17 @@ _FEWEST_BYTES, _MOST_BYTES = 24, 64
 _PAUSES = tuple(
     timedelta(seconds=seconds) for seconds in (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
 )
-"""After each attempt but the last; 75 hours and 35 minutes together, as the standard proposes."""
+"""Delay after each attempt except the last; 75 hours and 35 minutes in total, as the standard proposes."""
 MOST_ATTEMPTS = len(_PAUSES) + 1
 _JITTER = 0.1
 
 
 class SecretInvalidError(ValueError):
-    """No secret of the standard: `whsec_` and the base64 of 24 to 64 bytes."""
+    """The text is no webhook secret: `whsec_` and the base64 of 24 to 64 bytes."""
 
 
 class SignatureInvalidError(Exception):
-    """The message is not from whoever holds the secret, or not from now; the text says which, for the log."""
+    """The signature is invalid or the timestamp out of tolerance; the text states which, for the log."""
 
 
 # --- signing ----------------------------------------------------------------------------------------------------
@@ -50,21 +50,21 @@ def mint_secret(random_bytes: RandomBytes) -> Plaintext:
 
 
 def sign(secrets: Iterable[Plaintext], message_id: str, at: datetime, body: bytes) -> dict[str, str]:
-    """The three headers of one attempt. During a rotation both secrets sign, so that either proves the message.
+    """Return the three headers of one attempt. During a rotation both secrets sign, so either one verifies.
 
-    Raises ValueError for an id with a dot in it, which would move the borders of what is signed.
+    Raises ValueError for an id that contains a dot, which would make the signed text ambiguous.
     """
     if "." in message_id:
-        raise ValueError("a message id has no dot")
+        raise ValueError("a message id must not contain a dot")
     timestamp = str(int(at.timestamp()))
     signatures = [_signature(_key(secret.reveal()), message_id, timestamp, body) for secret in secrets]
     return {ID_HEADER: message_id, TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: " ".join(signatures)}
 
 
 def verify(secret: str, headers: Mapping[str, str], body: bytes, now: datetime) -> str:
-    """The id of the message, which is the same however often it comes: act on each id once.
+    """Verify a message and return its id. Retries have the same id: process each id once.
 
-    `headers` are looked up in lower case; `body` is what was received, byte for byte. Raises SignatureInvalidError,
+    `headers`: names in lower case. `body`: the received bytes, unchanged. Raises SignatureInvalidError,
     SecretInvalidError.
     """
     message_id, timestamp, signatures = (
@@ -73,12 +73,12 @@ def verify(secret: str, headers: Mapping[str, str], body: bytes, now: datetime) 
     if not message_id or not signatures or re.fullmatch(r"[0-9]{1,12}", timestamp) is None:
         raise SignatureInvalidError("a header is missing or unreadable")
     if abs(now.timestamp() - int(timestamp)) > TOLERANCE.total_seconds():
-        raise SignatureInvalidError("the timestamp is too far from now")
+        raise SignatureInvalidError("the timestamp is out of tolerance")
     expected = _signature(_key(secret), message_id, timestamp, body).encode()
-    # All are compared, so that the time it takes does not say which one fits.
+    # Compares all, so that the time does not reveal which one matches.
     fits = [hmac.compare_digest(expected, given.encode(errors="replace")) for given in signatures.split(" ")]
     if not any(fits):
-        raise SignatureInvalidError("no signature fits")
+        raise SignatureInvalidError("no signature matches")
     return message_id
 
 
@@ -91,9 +91,9 @@ def _key(secret: str) -> bytes:
     try:
         key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
     except (Base64Error, ValueError) as error:
-        raise SecretInvalidError("no base64 after whsec_") from error
+        raise SecretInvalidError("the text after whsec_ is not base64") from error
     if not secret.startswith(_SECRET_PREFIX) or not _FEWEST_BYTES <= len(key) <= _MOST_BYTES:
-        raise SecretInvalidError(f"whsec_ and the base64 of {_FEWEST_BYTES} to {_MOST_BYTES} bytes")
+        raise SecretInvalidError(f"a secret is whsec_ and the base64 of {_FEWEST_BYTES} to {_MOST_BYTES} bytes")
     return key
 
 
@@ -101,7 +101,7 @@ def _key(secret: str) -> bytes:
 
 
 class DeliveryOutcome(StrEnum):
-    """`gone`: the endpoint wants no message any more, ever."""
+    """`gone`: the endpoint permanently accepts no messages."""
 
     DELIVERED = "delivered"
     GONE = "gone"
@@ -110,14 +110,14 @@ class DeliveryOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryAssessment:
-    """`wait`: how long the endpoint asked to be left alone, at least."""
+    """The interpretation of a response. `wait`: the minimum delay that the endpoint requested."""
 
     verdict: DeliveryOutcome
     wait: timedelta = timedelta()
 
 
-def judge_answer(status: int, retry_after: str | None, now: datetime) -> DeliveryAssessment:
-    """What an answer means. Only 2xx is a yes; a redirect is none, and is not followed."""
+def judge_response(status: int, retry_after: str | None, now: datetime) -> DeliveryAssessment:
+    """Interpret a response. Only 2xx means delivered. Redirects are not followed and count as failures."""
     if 200 <= status <= 299:
         return DeliveryAssessment(DeliveryOutcome.DELIVERED)
     if status == 410:
@@ -128,9 +128,9 @@ def judge_answer(status: int, retry_after: str | None, now: datetime) -> Deliver
 
 
 def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None:
-    """How long to wait after so many attempts, a tenth more or less; None: it is given up.
+    """Return the delay after this many attempts, with 10 % jitter; None when there are no more attempts.
 
-    `random`: 0 up to, but not, 1.
+    `random` returns a number in [0, 1).
     """
     if attempts >= MOST_ATTEMPTS:
         return None
@@ -138,7 +138,7 @@ def next_attempt(attempts: int, random: Callable[[], float]) -> timedelta | None
 
 
 def _read_retry_after(text: str, now: datetime) -> timedelta:
-    """Seconds or an HTTP date (RFC 9110, 10.2.3); nothing for what is neither, or past."""
+    """Parse seconds or an HTTP date (RFC 9110, 10.2.3). Returns zero for other text and past dates."""
     if re.fullmatch(r"[0-9]{1,9}", text.strip()) is not None:
         return timedelta(seconds=int(text))
     try:

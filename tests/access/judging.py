@@ -15,7 +15,7 @@ from keyvault.access.customers import (
     judge_customer_token,
     read_customer_token,
 )
-from keyvault.access.decision import Check, Denial, Grant, decide, deny_miss
+from keyvault.access.decision import Check, Denial, Grant, decide, deny_unmatched
 from keyvault.access.principals import KeyHolder
 from keyvault.access.rules import EndpointRequest, EndpointRule
 from keyvault.access.verification import find_ambiguous, find_exposed, judge_key, read_key
@@ -156,7 +156,7 @@ def judge(case: Case, trace: list[Check] | None = None) -> Grant | Denial:
         return early
     endpoint = case.own_endpoint
     if case.text is None and isinstance(endpoint, NoMatchingEndpoint):
-        return deny_miss(endpoint, None)
+        return deny_unmatched(endpoint, None)
     holder = _judge_key(case.text, case.record() if case.is_stored else None, case.environment)
     if isinstance(holder, Denial):
         return holder

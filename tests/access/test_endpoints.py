@@ -196,4 +196,4 @@ def test_panel_has_the_same_labels_for_every_endpoint() -> None:
     labels = [tuple(label for label, _ in authorization_panel(each)) for each in (*BUILT_IN.endpoints, added)]
     assert len(set(labels)) == 1
     assert dict(authorization_panel(added))["Context"] == "merchant from path:refund_id"
-    assert dict(authorization_panel(added))["Limit"] == "5 per 1 s, beside the account's"
+    assert dict(authorization_panel(added))["Limit"] == "5 per 1 s, in addition to the account's"

@@ -103,7 +103,7 @@ def test_spend_agrees_with_a_token_bucket_that_never_rounds(visit: tuple[Limit, 
         us_per_token = Fraction(limit.window_us, limit.count)
         wait_us = 0 if outcome.allowed else ceil((cost - tokens.left) * us_per_token)
         reset_us = (limit.count - tokens.left) * us_per_token
-        assert outcome.standings == (
+        assert outcome.statuses == (
             BucketStatus("account", limit, floor(tokens.left), ceil(reset_us / SECOND_US), wait_us),
         )
         assert outcome.retry_after_seconds == ceil(Fraction(wait_us, SECOND_US))
@@ -161,7 +161,7 @@ def test_spend_at_one_moment_admits_the_burst_and_no_more(limit: Limit) -> None:
     state, outcomes = None, []
     for _ in range(limit.count + 3):
         outcome, state = spend_one(state, limit, 1, NOW_US)
-        outcomes.append((outcome.allowed, outcome.standings[0].remaining))
+        outcomes.append((outcome.allowed, outcome.statuses[0].remaining))
     assert outcomes == [(True, left) for left in reversed(range(limit.count))] + [(False, 0)] * 3
 
 
@@ -250,8 +250,8 @@ def test_binding_of_a_refused_request_is_the_bucket_that_refuses_longest() -> No
     short, long = Limit(2, 2), Limit(100, LONGEST_SECONDS)
     used_up = [BucketState(NOW_US + short.window_us, 0), BucketState(NOW_US + long.window_us - 864 * SECOND_US, 0)]
     outcome, _ = spend(used_up, [bucket(short), bucket(long, "endpoint")], 2, NOW_US)
-    assert [standing.remaining for standing in outcome.standings] == [0, 1]
-    assert outcome.binding is outcome.standings[1]
+    assert [status.remaining for status in outcome.statuses] == [0, 1]
+    assert outcome.binding is outcome.statuses[1]
     assert outcome.retry_after_seconds == 864
 
 

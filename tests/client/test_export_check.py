@@ -175,7 +175,7 @@ def test_export_check_log_set_back_with_its_checkpoints_is_found_only_with_kept_
     assert checked(made).first_broken is None
     broken = found(made, kept)
     assert (broken.chain, broken.sequence) == (f"checkpoints:{scope}", count + 1)
-    assert "set back" in broken.why
+    assert "rolled back" in broken.why
 
 
 def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_ones() -> None:
@@ -189,7 +189,7 @@ def test_export_check_log_written_on_after_it_was_set_back_is_found_with_kept_on
     assert checked(made).first_broken is None
     broken = found(made, kept)
     assert broken == Break(
-        "checkpoints:sandbox", 2, "it is another one than the auditor kept: the log was written anew"
+        "checkpoints:sandbox", 2, "it differs from the one that the auditor kept: the log was rewritten"
     )
 
 
@@ -237,7 +237,7 @@ ODDITIES: dict[str, tuple[Callable[[Logbook], None], str]] = {
     "order": (_swap_checkpoints, "checkpoint 1 is missing; 2 follows"),
     "leans on nothing": (
         lambda made: _put(made, signed(replace(_at(made), previous=bytes(32)))),
-        "it does not lean on the checkpoint before it",
+        "it does not contain the digest of the checkpoint before it",
     ),
     "a chain forgotten": (
         lambda made: _put(made, signed(replace(_at(made), heads={ACME: _at(made).heads[ACME]}))),
@@ -261,7 +261,7 @@ def test_export_check_odd_checkpoint_is_named_with_what_is_wrong(name: str) -> N
 def test_export_check_first_checkpoint_leaning_on_another_is_named() -> None:
     made = signed_book([])
     made.checkpoints["sandbox"] = [signed(replace(_at(made, 1), previous=bytes([1] * 32)))]
-    assert found(made).why == "it is the first and leans on another"
+    assert found(made).why == "it is the first but contains a previous digest"
 
 
 def test_walk_body_that_is_no_checkpoint_is_named() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.domain.connections import (
-    MOST_BYTES,
+    MAX_BYTES,
     connection_path,
     is_connection_path,
     read_credentials,
@@ -51,9 +51,9 @@ def test_credentials_lose_the_blanks_around_them_and_a_browser_s_line_ends() -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nothing"),
-        (" \r\n\t", "nothing"),
-        ("x" * (MOST_BYTES + 1), "at most 8192 bytes"),
+        ("", "empty"),
+        (" \r\n\t", "empty"),
+        ("x" * (MAX_BYTES + 1), "at most 8192 bytes"),
         ("é" * 4097, "at most 8192 bytes"),
         ("a\x00b", "NUL"),
         ("\ud800", "UTF-8"),
@@ -63,7 +63,7 @@ def test_credentials_lose_the_blanks_around_them_and_a_browser_s_line_ends() -> 
         ('{"a": ""}', "JSON object of texts"),
         ('{"a": {"b": "c"}}', "JSON object of texts"),
         ('{"a": ["b"]}', "JSON object of texts"),
-        ('{"a": "b", "a": "c"}', "each named once"),
+        ('{"a": "b", "a": "c"}', "unique names"),
         ('{"a": "b"} and more', "JSON object of texts"),
         ('{"a":' * 1600, "JSON object of texts"),
     ],
@@ -88,7 +88,7 @@ def test_credentials_that_say_nothing_of_their_mode_are_kept(text: str) -> None:
     assert read(text, TEST) == text
 
 
-REFUSED = ["{}" + "x" * MOST_BYTES, '{{"a": "{}", ', '{{"a": 1, "b": "{}"}}', "\x00{}", "sk_live_1{}"]
+REFUSED = ["{}" + "x" * MAX_BYTES, '{{"a": "{}", ', '{{"a": 1, "b": "{}"}}', "\x00{}", "sk_live_1{}"]
 
 
 @given(st.text(max_size=40), st.sampled_from(REFUSED))

@@ -230,7 +230,7 @@ def test_keystring_over_long_text_is_refused_unread(monkeypatch: pytest.MonkeyPa
     """Nobody makes the service work by presenting megabytes: not even what it begins with is looked at."""
     longest = mint(brand="a" * 16)
     assert parse_keystring(longest, "a" * 16) is not None
-    monkeypatch.setattr(keystring, "_fronts", None)
+    monkeypatch.setattr(keystring, "_prefixes", None)
     assert parse_keystring(longest + "A" * (LONGEST + 1 - len(longest)), "a" * 16) is None
     assert parse_keystring(EXAMPLE + "A" * 1_000_000, "kv") is None
 

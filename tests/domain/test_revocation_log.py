@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from keyvault.domain import revocation_log
 from keyvault.domain.revocation_log import (
+    CaughtUp,
     Committed,
+    ConfirmedLines,
     DamagedLineError,
     Dropped,
     Ended,
     Line,
-    Looked,
     Opened,
-    StandingLines,
     line_bytes,
     parse_line,
 )
@@ -43,7 +43,7 @@ lines = (
     | ends
     | st.builds(Committed, unit=names)
     | st.builds(Dropped, unit=names)
-    | st.builds(Looked, sequence=sequences)
+    | st.builds(CaughtUp, sequence=sequences)
 )
 
 
@@ -94,8 +94,8 @@ def test_line_has_expired_from_the_moment_it_names() -> None:
     assert (line.has_expired(AT - timedelta(microseconds=1)), line.has_expired(AT)) == (False, True)
 
 
-def standing(*read: Line, boot: str) -> list[Ended | Looked]:
-    found = StandingLines()
+def standing(*read: Line, boot: str) -> list[Ended | CaughtUp]:
+    found = ConfirmedLines()
     stands = [each for line in read for each in found.add(line)]
     return stands + list(found.list_unfinished(boot))
 
@@ -121,7 +121,7 @@ def test_standing_is_no_beginning() -> None:
 
 def test_standing_without_a_unit_was_committed_before_it_was_written() -> None:
     healed = replace(FIRST, unit="")
-    assert standing(Looked(1), healed, boot="now") == [Looked(1), healed]
+    assert standing(CaughtUp(1), healed, boot="now") == [CaughtUp(1), healed]
 
 
 def test_standing_never_is_what_was_dropped() -> None:
@@ -137,11 +137,11 @@ def test_standing_is_what_committed_though_it_was_dropped(marks: tuple[Line, Lin
 
 
 def test_waiting_is_what_the_running_machine_wrote_and_nobody_settled() -> None:
-    found = StandingLines()
+    found = ConfirmedLines()
     for line in (FIRST, replace(FIRST, id="c"), SECOND, replace(SECOND, unit="u3", boot="before"), Dropped("u2")):
         found.add(line)
-    assert found.list_waiting("now") == [[FIRST, replace(FIRST, id="c")]]
-    assert found.list_waiting("") == [], "a machine that does not say settles nothing"
+    assert found.list_unconfirmed("now") == [[FIRST, replace(FIRST, id="c")]]
+    assert found.list_unconfirmed("") == [], "a machine that does not say settles nothing"
 
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.data())

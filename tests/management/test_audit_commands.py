@@ -83,7 +83,7 @@ def test_audit_check_of_a_whole_export_says_what_it_proves_and_what_not(files: t
     export, keys, kept = files
     done = check(export, "--public-key", keys, "--kept", kept)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "The audit log holds." in done.stdout
+    assert "The audit log is intact." in done.stdout
     assert "Entries after it: 6." in done.stdout
     assert "chained, but not signed yet" in done.stdout
     assert "2 compared, 0 outside" in done.stdout
@@ -109,7 +109,7 @@ def test_audit_check_of_an_altered_entry_names_it(files: tuple[str, str, str], t
     done = check(str(altered), "--public-key", keys)
     assert done.returncode == 1
     assert f"BROKEN at {CHAIN} 3: its bytes do not match its hash." in done.stdout
-    assert "THE AUDIT LOG DOES NOT HOLD." in done.stdout
+    assert "THE AUDIT LOG IS NOT INTACT." in done.stdout
 
 
 def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
@@ -122,19 +122,22 @@ def test_audit_check_of_a_log_set_back_is_found_with_kept_checkpoints(
     assert check(export, "--public-key", keys).returncode == 0
     done = check(export, "--public-key", keys, "--kept", kept)
     assert done.returncode == 1
-    assert "the log was set back" in done.stdout
+    assert "the log was rolled back" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda whole: whole[: len(whole) // 2], "no whole line of JSON: the file was cut off or altered"),
-        (lambda whole: whole[: whole.rindex(b"\n", 0, -1) + 1], "the file ends before the export does"),
-        (lambda whole: b"", "the file ends before the export does"),
-        (lambda whole: whole + b"\xff\xfe garbage\n", "no whole line of JSON"),
-        (lambda whole: whole.replace(b'"record": "head"', b'"record": "hat"', 1), "no record of an audit export"),
+        (lambda whole: whole[: len(whole) // 2], "not a complete line of JSON: the file was truncated or altered"),
+        (
+            lambda whole: whole[: whole.rindex(b"\n", 0, -1) + 1],
+            "the file is truncated: the end of the export is missing",
+        ),
+        (lambda whole: b"", "the file is truncated: the end of the export is missing"),
+        (lambda whole: whole + b"\xff\xfe garbage\n", "not a complete line of JSON"),
+        (lambda whole: whole.replace(b'"record": "head"', b'"record": "hat"', 1), "not a record of an audit export"),
         (lambda whole: whole.replace(b'"sequence": 1,', b'"sequence": "1",', 1), "a field missing or malformed"),
-        (lambda whole: b"[" * 200_000 + b"\n", "line 1: no whole line of JSON"),
+        (lambda whole: b"[" * 200_000 + b"\n", "line 1: not a complete line of JSON"),
     ],
 )
 def test_audit_check_of_a_spoilt_file_is_refused_with_the_reason(
@@ -177,7 +180,7 @@ def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str]
     export, keys, kept = files
     assert check(export).returncode == 2
     assert check(str(tmp_path / "none"), "--public-key", keys).returncode == 2
-    assert "no public keys" in check(export, "--public-key", export).stderr
+    assert "not the output of manage.py audit_public_key" in check(export, "--public-key", export).stderr
     forged = Path(kept).read_text().replace('"key_version": 1', '"key_version": 2')
     Path(kept).write_text(forged)
     assert "there is no public key of local (version 2)" in check(export, "--public-key", keys, "--kept", kept).stderr

@@ -66,7 +66,7 @@ def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "nothing is there"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],
+    [(b"", "must not be empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],
 )
 def test_set_connection_that_does_not_fit_is_refused_with_the_reason(file: Path, content: bytes, reason: str) -> None:
     file.write_bytes(content)

@@ -16,7 +16,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.revocation_log import Ended, Looked
+from keyvault.domain.revocation_log import CaughtUp, Ended
 from keyvault.models import AuditEntry, Change, CustomerToken, Key, Merchant, Notice, ServiceToken
 from keyvault.services import offboarding
 from keyvault.services.keys import lifecycle
@@ -172,7 +172,7 @@ def test_replay_lists_what_the_database_does_not_know() -> None:
 def test_replay_moves_the_sequence_on_so_that_no_receipt_goes_back(scene: Scene) -> None:
     """Start is refused while the database ends before the journal, though nothing that it knows was lost."""
     highest = read_counter() + 1000
-    append_lines([Looked(highest)])
+    append_lines([CaughtUp(highest)])
     with pytest.raises(ImproperlyConfigured, match=f"the journal's is {highest}.*manage.py replay_revocations"):
         require_current()
     code, answer = replay()
@@ -189,7 +189,7 @@ def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
         with connection.cursor() as cursor:
             cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'keyvault_change'")
         assert read_counter() == 0
-    append_lines([Looked(read_counter() + 77)])
+    append_lines([CaughtUp(read_counter() + 77)])
     expected = compare_journal().highest
     assert (replay()[0], read_counter()) == (0, expected)
 
@@ -197,7 +197,7 @@ def test_replay_moves_the_sequence_of_a_database_that_has_drawn_none() -> None:
 def test_replay_of_a_damaged_journal_ends_what_it_can_and_exits_1(scene: Scene, path: Path) -> None:
     """A line that went bad is told by its number, with what to do; the others are heeded all the same."""
     key, _ = issue(scene.sandbox)
-    append_lines([told("key", key.key_id, "deactivated", "superseded"), Looked(1)])
+    append_lines([told("key", key.key_id, "deactivated", "superseded"), CaughtUp(1)])
     path.write_bytes(path.read_bytes() + b"garbage\n")
     with pytest.raises(ImproperlyConfigured, match=r"line 4 is not as it was written.*replay_revocations"):
         require_current()
@@ -296,6 +296,6 @@ def test_what_ends_by_itself_agrees_with_the_journal(scene: Scene) -> None:
 def test_start_is_refused_while_the_database_is_behind() -> None:
     """What the server and the workers make sure of before they serve."""
     make_scene()
-    append_lines([Looked(read_counter() + 1)])
+    append_lines([CaughtUp(read_counter() + 1)])
     with pytest.raises(ImproperlyConfigured, match="the database is behind the revocation journal"):
         require_ready()

@@ -44,7 +44,7 @@ def test_add_webhook_keeps_the_secret_to_itself_otherwise() -> None:
 
 
 def test_add_webhook_that_does_not_fit_is_refused_with_the_reason() -> None:
-    with pytest.raises(CommandError, match="/url: a public address"):
+    with pytest.raises(CommandError, match="/url: must have a public address"):
         said("add_webhook", *PLACE, "--url", "https://10.0.0.1/", "--by", "tam")
 
 

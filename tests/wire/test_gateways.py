@@ -11,7 +11,7 @@ from keyvault.wire.gateways import (
     NAMES,
     Dialect,
     Forwarded,
-    Misread,
+    HeaderFault,
     identity_headers,
     last_address,
     nginx_status,
@@ -41,8 +41,8 @@ def test_gateway_dialects_read_their_own_headers_and_no_others() -> None:
     assert read_forwarded(NAMES[Dialect.NGINX], both) == Forwarded(
         "POST", "/sandbox/merchants/orders", "shop.example", "192.0.2.8"
     )
-    assert read_forwarded(NAMES[Dialect.NGINX], TRAEFIK) == Misread("X-Original-Method")
-    assert read_forwarded(NAMES[Dialect.TRAEFIK], NGINX) == Misread("X-Forwarded-Method")
+    assert read_forwarded(NAMES[Dialect.NGINX], TRAEFIK) == HeaderFault("X-Original-Method")
+    assert read_forwarded(NAMES[Dialect.TRAEFIK], NGINX) == HeaderFault("X-Forwarded-Method")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_gateway_dialects_read_their_own_headers_and_no_others() -> None:
     ],
 )
 def test_gateway_that_does_not_say_what_it_asks_about_is_misread(header: str, value: str) -> None:
-    assert read_forwarded(NAMES[Dialect.NGINX], {**NGINX, header: value}) == Misread(header)
+    assert read_forwarded(NAMES[Dialect.NGINX], {**NGINX, header: value}) == HeaderFault(header)
 
 
 def test_gateway_without_a_host_or_an_address_has_none() -> None:

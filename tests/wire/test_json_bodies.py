@@ -13,7 +13,7 @@ from keyvault.wire.json_bodies import read_object
         (b'{"a":\n"\x01"}', "Invalid control character at line 2, column 2."),
         (b'{"a":"b', "Unterminated string starting at line 1, column 6."),
         (b"\xff", "it is not UTF-8."),
-        (b'{"a":NaN}', "NaN is no JSON number."),
+        (b'{"a":NaN}', "NaN is not a JSON number."),
         (b'{"a":1,"a":2}', "a name appears twice."),
     ],
 )

@@ -19,7 +19,7 @@ from keyvault.wire.webhooks import (
     DeliveryOutcome,
     SecretInvalidError,
     SignatureInvalidError,
-    judge_answer,
+    judge_response,
     mint_secret,
     next_attempt,
     sign,
@@ -88,19 +88,19 @@ def test_webhook_with_one_byte_changed_is_refused(place: int, change: int) -> No
     """A forged body is refused, wherever it was touched."""
     forged = bytearray(BODY)
     forged[place] ^= change
-    with pytest.raises(SignatureInvalidError, match="no signature fits"):
+    with pytest.raises(SignatureInvalidError, match="no signature matches"):
         verify(SECRET, signed(), bytes(forged), AT)
 
 
 def test_webhook_of_another_secret_is_refused() -> None:
     """A secret belongs to one endpoint: another's proves nothing here."""
-    with pytest.raises(SignatureInvalidError, match="no signature fits"):
+    with pytest.raises(SignatureInvalidError, match="no signature matches"):
         verify(OTHER_SECRET, signed(), BODY, AT)
 
 
 def test_webhook_borders_of_what_is_signed_cannot_be_moved() -> None:
     """A dot in the id would let `a.b` of one message be the id and time of another."""
-    with pytest.raises(ValueError, match="no dot"):
+    with pytest.raises(ValueError, match="a dot"):
         sign([Plaintext(SECRET)], "a.1", AT, BODY)
 
 
@@ -112,7 +112,7 @@ def test_webhook_within_the_tolerance_is_verified(off: timedelta) -> None:
 @pytest.mark.parametrize("off", [TOLERANCE + SECOND, -TOLERANCE - SECOND, timedelta(days=900)])
 def test_webhook_of_another_time_is_refused(off: timedelta) -> None:
     """A message that somebody kept is not believed later (replay)."""
-    with pytest.raises(SignatureInvalidError, match="too far"):
+    with pytest.raises(SignatureInvalidError, match="tolerance"):
         verify(SECRET, signed(), BODY, AT + off)
 
 
@@ -164,11 +164,11 @@ def test_webhook_secret_of_another_kind_is_refused(secret: str) -> None:
 
 @pytest.mark.parametrize("status", range(200, 300))
 def test_answer_of_2xx_is_a_yes(status: int) -> None:
-    assert judge_answer(status, "60", AT) == DeliveryAssessment(DeliveryOutcome.DELIVERED)
+    assert judge_response(status, "60", AT) == DeliveryAssessment(DeliveryOutcome.DELIVERED)
 
 
 def test_answer_410_ends_it() -> None:
-    assert judge_answer(410, None, AT) == DeliveryAssessment(DeliveryOutcome.GONE)
+    assert judge_response(410, None, AT) == DeliveryAssessment(DeliveryOutcome.GONE)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_answer_410_ends_it() -> None:
 )
 def test_answer_of_anything_else_is_a_failure(status: int) -> None:
     """A redirect too: it says where else, and that is nowhere we were told to send to."""
-    assert judge_answer(status, None, AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
+    assert judge_response(status, None, AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -198,18 +198,18 @@ def test_answer_of_anything_else_is_a_failure(status: int) -> None:
     ],
 )
 def test_answer_that_asks_for_a_pause_gets_it_within_reason(status: int, retry_after: str, wait: timedelta) -> None:
-    assert judge_answer(status, retry_after, AT) == DeliveryAssessment(DeliveryOutcome.RETRY, wait)
+    assert judge_response(status, retry_after, AT) == DeliveryAssessment(DeliveryOutcome.RETRY, wait)
 
 
 @pytest.mark.parametrize("status", [301, 404, 500])
 def test_answer_of_another_kind_asks_for_no_pause(status: int) -> None:
-    assert judge_answer(status, "3600", AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
+    assert judge_response(status, "3600", AT) == DeliveryAssessment(DeliveryOutcome.RETRY)
 
 
 @given(st.sampled_from([429, 503]), st.one_of(st.text(), st.from_regex(r"\w{3}, \d\d \w{3} \d{4,6} [0-9:]{8} .{0,9}")))
 def test_answer_with_any_pause_at_all_is_judged(status: int, retry_after: str) -> None:
     """An endpoint writes what it likes there: it never stops the worker, and never buys more than a day."""
-    judgement = judge_answer(status, retry_after, AT)
+    judgement = judge_response(status, retry_after, AT)
     assert judgement.verdict is DeliveryOutcome.RETRY
     assert timedelta() <= judgement.wait <= LONGEST_RETRY_AFTER
 

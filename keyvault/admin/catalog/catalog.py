@@ -11,7 +11,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.catalog import BUILT_IN, Bearer, Endpoint, LimiterFailurePolicy
 from keyvault.access.decision import Grant
-from keyvault.access.endpoint_description import authorization_panel, limit_words
+from keyvault.access.endpoint_description import authorization_panel, format_limit
 from keyvault.access.endpoints import (
     LONGEST_NAME,
     LONGEST_PATH,
@@ -44,7 +44,7 @@ _BEARER = {
     Bearer.REQUIRED: "required, beside the private key",
 }
 _LIMITER_LOSS = {
-    LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
+    LimiterFailurePolicy.LOCAL_SHARE: "each process allows a share of the limit",
     LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
@@ -241,7 +241,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
 
     @admin.display(description="limit")
     def limit(self, row: CatalogEndpoint) -> str:
-        return limit_words(endpoint_of(row).limit)
+        return format_limit(endpoint_of(row).limit)
 
     @admin.display(description="state", ordering="withdrawn_at")
     def state(self, row: CatalogEndpoint) -> SafeString:

@@ -10,7 +10,7 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
-from keyvault.access.endpoint_description import limit_words
+from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import LARGEST_COUNT, LONGEST_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActForm, ActionResult, Cleaned, CreateAction, RowAction
@@ -85,7 +85,7 @@ def _account(cleaned: Cleaned) -> Account | None:
 
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account, limit = _account(cleaned), limit_of(cleaned["requests"], cleaned["in_seconds"])
-    said = "the default again" if limit is None else limit_words(limit)
+    said = "the default again" if limit is None else format_limit(limit)
     if not cleaned["endpoint"] and account is not None:
         set_account_limit(grant, account, limit)
         return ActionResult(f"The limit of {account} is {said}, from the next request on.")
@@ -164,7 +164,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
 
     @admin.display(description="limit")
     def limit(self, row: LimitOverride) -> str:
-        return limit_words(limit_of(row.limit_count, row.limit_seconds))
+        return format_limit(limit_of(row.limit_count, row.limit_seconds))
 
     @admin.display(description="state")
     def state(self, row: LimitOverride) -> SafeString:
@@ -207,7 +207,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
             return None
         found = account_limit_in_force(row)
         set_for = "this account" if found.source is LimitSource.ACCOUNT else "accounts without their own"
-        rows: list[list[Any]] = [["all together", limit_words(found.limit), set_for]]
+        rows: list[list[Any]] = [["all together", format_limit(found.limit), set_for]]
         its = Q(account=row) | Q(account__isnull=True, environment=row.environment)
         narrow = self.get_queryset(request).filter(its, limit_count__isnull=False).order_by("endpoint", "account")
         rows += [
@@ -230,7 +230,7 @@ def _state(row: LimitOverride) -> str:
 
 
 def _defaults() -> FactTable:
-    rows = [(env.value, limit_words(default_limit(env))) for env in Environment]
+    rows = [(env.value, format_limit(default_limit(env))) for env in Environment]
     return FactTable("Accounts without a limit of their own", rows)
 
 
@@ -242,7 +242,7 @@ def _account_table() -> Table:
         [
             [
                 link(reverse("admin:keyvault_account_change", args=[account.pk]), account),
-                limit_words(Limit(account.limit_count, account.limit_seconds)),
+                format_limit(Limit(account.limit_count, account.limit_seconds)),
             ]
             for account in accounts[:_MOST_ACCOUNTS]
         ],

@@ -40,7 +40,13 @@ from keyvault.admin.framework.widgets import (
     short_moment,
 )
 from keyvault.admin.keys.keys import key_link
-from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState, can_transition_issuance
+from keyvault.domain.issuance import (
+    COLLECT_WITHIN,
+    COLLECTED_DELIVERIES,
+    Delivery,
+    IssuanceState,
+    can_transition_issuance,
+)
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, IssuanceRequest
 from keyvault.services.issuance.requests import (
@@ -261,7 +267,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         if (
             row.state == S.ISSUED
             and row.issued_at is not None
-            and row.delivery in HANDED_OVER
+            and row.delivery in COLLECTED_DELIVERIES
             and row.kind == KeyKind.PRIVATE
         ):
             outcome.append(("Burned if not collected", moment(row.issued_at + COLLECT_WITHIN)))

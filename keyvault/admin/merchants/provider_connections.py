@@ -28,7 +28,7 @@ from keyvault.admin.framework.widgets import (
     mono,
     short_moment,
 )
-from keyvault.domain.connections import MOST_BYTES
+from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, ProviderConnection
@@ -66,8 +66,8 @@ class SecretField(forms.CharField):
 class CredentialsForm(ActForm):
     credentials = SecretField(
         label="Credentials",
-        max_length=2 * MOST_BYTES,
-        help_text=f"One secret text, or a flat JSON object of texts; at most {MOST_BYTES} bytes. Never shown again.",
+        max_length=2 * MAX_BYTES,
+        help_text=f"One secret text, or a flat JSON object of texts; at most {MAX_BYTES} bytes. Never shown again.",
     )
 
 

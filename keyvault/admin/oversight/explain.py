@@ -15,7 +15,7 @@ from django.urls import reverse
 
 from keyvault.access.catalog import Endpoint, NoMatchingEndpoint
 from keyvault.access.decision import Denial
-from keyvault.access.endpoint_description import authorization_panel, limit_words
+from keyvault.access.endpoint_description import authorization_panel, format_limit
 from keyvault.access.endpoints import METHODS
 from keyvault.access.judgement import before_proof
 from keyvault.access.verification import INVALID, find_exposed
@@ -233,8 +233,8 @@ def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> It
     account = find_account(holder.merchant_id, holder.environment)
     of_account = account_limit_in_force(account)
     of_endpoint = endpoint_limit_in_force(holder.environment, endpoint.name, account)
-    yield "Limit of the account", f"{limit_words(of_account.limit)} ({of_account.source})"
-    yield "Limit of the endpoint", f"{limit_words(of_endpoint.limit)} ({of_endpoint.source})"
+    yield "Limit of the account", f"{format_limit(of_account.limit)} ({of_account.source})"
+    yield "Limit of the endpoint", f"{format_limit(of_endpoint.limit)} ({of_endpoint.source})"
     yield "Not answered here", "whether these limits have room at this moment: an explanation spends nothing"
 
 

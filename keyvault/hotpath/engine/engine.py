@@ -32,7 +32,7 @@ from keyvault.domain.base62 import encode, random_digits
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import VerifierStaleError
-from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
+from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyRecord, KeyState
 from keyvault.domain.keystring import KEY_ID_PLACE, SHAPED, KeyString
 from keyvault.hotpath.engine.cached_verdicts import (
@@ -397,12 +397,12 @@ class Engine:
 
     def _clean_text(self, text: str) -> str:
         """Return the cleaned text from cache. Callers have excluded texts that may contain a key."""
-        read = text[:READ_AT_MOST]
+        read = text[:MAX_REDACTED_LENGTH]
         kept = self._clean_texts.get(read)
         if kept is not None:
             return kept
-        cleaned = clean_text(read, READ_AT_MOST)
-        kept = cleaned[:WORDS_KEPT]
+        cleaned = clean_text(read, MAX_REDACTED_LENGTH)
+        kept = cleaned[:MAX_STORED_LENGTH]
         if cleaned == read:
             if len(self._clean_texts) >= _MAX_CLEAN_TEXTS:
                 self._clean_texts.clear()

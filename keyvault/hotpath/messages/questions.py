@@ -11,7 +11,7 @@ from keyvault.access.policy_snapshot import PolicySnapshot
 from keyvault.access.verification import TokenRecord
 from keyvault.domain.errors import ErrorCode, Fault, KeyvaultError, RequestInvalidError
 from keyvault.domain.keys import KeyRecord
-from keyvault.wire.gateways import ENVOY_ADDRESS, NAMES, Dialect, Forwarded, Misread, last_address, read_forwarded
+from keyvault.wire.gateways import ENVOY_ADDRESS, NAMES, Dialect, Forwarded, HeaderFault, last_address, read_forwarded
 from keyvault.wire.headers import mint_request_id
 
 VERIFY, BATCH = "/v1/keys/verify", "/v1/keys/verify-batch"
@@ -153,7 +153,7 @@ def read_forwarded_request(question: PendingRequest, dialect: Dialect) -> Forwar
             address=last_address(question.headers.get(ENVOY_ADDRESS)),
         )
     read = read_forwarded(NAMES[dialect], question.headers)
-    if isinstance(read, Misread):
+    if isinstance(read, HeaderFault):
         fault = Fault("", f"{read.header} is missing or malformed.")
         raise RequestInvalidError("The gateway did not identify the request to check.", [fault])
     return read

@@ -34,7 +34,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     VerifierStaleError,
 )
-from keyvault.domain.free_text import READ_AT_MOST
+from keyvault.domain.free_text import MAX_REDACTED_LENGTH
 from keyvault.domain.keys import KeyRecord
 from keyvault.domain.redaction import redact
 from keyvault.hotpath.engine.engine import Engine
@@ -73,7 +73,7 @@ from keyvault.wire.gateways import (
     identity_headers,
     nginx_status,
 )
-from keyvault.wire.headers import API_KEY, REQUEST_ID, came_twice, clean_client_request_id, read_bearer
+from keyvault.wire.headers import API_KEY, REQUEST_ID, clean_client_request_id, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import Problem, problem
 
@@ -239,7 +239,7 @@ class SlowPath:
                 environment,
                 endpoint.name if isinstance(endpoint, Endpoint) else "",
                 request.client_ip or f"token:{service.token_id}",
-                (request.user_agent or "")[:READ_AT_MOST],
+                (request.user_agent or "")[:MAX_REDACTED_LENGTH],
                 presented.origin,
                 service.is_probe,
                 question.at,
@@ -310,7 +310,7 @@ class SlowPath:
             url=forwarded.uri,
             merchant_context=merchant,
             store_context=store,
-            bearer=authorization if came_twice(authorization) else read_bearer(authorization),
+            bearer=authorization if is_repeated(authorization) else read_bearer(authorization),
             origin=headers.get("origin"),
             client_address=forwarded.address,
             scope=service.merchants,
@@ -324,7 +324,7 @@ class SlowPath:
                 environment,
                 name,
                 forwarded.address or f"token:{service.token_id}",
-                (headers.get("user-agent") or "")[:READ_AT_MOST],
+                (headers.get("user-agent") or "")[:MAX_REDACTED_LENGTH],
                 presented.origin,
                 service.is_probe,
                 question.at,

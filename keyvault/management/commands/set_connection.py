@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.domain.connections import MOST_BYTES
+from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
@@ -16,7 +16,7 @@ from keyvault.management.json_command import JsonCommand
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 
-_MOST_READ = 2 * MOST_BYTES
+_MOST_READ = 2 * MAX_BYTES
 """Maximum size read, in bytes: room for surrounding whitespace. Longer credentials are refused for their size."""
 
 

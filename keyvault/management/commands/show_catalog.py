@@ -6,7 +6,7 @@ from typing import Any
 from django.conf import settings
 
 from keyvault.access.catalog import Endpoint
-from keyvault.access.endpoint_description import limit_words
+from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import Limit
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.catalog.catalog import current_catalog
@@ -67,4 +67,4 @@ def _row(described: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _limit_text(limit: Mapping[str, int]) -> str:
-    return limit_words(Limit(limit["count"], limit["seconds"]))
+    return format_limit(Limit(limit["count"], limit["seconds"]))

@@ -11,7 +11,7 @@ from keyvault.access.principals import Principal, Service
 from keyvault.backends.base import BackendMissingError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.domain.issuance import COLLECT_WITHIN, HANDED_OVER, Delivery, IssuanceState
+from keyvault.domain.issuance import COLLECT_WITHIN, COLLECTED_DELIVERIES, Delivery, IssuanceState
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
@@ -94,7 +94,7 @@ def record_collection(grant: Grant, request: IssuanceRequest) -> Iterator[None]:
         key_id=key.key_id,
     ):
         request.compare_and_swap(state=IssuanceState.COLLECTED, collected_at=grant.at)
-        if request.delivery in HANDED_OVER and key.credential.kind == KeyKind.PRIVATE:
+        if request.delivery in COLLECTED_DELIVERIES and key.credential.kind == KeyKind.PRIVATE:
             key.compare_and_swap(material=Material.DESTROY_DUE)
         yield
 
@@ -142,7 +142,7 @@ def is_uncollected(request: IssuanceRequest, now: datetime) -> bool:
     return (
         request.state == IssuanceState.ISSUED
         and request.kind == KeyKind.PRIVATE
-        and request.delivery in HANDED_OVER
+        and request.delivery in COLLECTED_DELIVERIES
         and request.issued_at is not None
         and now >= request.issued_at + COLLECT_WITHIN
     )

@@ -19,7 +19,7 @@ from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import (
     APPROVALS_NEEDED,
     COLLECT_WITHIN,
-    HANDED_OVER,
+    COLLECTED_DELIVERIES,
     REQUEST_LIFETIME,
     Delivery,
     IssuancePlan,
@@ -362,7 +362,7 @@ def _served() -> QuerySet[IssuanceRequest]:
 
 def _uncollected(now: datetime) -> QuerySet[IssuanceRequest]:
     """Express `is_uncollected` as a query."""
-    issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=HANDED_OVER)
+    issued = _served().filter(state=IssuanceState.ISSUED, kind=KeyKind.PRIVATE, delivery__in=COLLECTED_DELIVERIES)
     return issued.filter(issued_at__lte=now - COLLECT_WITHIN)
 
 

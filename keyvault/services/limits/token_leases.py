@@ -210,7 +210,7 @@ class Leases:
         refused = (
             {}
             if refusal is None
-            else {one.key: statuses for one, statuses in zip(refused_buckets, refusal.standings, strict=True)}
+            else {one.key: statuses for one, statuses in zip(refused_buckets, refusal.statuses, strict=True)}
         )
         standings = tuple(
             refused.get(bucket.key) or _status(bucket, self._holding(bucket.key), now_us) for bucket in request

@@ -146,7 +146,7 @@ def read_journal(offset: int = 0) -> Iterator[tuple[int, Line | None]]:
 
 
 def find_last_look() -> int:
-    """Return the byte offset of the last `Looked` line, 0 without one. Searches from the end. Raises OSError."""
+    """Return the byte offset of the last `CaughtUp` line, 0 without one. Searches from the end. Raises OSError."""
     with settings.JOURNAL.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return 0

@@ -21,7 +21,7 @@ from django.db.models import Max
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER
-from keyvault.domain.revocation_log import Committed, Dropped, Ended, Looked, StandingLines
+from keyvault.domain.revocation_log import CaughtUp, Committed, ConfirmedLines, Dropped, Ended
 from keyvault.models import Change, Key, Verifier
 from keyvault.models.recording import RecordedModel, Subject
 from keyvault.services.recording.authorization import authorize
@@ -61,7 +61,7 @@ class LogBackfill:
     _noted_position: int = 0
     _file: tuple[int, int] | None = None
     _offset: int = 0
-    _standing: StandingLines = field(default_factory=StandingLines)
+    _standing: ConfirmedLines = field(default_factory=ConfirmedLines)
     _known: dict[Subject, Ended] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,7 +92,7 @@ class LogBackfill:
         found = list(changes.order_by("sequence")[:_BATCH])
         end = found[-1].sequence if len(found) == _BATCH else last
         missing = describe_ended(self._list_missing(found), end, now)
-        looked = [] if self._standing.list_waiting(boot_id()) else [Looked(end)]
+        looked = [] if self._standing.list_unconfirmed(boot_id()) else [CaughtUp(end)]
         if missing or (looked and end - self._noted_position >= _PROGRESS_INTERVAL):
             append_lines([*missing, *looked], is_synced=bool(missing))
         self._advance(end)
@@ -104,7 +104,7 @@ class LogBackfill:
         Lines beyond the sequence counter stay: the database was set back, and what is alive in it may have been
         revoked.
         """
-        waiting = self._standing.list_waiting(boot_id())
+        waiting = self._standing.list_unconfirmed(boot_id())
         due = [unit for unit in waiting if unit[0].at + _SETTLED_AFTER <= now]
         if due and connection.vendor == "postgresql":  # SQLite reuses the sequence of a failed transaction
             counter = read_counter()
@@ -128,7 +128,7 @@ class LogBackfill:
         if file != self._file or size < self._offset:
             self.position = self._noted_position = 0
             self._offset = find_last_look()
-            self._standing, self._known, self._file = StandingLines(), {}, file
+            self._standing, self._known, self._file = ConfirmedLines(), {}, file
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -136,7 +136,7 @@ class LogBackfill:
         for offset, line in read_journal(self._offset):
             self._offset = offset
             for stands in () if line is None else self._standing.add(line):
-                if isinstance(stands, Looked):
+                if isinstance(stands, CaughtUp):
                     self._noted_position = max(self._noted_position, stands.sequence)
                     self._advance(stands.sequence)
                 else:

@@ -13,7 +13,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import DEAD_STATES, KeyState
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.revocation_log import Ended, Looked, Opened, StandingLines
+from keyvault.domain.revocation_log import CaughtUp, ConfirmedLines, Ended, Opened
 from keyvault.models import Account, CustomerToken, Merchant, MerchantStatus, ServiceToken
 from keyvault.models.recording import Subject
 from keyvault.services.keys.lifecycle import get_key, reapply_revocation
@@ -134,7 +134,7 @@ def _move_counter(sequence: int) -> None:
 
 def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
     """Yield the journaled ends in file order. Collect line counts, damage and installations in `found` on the way."""
-    standing = StandingLines()
+    standing = ConfirmedLines()
     batch: list[Ended] = []
     for line in _standing(standing, found):
         found.highest = max(found.highest, line.sequence)
@@ -146,7 +146,7 @@ def _batches(found: Comparison, now: datetime) -> Iterator[list[Ended]]:
     yield batch
 
 
-def _standing(standing: StandingLines, found: Comparison) -> Iterator[Ended | Looked]:
+def _standing(standing: ConfirmedLines, found: Comparison) -> Iterator[Ended | CaughtUp]:
     for number, (_, line) in enumerate(read_journal(), 1):
         found.lines = number
         if line is None:

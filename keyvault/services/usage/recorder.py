@@ -26,7 +26,7 @@ import msgspec
 from django.db import InterfaceError, OperationalError, close_old_connections, connection, connections, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
-from keyvault.domain.free_text import READ_AT_MOST, WORDS_KEPT, clean_text
+from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.models import UsageReporter, UseBucket
 from keyvault.models.usage import EXPOSURES, UseOutcome
 from keyvault.services.idempotency import shred_used
@@ -113,10 +113,10 @@ class UsageLog:
         watermark.
         """
         source, user_agent, endpoint, origin = (
-            clean_text(source[:READ_AT_MOST], 64),
-            clean_text(user_agent[:READ_AT_MOST], WORDS_KEPT),
-            clean_text(endpoint[:READ_AT_MOST], 100),
-            clean_text(origin[:READ_AT_MOST], WORDS_KEPT),
+            clean_text(source[:MAX_REDACTED_LENGTH], 64),
+            clean_text(user_agent[:MAX_REDACTED_LENGTH], MAX_STORED_LENGTH),
+            clean_text(endpoint[:MAX_REDACTED_LENGTH], 100),
+            clean_text(origin[:MAX_REDACTED_LENGTH], MAX_STORED_LENGTH),
         )
         with self._lock:
             at = self.now().timestamp()

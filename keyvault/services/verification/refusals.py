@@ -19,7 +19,7 @@ from django.db.models import Q
 
 from keyvault.access.decision import Check, Denial
 from keyvault.domain.environments import Environment
-from keyvault.domain.free_text import READ_AT_MOST, clean_text
+from keyvault.domain.free_text import MAX_REDACTED_LENGTH, clean_text
 from keyvault.models import Refusal
 from keyvault.services.usage.recorder import usage_log
 from keyvault.services.verification.judging import Judgement
@@ -94,8 +94,8 @@ class _RefusalEntry:
             environment=self.environment,
             endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,
-            detail=clean_text(self.denial.detail[:READ_AT_MOST], 300),
-            internal=clean_text(self.denial.internal[:READ_AT_MOST], 300),
+            detail=clean_text(self.denial.detail[:MAX_REDACTED_LENGTH], 300),
+            internal=clean_text(self.denial.internal[:MAX_REDACTED_LENGTH], 300),
             key_id=self.key_id,
             merchant_id=self.merchant_id,
             source=clean_text(self.source, 64),
@@ -145,8 +145,8 @@ class RefusalLog:
                 request_id,
                 door,
                 environment,
-                endpoint[:READ_AT_MOST],
-                source[:READ_AT_MOST],
+                endpoint[:MAX_REDACTED_LENGTH],
+                source[:MAX_REDACTED_LENGTH],
                 at,
             )
             if self._add(entry):

@@ -34,7 +34,7 @@ from keyvault.services.usage.recorder import utc_now
 from keyvault.services.webhooks.endpoints import host_of, signing_secrets, write_disabled
 from keyvault.services.work import leases
 from keyvault.wire.destinations import Destination, parse_url
-from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_answer, next_attempt, sign
+from keyvault.wire.webhooks import DeliveryAssessment, DeliveryOutcome, judge_response, next_attempt, sign
 
 MAX_CONCURRENT = 16
 """Maximum attempts under way at the same time, each to a different endpoint."""
@@ -188,7 +188,7 @@ def _store_outcome(delivery: WebhookDelivery, attempt: Future[Reply], now: datet
     error = attempt.exception()
     if error is None:
         reply = attempt.result()
-        judgement, delivery.last_status = judge_answer(reply.status, reply.retry_after, now), reply.status
+        judgement, delivery.last_status = judge_response(reply.status, reply.retry_after, now), reply.status
         delivery.last_error = "" if judgement.verdict is DeliveryOutcome.DELIVERED else f"answered {reply.status}"
     else:
         judgement, delivery.last_status = _NO_REPLY, None

@@ -53,9 +53,9 @@ def test_endpoint_with_faults_is_shown_again_with_each_beside_its_field(desk: De
     assert answer.status_code == 400
     text = text_of(answer)
     assert "words of a-z" in text
-    assert "one of our own addresses" in text
-    assert "carries something else" in text
-    assert "both numbers, or neither" in text
+    assert "is reserved for this service" in text
+    assert "has another purpose" in text
+    assert "set both numbers or neither" in text
     assert 'value="header:Cookie"' in text
     assert not CatalogEndpoint.objects.exists()
 

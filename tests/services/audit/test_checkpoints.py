@@ -358,13 +358,13 @@ def test_verify_checkpoints_database_set_back_is_found_with_kept_ones_only(writt
     assert found() is None
     broken = checked(kept)["sandbox"].broken
     assert broken == Break(
-        "checkpoints:sandbox", 3, "the auditor kept it, and the checkpoints here end at 2: the log was set back"
+        "checkpoints:sandbox", 3, "the auditor kept it, but the checkpoints here end at 2: the log was rolled back"
     )
     write()
     sign_due(next(written))
     broken = checked(kept)["sandbox"].broken
     assert broken == Break(
-        "checkpoints:sandbox", 3, "it is another one than the auditor kept: the log was written anew"
+        "checkpoints:sandbox", 3, "it differs from the one that the auditor kept: the log was rewritten"
     )
 
 

@@ -101,7 +101,7 @@ def test_local_store_in_a_hurry_agrees_with_the_pure_arithmetic(
         if quick is None:
             assert store.spend(request, affordable) == expected
         else:
-            assert quick == tuple(part for one in expected.standings for part in (one.remaining, one.reset_seconds))
+            assert quick == tuple(part for one in expected.statuses for part in (one.remaining, one.reset_seconds))
 
 
 @pytest.mark.parametrize("cost", [-1, 0, 10])
@@ -110,7 +110,7 @@ def test_local_store_in_a_hurry_with_a_cost_that_no_burst_holds_spends_nothing(c
     store, one = LocalStore(lambda: NOW_US * 1000), bucket(Limit(9, 1))
     store.spend([one], 1)
     assert store.payer([one])(cost) is None
-    assert store.spend([one], 1).standings[0].remaining == 7
+    assert store.spend([one], 1).statuses[0].remaining == 7
 
 
 def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment() -> None:
@@ -119,7 +119,7 @@ def test_local_store_whose_limit_changed_under_one_key_goes_by_the_same_moment()
     store.spend([bucket(Limit(4, 8))], 2)
     smaller = bucket(Limit(2, 8))
     assert store.payer([smaller])(1) is None
-    assert store.spend([smaller], 1).standings[0].remaining == 0
+    assert store.spend([smaller], 1).statuses[0].remaining == 0
 
 
 def test_local_store_with_64_threads_admits_exactly_the_limit() -> None:
@@ -185,7 +185,7 @@ def test_local_store_forgets_full_buckets_before_any_other() -> None:
     spent_from = [bucket(Limit(10, 60), f"0 spent from {number}") for number in range(33)]
     for one in spent_from:
         store.spend([one], 1)
-    assert [store.spend([one], 1).standings[0].remaining for one in spent_from] == [8] * 33
+    assert [store.spend([one], 1).statuses[0].remaining for one in spent_from] == [8] * 33
 
 
 # ---------------------------------------------------------------------------------------------------------- Redis
@@ -195,7 +195,7 @@ def test_redis_store_at_one_moment_admits_the_burst_and_no_more(redis_url: str) 
     store, limit = patient(redis_url), Limit(50, A_DAY)
     outcomes = [store.spend([bucket(limit)], 1) for _ in range(53)]
     assert [one.allowed for one in outcomes] == [True] * 50 + [False] * 3
-    assert [one.standings[0].remaining for one in outcomes] == [*reversed(range(50)), 0, 0, 0]
+    assert [one.statuses[0].remaining for one in outcomes] == [*reversed(range(50)), 0, 0, 0]
     assert A_DAY // 50 - 60 < outcomes[-1].retry_after_seconds <= A_DAY // 50
 
 
@@ -215,7 +215,7 @@ def test_redis_store_that_refuses_takes_nothing_from_any_bucket(redis_url: str, 
     assert store.spend([account, endpoint], 2).allowed
     before = client.mget([account.key, endpoint.key])
     refused = [store.spend([account, endpoint], 1) for _ in range(5)]
-    assert [(one.allowed, one.binding.policy, one.standings[0].remaining) for one in refused] == [
+    assert [(one.allowed, one.binding.policy, one.statuses[0].remaining) for one in refused] == [
         (False, "endpoint", 8)
     ] * 5
     assert client.mget([account.key, endpoint.key]) == before
@@ -338,7 +338,7 @@ def test_redis_store_whose_server_forgot_the_script_teaches_it_again(redis_url: 
     store = patient(redis_url)
     store.spend([bucket(Limit(3, A_DAY))], 1)
     client.script_flush()
-    assert store.spend([bucket(Limit(3, A_DAY))], 1).standings[0].remaining == 1
+    assert store.spend([bucket(Limit(3, A_DAY))], 1).statuses[0].remaining == 1
 
 
 def test_redis_store_at_a_closed_port_is_lost() -> None:
@@ -425,7 +425,7 @@ def test_redis_store_in_asyncio_tells_each_caller_his_own_outcome(redis_url: str
         [([account], 2), ([account, endpoint], 3), ([account, endpoint], 1), ([account], 5)]
     )
     assert allowed(outcomes) == [True, True, False, True]
-    assert [[told.remaining for told in one.standings] for one in outcomes if isinstance(one, Spend)] == [
+    assert [[told.remaining for told in one.statuses] for one in outcomes if isinstance(one, Spend)] == [
         [8],
         [5, 0],
         [5, 0],
@@ -457,7 +457,7 @@ def test_redis_store_in_asyncio_sends_all_of_one_turn_together(redis_url: str, m
         finally:
             await loop.store.close_async()
 
-    assert [spent.standings[0].remaining for spent in asyncio.run(run_all())] == list(range(998, 748, -1))
+    assert [spent.statuses[0].remaining for spent in asyncio.run(run_all())] == list(range(998, 748, -1))
     assert trips == [200, 50]
 
 
@@ -484,7 +484,7 @@ def test_redis_store_in_asyncio_whose_server_forgot_the_script_teaches_it_again(
     client.script_flush()
     (outcomes,) = loop.run([([one], 1)] * 5)
     assert allowed(outcomes) == [True] * 5
-    assert loop.store.spend([one], 1).standings[0].remaining == 13
+    assert loop.store.spend([one], 1).statuses[0].remaining == 13
 
 
 def test_redis_store_in_asyncio_with_one_bad_state_is_lost_to_that_caller_alone(

@@ -248,7 +248,7 @@ def test_leases_tell_what_is_left_as_if_each_token_were_counted_in_the_store() -
     leases, told = shared.leases(), []
     for _ in range(300):
         quick = leases.payer((one,))(1)
-        told.append(quick[0] if quick else spend_at_once(shared, leases, (one,), 1).standings[0].remaining)
+        told.append(quick[0] if quick else spend_at_once(shared, leases, (one,), 1).statuses[0].remaining)
     assert told == list(reversed(range(300)))
     assert shared.asked < 100
     refused = spend_at_once(shared, leases, (one,), 1)
@@ -266,7 +266,7 @@ def test_leases_at_their_end_are_lost() -> None:
     shared.now_us += 1
     assert leases.payer((one,))(1) is None
     told = spend_at_once(shared, leases, (one,), 1)
-    assert told.standings[0].remaining == 1_000 - (1 + 2 + 4 + 8) - 1
+    assert told.statuses[0].remaining == 1_000 - (1 + 2 + 4 + 8) - 1
 
 
 def test_leases_of_a_process_that_asks_seldom_hold_nothing_back() -> None:
@@ -431,7 +431,7 @@ def test_leases_of_a_request_that_one_bucket_refuses_take_nothing_from_the_other
     assert drain(shared, leases, (account, endpoint)) == 8
     for _ in range(50):
         refused = spend_at_once(shared, leases, (account, endpoint), 1)
-        assert [told.remaining for told in refused.standings] == [392, 0]
+        assert [told.remaining for told in refused.statuses] == [392, 0]
         assert refused.binding.policy == "endpoint"
     assert drain(shared, leases, (account,)) == 392
 

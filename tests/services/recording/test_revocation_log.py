@@ -21,7 +21,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.revocation_log import Committed, Dropped, Ended, Looked, Opened
+from keyvault.domain.revocation_log import CaughtUp, Committed, Dropped, Ended, Opened
 from keyvault.models import AuditEntry, Change, Key, Notice, Verifier
 from keyvault.models.recording import RecordedModel
 from keyvault.services import offboarding
@@ -210,39 +210,39 @@ def test_journal_of_many_processes_loses_and_tears_nothing() -> None:
 # --- what breaks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cut", "left"), [(1, [Looked(2)]), (2, []), (30, [])])
-def test_torn_line_is_passed_over_and_does_not_spoil_the_next_one(path: Path, cut: int, left: list[Looked]) -> None:
+@pytest.mark.parametrize(("cut", "left"), [(1, [CaughtUp(2)]), (2, []), (30, [])])
+def test_torn_line_is_passed_over_and_does_not_spoil_the_next_one(path: Path, cut: int, left: list[CaughtUp]) -> None:
     """A power cut in the middle of a write costs the line that nobody was answered for, and no other."""
-    append_lines([Looked(1), Looked(2)])
+    append_lines([CaughtUp(1), CaughtUp(2)])
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - cut)
-    assert lines() == [Looked(1)]
-    append_lines([Looked(3)])
-    assert lines() == [Looked(1), *left, Looked(3)]
+    assert lines() == [CaughtUp(1)]
+    append_lines([CaughtUp(3)])
+    assert lines() == [CaughtUp(1), *left, CaughtUp(3)]
 
 
 def test_torn_line_longer_than_a_block_is_taken_away(path: Path) -> None:
-    append_lines([Looked(1)])
+    append_lines([CaughtUp(1)])
     with path.open("ab") as file:
         file.write(b"x" * 10_000)
-    append_lines([Looked(2)])
-    assert lines() == [Looked(1), Looked(2)]
+    append_lines([CaughtUp(2)])
+    assert lines() == [CaughtUp(1), CaughtUp(2)]
 
 
 def test_damaged_line_is_told_from_a_torn_one(path: Path) -> None:
-    append_lines([Looked(1), Looked(2), Looked(3)])
+    append_lines([CaughtUp(1), CaughtUp(2), CaughtUp(3)])
     path.write_bytes(path.read_bytes().replace(b'"sequence":2', b'"sequence":9', 1))
-    assert lines() == [Looked(1), None, Looked(3)]
+    assert lines() == [CaughtUp(1), None, CaughtUp(3)]
 
 
 def test_disk_that_takes_a_part_only_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append_lines([Looked(1)])
+    append_lines([CaughtUp(1)])
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, text: real(descriptor, text[:7]))
     with pytest.raises(OSError, match="No space"):
-        append_lines([Looked(2)])
+        append_lines([CaughtUp(2)])
     monkeypatch.undo()
-    assert lines() == [Looked(1)]
+    assert lines() == [CaughtUp(1)]
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -310,7 +310,7 @@ def test_healing_in_a_new_process_reads_from_the_last_note_on(scene: Scene, path
     """A long journal costs a worker nothing; a damaged line before the note is the start's to tell."""
     revoke(scene)
     settle()
-    append_lines([Looked(read_counter())])
+    append_lines([CaughtUp(read_counter())])
     path.write_bytes(path.read_bytes().replace(b"superseded", b"superseeed", 1))
     key = revoke(scene)
     settle()
@@ -322,7 +322,7 @@ def test_healing_in_a_new_process_reads_from_the_last_note_on(scene: Scene, path
 def test_healing_of_a_database_that_went_back_says_so_and_goes_on_from_there(
     scene: Scene, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    append_lines([Looked(read_counter() + 1000)])
+    append_lines([CaughtUp(read_counter() + 1000)])
     settle()
     backfill = LogBackfill()
     assert (backfill.run(now()), backfill.position) == (0, read_counter())
@@ -453,7 +453,7 @@ def test_healing_notes_no_look_above_an_end_that_waits(scene: Scene, monkeypatch
     issue(scene.sandbox)
     settle()
     LogBackfill().run(now() + timedelta(seconds=61))
-    assert [type(line) for line in lines()] == [Ended, Dropped, Looked]
+    assert [type(line) for line in lines()] == [Ended, Dropped, CaughtUp]
 
 
 @pytest.mark.postgres

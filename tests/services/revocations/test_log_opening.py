@@ -17,7 +17,7 @@ from keyvault.access.principals import HOST
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.revocation_log import Ended, Looked, Opened, line_bytes
+from keyvault.domain.revocation_log import CaughtUp, Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, Key, Notice
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording import transaction
@@ -185,11 +185,11 @@ def test_start_with_the_journal_of_another_installation_is_refused(scene: Scene,
 def test_start_with_the_journal_of_an_earlier_release_takes_it_for_ours(scene: Scene, path: Path) -> None:
     """An upgrade needs no act where there is a journal. One that the database is behind is not taken on trust."""
     issue(scene.sandbox)
-    path.write_bytes(line_bytes(Looked(read_counter() + 1)))
+    path.write_bytes(line_bytes(CaughtUp(read_counter() + 1)))
     with pytest.raises(ImproperlyConfigured, match="behind"):
         require_current()
     assert len(lines()) == 1
-    path.write_bytes(line_bytes(Looked(1)))
+    path.write_bytes(line_bytes(CaughtUp(1)))
     require_current()
     assert [replace(line, at=OPENED.at) for line in lines()[1:]] == [OPENED]
     require_current()

@@ -72,7 +72,7 @@ class Scene:
         """What is left of the account's ten after one more request, plus that one."""
         spend = self.judge().spend
         assert spend is not None
-        return spend.standings[0].remaining + 1
+        return spend.statuses[0].remaining + 1
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,7 @@ def test_refused_by_the_limit_spends_from_neither_bucket(scene: Scene) -> None:
     assert [code(scene.judge()) for _ in range(4)] == ["allowed", "rate_limited", "rate_limited", "rate_limited"]
     spend = scene.judge(endpoint=RETRIEVE).spend
     assert spend is not None
-    assert [(each.policy, each.remaining) for each in spend.standings] == [("account", 8)]
+    assert [(each.policy, each.remaining) for each in spend.statuses] == [("account", 8)]
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense", mint(seed="nobody's"), mint()[:-6] + "000000"])
@@ -264,7 +264,7 @@ def test_limit_of_the_pair_goes_before_the_endpoint_s_before_the_catalog_s(scene
     def in_force() -> int | None:
         spend = scene.judge(endpoint=endpoint).spend
         assert spend is not None
-        return {each.policy: each.limit.count for each in spend.standings}.get("endpoint")
+        return {each.policy: each.limit.count for each in spend.statuses}.get("endpoint")
 
     def put(count: int | None, of: Account | None, environment: Environment = SANDBOX) -> None:
         limit = None if count is None else Limit(count, HOUR)
@@ -287,18 +287,18 @@ def test_limit_of_the_pair_goes_before_the_endpoint_s_before_the_catalog_s(scene
 def test_endpoint_without_a_limit_has_the_account_s_alone(scene: Scene) -> None:
     spend = scene.judge().spend
     assert spend is not None
-    assert [(each.policy, each.limit) for each in spend.standings] == [("account", TEN)]
+    assert [(each.policy, each.limit) for each in spend.statuses] == [("account", TEN)]
 
 
 def test_account_without_a_limit_has_the_default_of_its_environment(scene: Scene) -> None:
     set_account_limit(may(P.LIMITS_WRITE, scene.account), account(), None)
     spend = scene.judge().spend
     assert spend is not None
-    assert spend.standings[0].limit == Limit(25, 1)
+    assert spend.statuses[0].limit == Limit(25, 1)
     _, text = issue(account(environment=PRODUCTION))
     spend = scene.judge(key=text.reveal(), environment=PRODUCTION).spend
     assert spend is not None
-    assert spend.standings[0].limit == Limit(100, 1)
+    assert spend.statuses[0].limit == Limit(100, 1)
 
 
 def test_changed_limit_starts_full(scene: Scene) -> None:
@@ -307,7 +307,7 @@ def test_changed_limit_starts_full(scene: Scene) -> None:
     set_account_limit(may(P.LIMITS_WRITE, account()), account(), Limit(11, HOUR))
     spend = scene.judge().spend
     assert spend is not None
-    assert spend.standings[0].remaining == 10
+    assert spend.statuses[0].remaining == 10
 
 
 class LostStore:

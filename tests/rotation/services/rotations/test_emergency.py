@@ -126,11 +126,11 @@ def test_compromise_by_somebody_who_may_not_ask_revokes_all_the_same(clock: Cloc
         lesser.setattr(emergency, "authorize", _refusing)
         response = respond_to_compromise(grant, key, replace=True)
     assert state_of(key) == "compromised"
-    assert (response.rotation_id, response.no_replacement) == (None, "This needs the permission rotations:write.")
+    assert (response.rotation_id, response.no_replacement) == (None, "This requires the permission rotations:write.")
 
 
 def _refusing(*_: object, **__: object) -> None:
-    raise PermissionMissingError("This needs the permission rotations:write.")
+    raise PermissionMissingError("This requires the permission rotations:write.")
 
 
 @pytest.mark.parametrize("fault", [OperationalError("disk full"), RuntimeError("a bug"), ConnectionError("away")])
@@ -334,7 +334,7 @@ def test_leak_reported_by_somebody_who_may_not_ends_nothing(clock: Clock) -> Non
     key, _ = scene.issue(scene.account(), clock())
     auditor = make_operator("auditor", Role.AUDITOR)
     (response,) = leaked(clock, key.key_id, by=auditor)
-    assert response.fault == "This needs the permission keys:report_compromise."
+    assert response.fault == "This requires the permission keys:report_compromise."
     assert state_of(key) == "active"
 
 
