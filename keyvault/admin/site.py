@@ -1,4 +1,4 @@
-"""The console's admin site: who gets in, which nouns it has, and how it answers what cannot be done."""
+"""Admin site of the console: access, registered model admins and problem pages."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ NOUNS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (PepperVersion, PepperVersionAdmin),
     (Refusal, RefusalAdmin),
 )
-"""Keyvault's own; rotation registers its noun itself."""
+"""Model admins of keyvault; rotation registers its own."""
 
 SECTIONS = ("Keys", "Merchants", "Catalog", "Access", "Oversight")
 
@@ -101,7 +101,7 @@ View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
 
 class ConsoleSite(AdminSite):
-    """Opens to active operators with a role. Whatever is behind it asks the decision function for itself."""
+    """Admin site for active operators with a role; every view checks its own permission."""
 
     site_header = "Keyvault"
     site_title = "Keyvault"
@@ -121,8 +121,11 @@ class ConsoleSite(AdminSite):
         admin_class: type[Any] | None = None,
         **options: Any,
     ) -> None:
-        """Takes nouns that ask only. Django's own groups are left out: what a role may do stands in code. So are
-        beat's entries, which follow the settings."""
+        """Register a `ConsoleModelAdmin`; reject any other model admin.
+
+        Django's groups are ignored because roles are defined in code. Celery beat's entries are ignored because they
+        follow the settings.
+        """
         if admin_class is not None and admin_class.__module__ in _LEFT_OUT:
             return
         if admin_class is None or not issubclass(admin_class, ConsoleModelAdmin):
@@ -149,7 +152,7 @@ class ConsoleSite(AdminSite):
         )
         registered.asks = (*registered.asks, *create_actions)
 
-    # --- who gets in --------------------------------------------------------------------------------------
+    # --- access -------------------------------------------------------------------------------------------
 
     def has_permission(self, request: HttpRequest) -> bool:
         user = request.user
@@ -159,7 +162,7 @@ class ConsoleSite(AdminSite):
         return super().admin_view(self._answered(view), cacheable)
 
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """As Django's, with a view that counts failures."""
+        """Django's login with a view that counts failures."""
         if request.method == "GET" and self.has_permission(request):
             return HttpResponseRedirect(reverse("admin:index"))
         context = {
@@ -176,13 +179,13 @@ class ConsoleSite(AdminSite):
         return _protected(cast(HttpResponse, SignInView.as_view(extra_context=context)(request)))
 
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
-        """Recorded before the session ends, while it is known whose it is."""
+        """Record the sign-out before the session ends, while the operator is known."""
         if request.method == "POST":
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
     def _answered(self, view: View) -> View:
-        """What cannot be done becomes a page that says so; what is not foreseen stays a fault, for the log."""
+        """Turn expected errors into problem pages; unexpected errors propagate to the log."""
 
         @wraps(view)
         def answered(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
@@ -199,7 +202,7 @@ class ConsoleSite(AdminSite):
                 _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
                 response = problem_page(self, request, error.code, error.detail)
             except IntegrityError:
-                # A constraint or a trigger said no to what a rule should have refused: two did it at once.
+                # Two concurrent changes: a constraint or trigger refused what a rule had allowed.
                 _log.warning("refused by the database", exc_info=True, extra={"path": request.path})
                 detail = "Somebody else changed this meanwhile. Look at it again."
                 response = problem_page(self, request, ErrorCode.STATE_CONFLICT, detail)
@@ -216,7 +219,7 @@ class ConsoleSite(AdminSite):
     # --- routes -------------------------------------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern | URLResolver]:
-        """The front page, log-in and log-out, and the nouns. Nothing else that Django's admin would route."""
+        """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
             path("login/", self.login, name="login"),
@@ -232,19 +235,19 @@ class ConsoleSite(AdminSite):
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
         nouns = [noun for noun in self._nouns() if noun.has_view_permission(request)]
-        waiting = [item for noun in nouns for item in noun.waiting(request)]
-        waiting.sort(key=lambda item: item.tone != "alarm")
+        items = [item for noun in nouns for item in noun.waiting(request)]
+        items.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
-            "waiting": [item for item in waiting if item.count],
-            "quiet": [item for item in waiting if not item.count],
-            "asks": [link for noun in self._nouns() for link in noun.ask_links(request)],
+            "attention": [item for item in items if item.count],
+            "empty": [item for item in items if not item.count],
+            "create_links": [link for noun in self._nouns() for link in noun.ask_links(request)],
             "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
         }
         return page(self, request, "index", context)
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """The side bar: the nouns the operator may see, by section."""
+        """Return the sidebar: the model admins that the operator may view, by section."""
         if not self.has_permission(request):
             return []
         sections = []
@@ -255,11 +258,11 @@ class ConsoleSite(AdminSite):
                 if noun.section == section and noun.has_module_permission(request)
             ]
             if nouns:
-                sections.append({"name": section, "nouns": nouns})
+                sections.append({"name": section, "model_admins": nouns})
         return sections
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
-        """Django's own log of changes stays empty: the audit chains are the log."""
+        """Return nothing: the audit chains replace Django's change log."""
         return LogEntry.objects.none()
 
     def _nouns(self) -> list[ConsoleModelAdmin]:

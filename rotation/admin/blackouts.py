@@ -1,4 +1,4 @@
-"""Calendars of blackouts in the console: the days on which no rotation of a schedule begins."""
+"""Blackout calendars in the console: periods in which no scheduled rotation begins."""
 
 from datetime import UTC, datetime
 from typing import Any

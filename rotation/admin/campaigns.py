@@ -1,4 +1,4 @@
-"""Campaigns in the console: asked for, approved by a second person, watched, paused, resumed, cancelled."""
+"""Campaigns in the console: requested, approved by a second person, monitored, paused, resumed and canceled."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -60,9 +60,11 @@ from rotation.services.rotations.planning import PlanOverrides
 
 C = CampaignState
 
-_MOST_MEMBERS = 200
+_MAX_MEMBERS = 200
 _REFRESH_SECONDS = 10
-_AS_USUAL = Pace()
+"""Refresh interval of a running campaign's page, in seconds."""
+
+_DEFAULT_PACE = Pace()
 
 
 def _merchant_choices() -> list[tuple[str, str]]:
@@ -86,26 +88,26 @@ class CampaignForm(ActForm):
     per_minute = forms.IntegerField(
         min_value=1,
         max_value=FASTEST_PER_MINUTE,
-        initial=_AS_USUAL.per_minute,
+        initial=_DEFAULT_PACE.per_minute,
         label="Begin per minute",
         help_text="At most so many in any 60 seconds.",
     )
     concurrency = forms.IntegerField(
         min_value=1,
         max_value=MOST_AT_ONCE,
-        initial=_AS_USUAL.concurrency,
+        initial=_DEFAULT_PACE.concurrency,
         label="Unproved at once",
         help_text="A rotation counts from its begin until its replacement is proved in use. The quiet period and the "
         "quarantine after that hold nobody up.",
     )
     halt_on_stall = forms.BooleanField(
-        required=False, initial=_AS_USUAL.halt_on_stall, label="Halt at the first rotation that stalls"
+        required=False, initial=_DEFAULT_PACE.halt_on_stall, label="Halt at the first rotation that stalls"
     )
     halt_at_failed_percent = forms.IntegerField(
         required=False,
         min_value=0,
         max_value=100,
-        initial=_AS_USUAL.halt_at_failed_percent,
+        initial=_DEFAULT_PACE.halt_at_failed_percent,
         label="Halt when more percent than that fail",
         help_text="Failed and stalled ones among those that came to something. Empty: no share halts it.",
     )
@@ -122,7 +124,7 @@ class CampaignForm(ActForm):
 
 
 class ApproveCampaignForm(ApproveForm):
-    """The digest is the stored one; the service makes it anew from what is stored, and compares."""
+    """Form with the stored digest; the service recomputes the digest from the stored campaign and compares."""
 
     @classmethod
     def initial_for(cls, row: Campaign) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class MaybeWhyForm(ActForm):
 
 
 class SeenMaybeWhyForm(SeenForm, MaybeWhyForm):
-    """Both."""
+    """Form with the version of the row and an optional reason."""
 
 
 def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
@@ -310,7 +312,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: Campaign) -> FactTable:
-        """All that the digest covers."""
+        """Return every field that the digest covers."""
         pace, merchants, days = Pace.from_json(row.pace), row.selection["merchants"], row.selection["older_than_days"]
         share = pace.halt_at_failed_percent
         return FactTable(
@@ -332,13 +334,13 @@ class CampaignAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: Campaign) -> Detail:
-        told: Any = describe_campaign(row, datetime.now(UTC))
+        report: Any = describe_campaign(row, datetime.now(UTC))
         return Detail(
             title=self.name_of(row),
             state=row.state,
-            notes=list(_notes(request, row, told)),
+            notes=list(_notes(request, row, report)),
             sections=[
-                FactTable("How far it is", list(_progress(row, told))),
+                FactTable("How far it is", list(_progress(row, report))),
                 _members(row),
                 self.summary(row),
                 approvals_table(row),
@@ -371,32 +373,32 @@ def _left_out(row: Campaign) -> str:
 
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
-    """What was chosen, and what is the default for the rest; of the longer gap of two each credential has its own."""
-    wish, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
-    proof = wish.proof or Proof.TRAFFIC
+    """Yield the chosen values and the defaults; the longest gap differs per credential, so it is not computed here."""
+    overrides, default = PlanOverrides.from_json(row.wish), DEFAULTS[Environment(row.environment)]
+    proof = overrides.proof or Proof.TRAFFIC
     yield "Proof", PRIVATE_PROOFS.get(proof, proof.value)
     if proof in {Proof.TRAFFIC, Proof.BOTH}:
-        count, sources = wish.proof_count or default.proof_count, wish.proof_sources or default.proof_sources
-        soak = default.soak_seconds if wish.soak_seconds is None else wish.soak_seconds
+        count, sources = overrides.proof_count or default.proof_count, overrides.proof_sources or default.proof_sources
+        soak = default.soak_seconds if overrides.soak_seconds is None else overrides.soak_seconds
         yield "Traffic that proves it", f"{count} authentications from {sources} sources, soak time {seconds(soak)}"
     longer = ", or twice the longest gap seen there" if row.environment == Environment.PRODUCTION else ""
-    quiet = f"{seconds(default.quiet_seconds)}{longer}" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)
-    quarantine = default.quarantine_seconds if wish.quarantine_seconds is None else wish.quarantine_seconds
+    quiet = f"{seconds(default.quiet_seconds)}{longer}" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)
+    quarantine = default.quarantine_seconds if overrides.quarantine_seconds is None else overrides.quarantine_seconds
     yield "Quiet period", quiet
     yield "Quarantine", seconds(quarantine)
-    yield "The replacements expire in days", wish.expires_in_days or "they do not expire"
-    for name in sorted(row.wish.keys() - _SHOWN):
+    yield "The replacements expire in days", overrides.expires_in_days or "they do not expire"
+    for name in sorted(row.wish.keys() - _SUMMARY_FIELDS):
         yield name.replace("_", " ").capitalize(), mono(row.wish[name])
 
 
-_SHOWN = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
+_SUMMARY_FIELDS = frozenset({"reason", "proof", "proof_count", "proof_sources", "soak_seconds"}) | frozenset(
     {"quiet_seconds", "quarantine_seconds", "expires_in_days"}
 )
 
 
-def _notes(request: HttpRequest, row: Campaign, told: Any) -> Iterable[str]:
-    """What is the matter, and what to do about it."""
-    waiting = told["progress"]["waiting"]
+def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
+    """Yield the state of the campaign and what the operator can do."""
+    waiting = report["progress"]["waiting"]
     if row.state == C.AWAITING_APPROVAL:
         yield f"Nothing has begun. It waits for approval until {row.approval_expires_at:%Y-%m-%d %H:%M} UTC."
         if row.requester_person == operator_of(request).person:
@@ -416,8 +418,8 @@ def _notes(request: HttpRequest, row: Campaign, told: Any) -> Iterable[str]:
         yield f"What has not begun by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC is not begun any more."
 
 
-def _progress(row: Campaign, told: Any) -> Iterable[tuple[str, Any]]:
-    count = told["progress"]
+def _progress(row: Campaign, report: Any) -> Iterable[tuple[str, Any]]:
+    count = report["progress"]
     yield "Replacement proved in use", _bar(count["proved"], count["members"])
     ended = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
     yield "Ended: completed, failed, stalled or skipped", _bar(ended, count["members"])
@@ -429,10 +431,10 @@ def _progress(row: Campaign, told: Any) -> Iterable[tuple[str, Any]]:
     yield "Failed: cancelled or rolled back", count["failed"]
     yield "Skipped: no longer fitting when their turn came", count["skipped"]
     if row.state == C.RUNNING:
-        yield "Begun in the last minute", told["begun_in_last_minute"]
-    if told["all_begun_at"] is not None:
-        yield "All begun at the earliest", moment(datetime.fromisoformat(told["all_begun_at"]))
-    requests = told["requests"]
+        yield "Begun in the last minute", report["begun_in_last_minute"]
+    if report["all_begun_at"] is not None:
+        yield "All begun at the earliest", moment(datetime.fromisoformat(report["all_begun_at"]))
+    requests = report["requests"]
     yield "Requests with keys of these rotations", f"{requests['allowed']} allowed, {requests['refused']} refused"
     yield "Approved and begun", moment(row.began_at, missing="not yet")
     if row.closed_at is not None:
@@ -440,7 +442,7 @@ def _progress(row: Campaign, told: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _bar(done: int, total: int) -> SafeString:
-    """The text says it too, for whoever does not see the bar."""
+    """Render a progress bar with the same information as text."""
     return format_html(
         '<progress class="bar" max="{}" value="{}"></progress> <span class="bar-text">{} of {} ({} %)</span>',
         max(total, 1),
@@ -452,9 +454,9 @@ def _bar(done: int, total: int) -> SafeString:
 
 
 def _members(row: Campaign) -> Table:
-    """Those in trouble first."""
+    """Return the credentials, failed and stalled ones first."""
     total = row.members.count()
-    found = list_troubled_first(row, _MOST_MEMBERS)
+    found = list_troubled_first(row, _MAX_MEMBERS)
     more = "" if total <= len(found) else f", the first {len(found)} of {total}"
     return Table(
         f"Credentials, those in trouble first{more}",

@@ -1,6 +1,6 @@
-"""Keys in wrong hands, in the console: ended at once, and a replacement asked for on the same page.
+"""Compromised keys in the console: revoke them and request a replacement on the same page.
 
-Keyvault's own pages can end a key; what asks for rotations too is added to them here.
+Keyvault's own pages only revoke a key; this module adds the actions that also request a rotation.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ from rotation.services.rotations.emergency import (
 )
 from rotation.services.rotations.requests import reissue_key
 
-_TOLD = 5
-"""Keys of a long report that the answer names."""
+_MAX_LISTED = 5
+"""Maximum keys or rotations that a message lists."""
 
 
 class CompromiseForm(ActForm):
-    """What stops a key must not be held up: nothing here has to be filled in."""
+    """Form without required fields, because nothing may delay stopping a key."""
 
     reason = forms.CharField(
         required=False,
@@ -56,7 +56,7 @@ class CompromiseForm(ActForm):
 
 
 class LeakedKeysField(forms.CharField):
-    """Text that may hold whole keys. A form that is shown again has it redacted."""
+    """Text that may contain whole keys; the form redacts them when it is shown again."""
 
     def bound_data(self, data: Any, initial: Any) -> Any:
         return redact(data or "")
@@ -82,8 +82,8 @@ class ReissueForm(ActForm):
 
 def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
     response = respond_to_compromise(grant, key, reason=cleaned["reason"], replace=cleaned["replace"])
-    told = f"Key {key} is reported compromised: refused for ever. {_words([response])}".strip()
-    return ActionResult(told, url=receipt_url(key, response.sequence))
+    message = f"Key {key} is reported compromised: refused for ever. {_format_replacements([response])}".strip()
+    return ActionResult(message, url=receipt_url(key, response.sequence))
 
 
 def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
@@ -96,19 +96,19 @@ def _report_leak(grant: Grant, cleaned: Cleaned) -> ActionResult:
 
 
 def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> ActionResult:
-    """Raises RequestInvalidError when no key was ended."""
+    """Report keys as compromised. Raises RequestInvalidError if none was revoked."""
     responses = respond_to_leak(
         grant.principal, presented, reason=cleaned["reason"], replace=cleaned["replace"], now=grant.at
     )
     ended = [response for response in responses if not response.fault]
-    missed = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
+    failures = [f"{response.key_id}: {response.fault}" for response in responses if response.fault]
     if not ended:
-        more = [f"and {len(missed) - _TOLD} more"] if len(missed) > _TOLD else []
-        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*missed[:_TOLD], *more)])
-    many = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
-    not_ended = f"NOT revoked, {len(missed)}: {_some(missed)}." if missed else ""
-    told = " ".join(filter(None, (f"{many} revoked: refused for ever.", not_ended, _words(ended))))
-    return ActionResult(told, is_partial=bool(missed))
+        more = [f"and {len(failures) - _MAX_LISTED} more"] if len(failures) > _MAX_LISTED else []
+        raise RequestInvalidError(_NOTHING_ENDED, [Fault("/key_ids", each) for each in (*failures[:_MAX_LISTED], *more)])
+    count = "1 key is" if len(ended) == 1 else f"{len(ended)} keys are"
+    not_ended = f"NOT revoked, {len(failures)}: {_join_first(failures)}." if failures else ""
+    message = " ".join(filter(None, (f"{count} revoked: refused for ever.", not_ended, _format_replacements(ended))))
+    return ActionResult(message, is_partial=bool(failures))
 
 
 _NOTHING_ENDED = (
@@ -116,18 +116,18 @@ _NOTHING_ENDED = (
 )
 
 
-def _words(responses: Sequence[Response]) -> str:
-    """What there is of replacements; nothing where none was wanted."""
-    asked = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
+def _format_replacements(responses: Sequence[Response]) -> str:
+    """Format which replacements were requested or refused; empty if none was wanted."""
+    rotation_ids = list(dict.fromkeys(response.rotation_id for response in responses if response.rotation_id))
     refused = [f"{response.key_id}: {response.no_replacement}" for response in responses if response.no_replacement]
-    told = [f"The replacement comes with rotation {_some(asked)}." if asked else ""]
-    told += [f"No replacement: {_some(refused)}." if refused else ""]
-    return " ".join(filter(None, told))
+    parts = [f"The replacement comes with rotation {_join_first(rotation_ids)}." if rotation_ids else ""]
+    parts += [f"No replacement: {_join_first(refused)}." if refused else ""]
+    return " ".join(filter(None, parts))
 
 
-def _some(texts: Sequence[str]) -> str:
-    more = len(texts) - _TOLD
-    return "; ".join(text.removesuffix(".") for text in texts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+def _join_first(texts: Sequence[str]) -> str:
+    more = len(texts) - _MAX_LISTED
+    return "; ".join(text.removesuffix(".") for text in texts[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
@@ -136,7 +136,7 @@ def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionRe
 
 
 def _can_be_reissued(credential: Credential) -> bool:
-    """It had a key, has none that is good, nor a way to get one already."""
+    """Whether the credential had a key, has no usable key and no open rotation."""
     if credential.account.merchant.status == MerchantStatus.OFFBOARDED or find_open_rotation(credential) is not None:
         return False
     had_one = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()

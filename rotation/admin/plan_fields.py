@@ -1,4 +1,4 @@
-"""What the console's forms ask of a plan, wherever one is asked for."""
+"""Form fields for plans, shared by the forms of rotations, schedules and campaigns."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ _PERIOD = re.compile(r"\s*([0-9]{1,8})\s*([smhd]?)\s*")
 
 
 class PeriodField(forms.CharField):
-    """A period as people write it: `90`, `30m`, `1h`, `7d`. Gives whole seconds, or None for nothing."""
+    """Period such as `90`, `30m`, `1h` or `7d`. The cleaned value is in whole seconds, or None if empty."""
 
     def to_python(self, value: Any) -> Any:
         text = super().to_python(value)
@@ -32,12 +32,12 @@ class PeriodField(forms.CharField):
 
 
 def by_default(name: str) -> str:
-    """What an empty field means, by environment."""
+    """Format the default of a plan field for each environment."""
     return "; ".join(f"{seconds(getattr(DEFAULTS[env], name))} in {env}" for env in Environment)
 
 
 def quiet_field() -> PeriodField:
-    """Of many credentials at once."""
+    """Return the quiet period field for plans that cover several credentials."""
     return PeriodField(
         required=False,
         label="Quiet period",

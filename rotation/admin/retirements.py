@@ -1,5 +1,4 @@
-"""The dates on which old public keys are retired, in the console: looked at beside who still uses them, and approved by
-a second person."""
+"""Retirement dates of old public keys in the console: shown with their users, approved by a second person."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -37,7 +36,7 @@ from rotation.domain.states import CLOSED
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import approve_retirement
 
-_MOST_VERSIONS = 10
+_MAX_VERSIONS = 10
 
 
 def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionResult:
@@ -45,8 +44,8 @@ def _approve(grant: Grant, retirement: Retirement, cleaned: Cleaned) -> ActionRe
     return ActionResult(f"Approved: the old key is retired on {retirement.retire_at:%Y-%m-%d %H:%M} UTC.")
 
 
-def _waits(retirement: Retirement) -> bool:
-    """A later date overtakes one that nobody has approved yet."""
+def _is_awaiting_approval(retirement: Retirement) -> bool:
+    """Whether the date can still be approved; a later date supersedes an unapproved one."""
     is_newest = not retirement.rotation.retirements.filter(pk__gt=retirement.pk).exists()
     is_open = retirement.rotation.current_state not in CLOSED
     return retirement.approved_at is None and retirement.retire_at > datetime.now(UTC) and is_newest and is_open
@@ -55,7 +54,7 @@ def _waits(retirement: Retirement) -> bool:
 def _state(retirement: Retirement) -> str:
     if retirement.approved_at is not None:
         return "approved"
-    return "awaiting_approval" if _waits(retirement) else "expired"
+    return "awaiting_approval" if _is_awaiting_approval(retirement) else "expired"
 
 
 @admin.register(Retirement)
@@ -73,7 +72,7 @@ class RetirementAdmin(ConsoleModelAdmin):
                 "that still use it fail. Traffic never brings it back."
             ),
             form=SeenForm,
-            fits=_waits,
+            fits=_is_awaiting_approval,
             tone=Tone.GOOD,
         ),
     )
@@ -124,7 +123,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: Retirement) -> FactTable:
-        """The date, beside who would be refused from then on."""
+        """Return the date and the users that are refused from then on."""
         rotation = row.rotation
         url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
         return FactTable(
@@ -160,7 +159,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         if not may(request, P.ROTATIONS_APPROVE):
             return
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
-        mine = [row for row in self.for_me(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at")) if _waits(row)]
+        mine = [row for row in self.for_me(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at")) if _is_awaiting_approval(row)]
         yield self.waits("Retirement dates that you may approve", mine, "", "act")
 
     def line_of(self, row: Retirement) -> Line:
@@ -172,6 +171,6 @@ class RetirementAdmin(ConsoleModelAdmin):
 def _versions(rotation: Rotation) -> SafeString | str:
     lines = (
         (f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}", f"{use.last_at:%Y-%m-%d}", use.count)
-        for use in list_versions(rotation.predecessor_id, limit=_MOST_VERSIONS)
+        for use in list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS)
     )
     return format_html_join("", "<div>{}: last on {}, uses seen: {}</div>", lines) or "nobody that was seen"

@@ -1,4 +1,4 @@
-"""What can be done to a rotation in the console, and the one thing that is asked for."""
+"""Console actions on a rotation, and the action that requests one."""
 
 from datetime import UTC, datetime
 
@@ -126,7 +126,7 @@ def _collect(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult
     return ActionResult("The replacement", secret=collect_replacement(grant, rotation))
 
 
-# --- whether a button shows ---------------------------------------------------------------------------------
+# --- availability -------------------------------------------------------------------------------------------
 
 
 def _waits_for_approval(rotation: Rotation) -> bool:
@@ -134,18 +134,18 @@ def _waits_for_approval(rotation: Rotation) -> bool:
 
 
 def _may_be_approved(rotation: Rotation) -> bool:
-    """Nobody approves what cannot be shown."""
+    """Whether the rotation awaits approval and its plan can be shown."""
     return _waits_for_approval(rotation) and rotation.readable_plan is not None
 
 
 def _may_be_resumed(rotation: Rotation) -> bool:
-    """A deadline that has passed is extended instead."""
+    """Whether the rotation stalled before its deadline; after it, the deadline must be extended."""
     is_late = rotation.deadline_at is not None and datetime.now(UTC) >= rotation.deadline_at
     return rotation.state == S.STALLED and rotation.stalled_from is not None and not is_late
 
 
 def _may_be_extended(rotation: Rotation) -> bool:
-    """While it can stall at it, or has stalled and could not be resumed after it."""
+    """Whether the rotation has stalled, or can stall at its deadline."""
     counts = rotation.state == S.STALLED or OUTCOMES[Event.DEADLINE].get(rotation.current_state) is S.STALLED
     return counts and rotation.deadline_at is not None
 
@@ -155,7 +155,7 @@ def _may_be_rolled_back(rotation: Rotation) -> bool:
 
 
 def has_old_key(rotation: Rotation) -> bool:
-    """Whether there is one to go back to: neither revoked, compromised nor expired."""
+    """Whether the old key can be used again: neither revoked, compromised nor expired."""
     return predecessor_ended_at(rotation, datetime.now(UTC)) is None
 
 
@@ -166,16 +166,18 @@ def _may_be_retired(rotation: Rotation) -> bool:
 
 
 def may_be_collected(rotation: Rotation) -> bool:
-    """A sealed credential's key is shown to nobody, and is read from the secret backend; a public one on its own
-    page, as often as one likes."""
+    """Whether the replacement can be collected in the console.
+
+    A sealed key is only read from the secret backend. A public key is shown on its own page at any time.
+    """
     key, credential = rotation.replacement, rotation.credential
-    is_waiting = rotation.delivered_at is not None and rotation.collected_at is None
+    is_uncollected = rotation.delivered_at is not None and rotation.collected_at is None
     is_good = key is not None and key.state not in DEAD_STATES
     is_shown = credential.delivery != Delivery.SEALED and credential.kind == KeyKind.PRIVATE
-    return is_waiting and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
+    return is_uncollected and is_good and is_shown and stage_of(rotation) is not S.ROLLING_BACK
 
 
-# --- what a page says before ---------------------------------------------------------------------------------
+# --- explanations --------------------------------------------------------------------------------------------
 
 
 def _what_approving_does(rotation: Rotation) -> str:

@@ -1,4 +1,4 @@
-"""What the console asks when a rotation is asked for, and when one is acted upon."""
+"""Forms to request a rotation and to act on one."""
 
 from datetime import UTC
 from typing import Any
@@ -33,12 +33,12 @@ REINSTATEMENT = {
 }
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
-_WHOLE_DAY = 24 * 60
+_MINUTES_PER_DAY = 24 * 60
 _DEFAULT = [("", "as usual")]
 
 
 class UtcField(forms.DateTimeField):
-    """A time in UTC, to the minute as browsers ask for it."""
+    """Time in UTC, in the format of a `datetime-local` input."""
 
     def __init__(self, **options: Any) -> None:
         widget = forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M")
@@ -53,7 +53,7 @@ class UtcField(forms.DateTimeField):
 
 
 class ClockField(forms.CharField):
-    """A time of day as `HH:MM`, 24:00 included. Gives minutes, or None for nothing."""
+    """Time of day as `HH:MM` up to 24:00. The cleaned value is in minutes, or None if empty."""
 
     def to_python(self, value: Any) -> Any:
         text = super().to_python(value)
@@ -103,8 +103,8 @@ def _numbers(name: str) -> str:
     return "; ".join(f"{getattr(DEFAULTS[env], name)} in {env}" for env in Environment)
 
 
-class RotateForm(ActForm):
-    """Every field of a plan; what is left empty is the environment's default, which the field says."""
+class RotationForm(ActForm):
+    """Form with every field of a plan; an empty field takes the default of the environment."""
 
     groups = (
         Group(
@@ -127,7 +127,7 @@ class RotateForm(ActForm):
         .filter(keys__state=KeyState.ACTIVE)
         .distinct()
         .order_by("account__merchant_id", "account__environment", "label"),
-        words=_credential_words,
+        label_for=_credential_words,
         label="Credential",
     )
     reason = forms.CharField(
@@ -217,7 +217,7 @@ class RotateForm(ActForm):
 
 
 _FIELDS = {"/channels": "/webhook", "/window": "/weekdays"}
-"""What the form calls otherwise than the plan."""
+"""Form field for a plan field of another name."""
 
 
 def _by_field(fault: Fault) -> Fault:
@@ -225,9 +225,9 @@ def _by_field(fault: Fault) -> Fault:
 
 
 def wish_of(cleaned: Cleaned) -> PlanOverrides:
-    """Raises RequestInvalidError for a window that cannot be meant."""
+    """Build the plan overrides from the form. Raises RequestInvalidError for an invalid window."""
     channels = (DeliveryChannel.SECRET_BACKEND, *([DeliveryChannel.WEBHOOK] if cleaned["webhook"] else []))
-    same = (
+    unchanged = (
         *("reason", "not_before", "deadline", "proof_count", "proof_sources", "soak_seconds", "quiet_seconds"),
         *("quarantine_seconds", "expires_in_days", "predecessor_may_expire", "retire_at"),
     )
@@ -237,7 +237,7 @@ def wish_of(cleaned: Cleaned) -> PlanOverrides:
         reinstatement=Reinstatement(cleaned["reinstatement"]),
         channels=channels,
         window=_window(cleaned),
-        **{name: cleaned[name] for name in same},
+        **{name: cleaned[name] for name in unchanged},
     )
 
 
@@ -245,16 +245,16 @@ def _window(cleaned: Cleaned) -> Window | None:
     weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
     if not weekdays and opens is None and closes is None:
         return None
-    meant = Window(
+    window = Window(
         cleaned["time_zone"] or "UTC",
         tuple(weekdays),
         0 if opens is None else opens,
-        _WHOLE_DAY if closes is None else closes,
+        _MINUTES_PER_DAY if closes is None else closes,
     )
-    return Window.from_json(meant.as_json())
+    return Window.from_json(window.as_json())
 
 
-# --- forms of acts ------------------------------------------------------------------------------------------
+# --- forms of actions ---------------------------------------------------------------------------------------
 
 
 class ApprovePlanForm(ApproveForm):

@@ -1,4 +1,4 @@
-"""What the page of a rotation shows: its plan, where it stands, what to do when it does not move, who uses what."""
+"""Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -46,21 +46,21 @@ CHANNELS = {
     DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must have taken the news",
 }
 
-_WAY = (
+_FORWARD_STATES = (
     *(S.REQUESTED, S.AWAITING_APPROVAL, S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF),
     *(S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED),
 )
-"""The way forward, as the page's timeline shows it."""
+"""States of a successful rotation, in the order of the timeline."""
 
 _RETIRING = frozenset({S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING})
-"""What there is to do about an old key that is still good."""
+"""States that retire an old key; they are skipped if the old key has already ended."""
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
 def plan_facts(row: Rotation) -> FactTable:
-    """Field by field as the digest covers it."""
+    """Return every field that the digest covers."""
     plan, credential = row.readable_plan, row.credential
     if plan is None:
         return FactTable("The plan", [(PLAN_UNREADABLE, mono(json.dumps(row.plan, sort_keys=True)))])
@@ -97,9 +97,9 @@ _WITHOUT_EFFECT = " · without effect: the old key has ended"
 
 
 def has_lost_old_key(row: Rotation) -> bool:
-    """Whether the old key ended otherwise than by this rotation's own steps, while it was open or before.
+    """Whether the old key ended before or during the rotation, but not by its own steps.
 
-    Delivered is done then: there is no deadline, and no proof, silence or quarantine to wait for.
+    Such a rotation is complete once delivered: no deadline, proof, silence or quarantine applies.
     """
     ended_at = predecessor_ended_at(row, datetime.now(UTC))
     return ended_at is not None and row.quarantined_at is None and (row.closed_at is None or ended_at <= row.closed_at)
@@ -122,11 +122,11 @@ def _dormant_words(plan: Plan) -> str:
     return "yes: an acknowledgement or a confirmation is proof too" if plan.is_dormant else "no"
 
 
-# --- where it stands ----------------------------------------------------------------------------------------
+# --- status -------------------------------------------------------------------------------------------------
 
 
 def standing(row: Rotation) -> FactTable:
-    """The four facts, each with its own time, and what is about them."""
+    """Return the four facts with their times, and the related events."""
     return FactTable("Where it stands", [*_ends(row), *_four_facts(row), *_happened(row), *_work(row)])
 
 
@@ -142,8 +142,8 @@ def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
         plan = row.readable_plan
         planned = None if plan is None else plan.deadline
         is_extended = planned is not None and row.deadline_at != planned
-        was = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
-        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), was, _WITHOUT_EFFECT if is_lost else "")
+        extension = format_html(" · extended, the plan says {}", f"{planned:%Y-%m-%d %H:%M}") if is_extended else ""
+        yield "Deadline", format_html("{}{}{}", moment(row.deadline_at), extension, _WITHOUT_EFFECT if is_lost else "")
     if row.retire_at is not None and not is_lost:
         yield "The old key is retired at", moment(row.retire_at)
 
@@ -179,14 +179,14 @@ def _happened(row: Rotation) -> Iterator[tuple[str, Any]]:
 
 
 def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
-    """What stands in the way of the worker, and of the merchant's endpoint."""
+    """Yield what blocks the worker or the merchant's endpoint."""
     if row.current_state in CLOSED:
         return
     plan = row.readable_plan
     if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
-        told = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
-        missing = f"not yet: {told.reason or 'on its way'}"
-        yield "Told: the merchant's webhook endpoint took the news", moment(told.delivered_at, missing=missing)
+        delivery = find_telling(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
+        missing = f"not yet: {delivery.reason or 'on its way'}"
+        yield "Told: the merchant's webhook endpoint took the news", moment(delivery.delivered_at, missing=missing)
     lease = find_failure(row)
     if lease is not None:
         tries = f"{lease.attempts} in a row" if lease.attempts else "paused, no try is used up"
@@ -194,7 +194,7 @@ def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
 
 
 def find_failure(row: Rotation) -> WorkLease | None:
-    """What the last try of its step came to, if it failed."""
+    """Return the lease whose last attempt failed, if any."""
     failed: WorkLease | None = (
         WorkLease.objects.filter(subject=subject_of(row.rotation_id)).exclude(last_error="").first()
     )
@@ -205,36 +205,36 @@ def find_failure(row: Rotation) -> WorkLease | None:
 
 
 def steps_of(row: Rotation) -> list[Step]:
-    """The way with where it stands on it: forward, back, or to where it ended before its time."""
+    """Return the timeline of the rotation: forward, rolling back, or up to an early end."""
     stage, reached = stage_of(row), _reached(row)
     if stage is S.COMPLETED:
-        way = [*reached, S.COMPLETED]
+        states = [*reached, S.COMPLETED]
     elif stage in {S.ROLLING_BACK, S.ROLLED_BACK}:
-        way = [*reached, S.ROLLING_BACK, S.ROLLED_BACK]
+        states = [*reached, S.ROLLING_BACK, S.ROLLED_BACK]
     elif stage in CLOSED:
-        way = [*reached, stage]
+        states = [*reached, stage]
     else:
-        way = list(_forward(row, stage))
-    here = way.index(stage)
+        states = list(_forward(row, stage))
+    current = states.index(stage)
     return [
-        Step(_label(row, place, here == index), _place(row, index - here), _time_of(row, place))
-        for index, place in enumerate(way)
+        Step(_label(row, state, index == current), _place(row, index - current), _time_of(row, state))
+        for index, state in enumerate(states)
     ]
 
 
 def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:
     is_lost = stage is S.EMERGENCY or has_lost_old_key(row)
-    for place in _WAY:
-        if is_lost and place in _RETIRING and place is not stage:
+    for state in _FORWARD_STATES:
+        if is_lost and state in _RETIRING and state is not stage:
             continue
-        if place is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
+        if state is S.AWAITING_APPROVAL and (not row.approvals_needed or stage is S.EMERGENCY):
             continue
-        yield S.EMERGENCY if place is S.SCHEDULED and stage is S.EMERGENCY else place
+        yield S.EMERGENCY if state is S.SCHEDULED and stage is S.EMERGENCY else state
 
 
 def _reached(row: Rotation) -> list[RotationState]:
-    """What one that ended, or goes back, has behind it for certain."""
-    was = {
+    """Return the states that an ended or rolling back rotation is known to have passed."""
+    passed = {
         S.REQUESTED: True,
         S.AWAITING_APPROVAL: bool(row.approvals_needed),
         S.SCHEDULED: row.replacement_id is not None,
@@ -245,12 +245,12 @@ def _reached(row: Rotation) -> list[RotationState]:
         S.QUARANTINE: row.silent_at is not None or row.waived_at is not None,
         S.REVOKING: row.state == S.COMPLETED and row.quarantined_at is not None,
     }
-    return [place for place in _WAY if was.get(place, False)]
+    return [state for state in _FORWARD_STATES if passed.get(state, False)]
 
 
-def _label(row: Rotation, place: RotationState, is_here: bool) -> str:
-    name = place.value.replace("_", " ")
-    return f"{name}: stalled" if is_here and row.state == S.STALLED else name
+def _label(row: Rotation, state: RotationState, is_current: bool) -> str:
+    name = state.value.replace("_", " ")
+    return f"{name}: stalled" if is_current and row.state == S.STALLED else name
 
 
 def _place(row: Rotation, distance: int) -> str:
@@ -261,9 +261,9 @@ def _place(row: Rotation, distance: int) -> str:
     return "stopped" if row.state == S.STALLED or row.current_state in CLOSED else "current"
 
 
-def _time_of(row: Rotation, place: RotationState) -> Any:
-    """When it came there, where that is a column of its own."""
-    if place == row.state:
+def _time_of(row: Rotation, state: RotationState) -> Any:
+    """Return when the rotation entered the state, if a column records it."""
+    if state == row.state:
         return row.entered_at
     return {
         S.REQUESTED: row.created_at,
@@ -271,14 +271,14 @@ def _time_of(row: Rotation, place: RotationState) -> Any:
         S.AWAITING_PROOF: row.delivered_at,
         S.OVERLAP: row.used_at,
         S.QUARANTINE: row.silent_at or row.waived_at,
-    }.get(place)
+    }.get(state)
 
 
-# --- what to do ---------------------------------------------------------------------------------------------
+# --- runbook ------------------------------------------------------------------------------------------------
 
 
 def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> FactTable:
-    """The runbook's advice with links to what it names: acts that are offered now, and pages."""
+    """Return the runbook advice with links to the available actions and pages that it names."""
     links = list(_remedies(row, advice, set(offered)))
     steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
     rows: list[tuple[str, Any]] = [
@@ -313,7 +313,7 @@ def key_or_nothing(key: Key | None) -> SafeString | str:
 
 
 def retirements_table(row: Rotation) -> Table:
-    """The dates that were asked for; the newest that was approved counts."""
+    """Return the requested dates; the newest approved date applies."""
     return Table(
         "Dates asked for, to retire the old public key",
         ["date (UTC)", "asked by", "asked (UTC)", "approved by", "approved (UTC)"],
@@ -332,7 +332,7 @@ def retirements_table(row: Rotation) -> Table:
 
 
 def users_tables(row: Rotation) -> Iterator[Table]:
-    """Whom to talk to when the key that is to go does not fall silent: of a roll-back the replacement."""
+    """Yield the users of the key to be retired; in a rollback also those of the replacement."""
     if row.replacement is not None and stage_of(row) is S.ROLLING_BACK:
         yield from _users(row.replacement, "the replacement")
     yield from _users(row.predecessor, "the old key")

@@ -1,4 +1,4 @@
-"""Rotations in the console: asked for, approved by a second person, watched, acted upon, collected once."""
+"""Rotations in the console: requested, approved by a second person, monitored, controlled, collected once."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -79,7 +79,7 @@ class HeldUpFilter(admin.SimpleListFilter):
         return [("up", "a failing step, or an endpoint")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return _held_up(queryset) if self.value() == "up" else queryset
+        return _blocked(queryset) if self.value() == "up" else queryset
 
 
 @admin.register(Rotation)
@@ -102,7 +102,7 @@ class RotationAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """`is_unreviewed`: begun without the second person, and nobody has looked at that yet."""
+        """Annotate `is_unreviewed`: the rotation bypassed approval, and the bypass is not reviewed yet."""
         is_unreviewed = Exists(_UNREVIEWED.filter(subject=OuterRef("pk")))
         rows: QuerySet[Any] = super().get_queryset(request).annotate(is_unreviewed=is_unreviewed)
         return rows.select_related(
@@ -207,20 +207,20 @@ class RotationAdmin(ConsoleModelAdmin):
         url = reverse("admin:keyvault_breakglass_change", args=[act.pk])
         return format_html("{} {}", text, link(url, "Look at it and review it"))
 
-    # --- what waits ---------------------------------------------------------------------------------------
+    # --- attention items ----------------------------------------------------------------------------------
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """What stopped and what is urgent first."""
+        """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
         yield self.waits("Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm")
-        emergencies = undecided.annotate(said=Count("approvals")).filter(
-            state=S.EMERGENCY, bypassed_at__isnull=True, said__lt=F("approvals_needed")
+        emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
+            state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
         )
         asked = undecided.filter(state=S.AWAITING_APPROVAL)
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            # Not by `approvals__person`: a second join would multiply what is counted above.
+            # Filtering by `approvals__person` here would add a join and multiply the count above.
             urgent = self.for_me(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
             yield self.waits("Emergencies that you may approve", urgent, for_emergency, "alarm")
             others = self.for_me(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
@@ -235,8 +235,8 @@ class RotationAdmin(ConsoleModelAdmin):
             mine = rows.filter(requester_person=me, requested_via=None, credential__delivery=Delivery.SHOW_ONCE)
             ready = [row for row in mine.filter(delivered_at__isnull=False, collected_at=None) if may_be_collected(row)]
             yield self.waits("Replacements for you to collect", ready, "", "act")
-        held_up = _held_up(rows)
-        yield self.waits("Rotations held up by a failing step or an endpoint", held_up, "?held=up", "alarm")
+        blocked = _blocked(rows)
+        yield self.waits("Rotations held up by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(is_unreviewed=True)
         yield self.waits("Begun without the second person, not reviewed", bypassed, "?bypass=open", "alarm")
 
@@ -245,13 +245,13 @@ class RotationAdmin(ConsoleModelAdmin):
         return is_for_me and super()._is_open(request, act, row)
 
     def line_of(self, row: Any) -> Line:
-        told = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"
-        return Line(self.url_of(row), self.name_of(row), row.why or told, row.entered_at)
+        summary = "begun without the second person" if row.is_unreviewed else f"asked for by {self.asked_by(row)}"
+        return Line(self.url_of(row), self.name_of(row), row.why or summary, row.entered_at)
 
     # --- on other pages -----------------------------------------------------------------------------------
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """The pages of a credential and of a key tell its rotations, and offer to begin one."""
+        """Add the rotations of a credential or key to its page, and a link to request one."""
         if not isinstance(row, Credential | Key) or not self.has_view_permission(request):
             return None
         credential = row if isinstance(row, Credential) else row.credential
@@ -282,16 +282,18 @@ class RotationAdmin(ConsoleModelAdmin):
 _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
 
 
-def _held_up(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """What has not stalled and does not move either: its last try failed, or the merchant's endpoint refuses the
-    news."""
+def _blocked(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """Return rotations that are blocked but not stalled.
+
+    Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
+    """
     failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
     ids = [subject.removeprefix(subject_of("")) for subject in failed.values_list("subject", flat=True)]
-    is_untold = Q(state=S.PUBLISHING, delivered_at__isnull=False)
-    return rows.filter(Q(pk__in=ids) | is_untold).exclude(state__in=[S.STALLED, *CLOSED])
+    is_undelivered = Q(state=S.PUBLISHING, delivered_at__isnull=False)
+    return rows.filter(Q(pk__in=ids) | is_undelivered).exclude(state__in=[S.STALLED, *CLOSED])
 
 
 def _to_confirm(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """What nothing but a person's word proves: public keys, and what nobody uses."""
-    by_word = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
-    return rows.filter(by_word, state=S.AWAITING_PROOF, confirmed_at__isnull=True)
+    """Return rotations that only an operator can confirm: public keys and unused credentials."""
+    is_manual = Q(plan__proof=Proof.CONFIRMATION.value) | Q(plan__is_dormant=True)
+    return rows.filter(is_manual, state=S.AWAITING_PROOF, confirmed_at__isnull=True)

@@ -1,4 +1,4 @@
-"""What the console's forms ask of schedules and blackout calendars, and what is read from them."""
+"""Forms of schedules and blackout calendars, and the conversion of their values."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,11 +19,11 @@ from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.rotations.planning import PlanOverrides
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_wish, readable_wish
 
-_WHOLE_DAY = 24 * 60
+_MINUTES_PER_DAY = 24 * 60
 
 
 class TermsForm(ActForm):
-    """How often, when, and what is asked for. What stays empty is as usual, which the field says."""
+    """Form with the terms of a schedule; an empty field takes its default."""
 
     groups = (
         Group("Window", ("weekdays", "opens", "closes", "time_zone"), "hours of the week in which rotations may begin"),
@@ -53,7 +53,7 @@ class TermsForm(ActForm):
     )
     calendar = RowChoice(
         BlackoutCalendar.objects.order_by("name"),
-        words=str,
+        label_for=str,
         required=False,
         label="Blackout calendar",
         help_text="Nothing begins on its days.",
@@ -86,7 +86,7 @@ class TermsForm(ActForm):
 
 
 _FIELDS = {"account": "merchant", "window": "weekdays", "deadline": "quiet_seconds"}
-"""What the form calls otherwise than the service."""
+"""Form field for a service field of another name."""
 
 
 def _by_field(fault: Fault) -> Fault:
@@ -112,9 +112,9 @@ class EditForm(SeenForm, TermsForm):
     @classmethod
     def initial_for(cls, row: RotationSchedule) -> dict[str, Any]:
         saved = find_wish(row) or readable_wish(row)
-        window, wish = saved.window, saved.wish
+        window, overrides = saved.window, saved.wish
         hours = {} if window is None else {name: clock_text(getattr(window, name)) for name in ("opens", "closes")}
-        same = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
+        unchanged = ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")
         return {
             "version": row.version,
             "cryptoperiod_days": saved.cryptoperiod_days,
@@ -123,9 +123,9 @@ class EditForm(SeenForm, TermsForm):
             "calendar": row.calendar_id,
             "weekdays": [] if window is None else list(window.weekdays),
             "time_zone": "UTC" if window is None else window.time_zone,
-            "proof": "" if wish.proof is None else wish.proof.value,
+            "proof": "" if overrides.proof is None else overrides.proof.value,
             **hours,
-            **{name: getattr(wish, name) for name in same},
+            **{name: getattr(overrides, name) for name in unchanged},
         }
 
 
@@ -140,7 +140,7 @@ class PeriodsForm(ActForm):
     )
 
     def show_faults(self, error: RequestInvalidError) -> None:
-        """By line, as people count them."""
+        """Add each fault with its one-based line number."""
         for fault in error.faults:
             name, _, place = fault.pointer.strip("/").partition("/")
             line, _, _ = place.partition("/")
@@ -163,11 +163,16 @@ class EditCalendarForm(SeenForm, PeriodsForm):
         return {"version": row.version, "periods": "\n".join(lines)}
 
 
-# --- what is read from them ------------------------------------------------------------------------------------
+# --- conversion ------------------------------------------------------------------------------------------------
 
 
 def scope_from(cleaned: Cleaned) -> Scope:
-    """Raises NotFoundError for an account, and RequestInvalidError for a credential, that is not there."""
+    """Build the scope from the form.
+
+    Raises:
+        NotFoundError: the account does not exist.
+        RequestInvalidError: the credential does not exist.
+    """
     environment = Environment(cleaned["environment"])
     account = find_account(cleaned["merchant"], environment) if cleaned["merchant"] else None
     if not cleaned["credential"]:
@@ -182,37 +187,37 @@ def scope_from(cleaned: Cleaned) -> Scope:
     return Scope(environment, credential=credential)
 
 
-def terms_from(cleaned: Cleaned, before: PlanOverrides | None = None) -> ScheduleDraft:
-    """Raises RequestInvalidError for a window that cannot be meant."""
-    wish = replace(
-        before or PlanOverrides(),
+def terms_from(cleaned: Cleaned, previous: PlanOverrides | None = None) -> ScheduleDraft:
+    """Build the terms of a schedule from the form. Raises RequestInvalidError for an invalid window."""
+    overrides = replace(
+        previous or PlanOverrides(),
         proof=Proof(cleaned["proof"]) if cleaned["proof"] else None,
         **{name: cleaned[name] for name in ("quiet_seconds", "quarantine_seconds", "expires_in_days", "reason")},
     )
     numbers = (cleaned["cryptoperiod_days"], cleaned["jitter_days"], cleaned["lead_days"])
-    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], wish)
+    return ScheduleDraft(*numbers, _window(cleaned), cleaned["calendar"], overrides)
 
 
 def _window(cleaned: Cleaned) -> Window | None:
     weekdays, opens, closes = cleaned["weekdays"], cleaned["opens"], cleaned["closes"]
     if not weekdays and opens is None and closes is None:
         return None
-    opens, closes = 0 if opens is None else opens, _WHOLE_DAY if closes is None else closes
-    meant = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
-    return Window.from_json(meant.as_json())
+    opens, closes = 0 if opens is None else opens, _MINUTES_PER_DAY if closes is None else closes
+    window = Window(cleaned["time_zone"] or "UTC", tuple(weekdays), opens, closes)
+    return Window.from_json(window.as_json())
 
 
 def periods_from(text: str) -> list[dict[str, str]]:
-    """As written; `windows.read_blackouts` says what cannot be meant."""
+    """Split each line into begin, end and reason; `windows.read_blackouts` validates them."""
     lines = [line.split(None, 2) for line in text.splitlines() if line.strip()]
     names = ("begins_at", "ends_at", "why")
-    return [{name: _in_utc(word) for name, word in zip(names, words, strict=False)} for words in lines]
+    return [{name: _with_utc(part) for name, part in zip(names, parts, strict=False)} for parts in lines]
 
 
-def _in_utc(word: str) -> str:
-    """A time without an offset is UTC; anything else stays as it is."""
+def _with_utc(text: str) -> str:
+    """Add the UTC offset to a time without one; return other text unchanged."""
     try:
-        at = datetime.fromisoformat(word)
+        at = datetime.fromisoformat(text)
     except ValueError:
-        return word
+        return text
     return at.replace(tzinfo=at.tzinfo or UTC).isoformat()

@@ -1,4 +1,4 @@
-"""How schedules look on the console's pages, and the calendar of what they come to: a table for each month."""
+"""Formatting of schedules, and the calendar of scheduled rotations with a table per month."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -16,23 +16,25 @@ from rotation.services.schedules.calendar import ScheduledDate
 from rotation.services.schedules.schedules import find_unreadable, find_wish
 
 AHEAD = {30: "30 days", 90: "90 days", 366: "a year"}
-"""How far the page looks."""
+"""Lookahead periods of the calendar, in days, with their labels."""
 
 USUAL_DAYS = 90
-_MOST_LINES = 1_000
+"""Default lookahead of the calendar, in days."""
+
+_MAX_LINES = 1_000
 
 
 def calendar_notes(dates: list[ScheduledDate], days: int, merchant: str | None) -> Iterable[str]:
     whose = "" if merchant is None else f" of {merchant}"
     yield f"Rotations{whose} that schedules begin within {AHEAD[days]}. All times are UTC; looking begins nothing."
-    if len(dates) > _MOST_LINES:
-        yield f"The first {_MOST_LINES} of {len(dates)}: choose an environment, or fewer days."
+    if len(dates) > _MAX_LINES:
+        yield f"The first {_MAX_LINES} of {len(dates)}: choose an environment, or fewer days."
 
 
-def months(dates: list[ScheduledDate]) -> Iterable[Table]:
-    """A table for each month, and before them what has no date because something is in its way."""
+def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
+    """Yield a table per month; blocked rotations without a date come first."""
     columns = ["begins (UTC)", "account", "credential", "state", "asked for (UTC)", "why"]
-    for month, found in groupby(dates[:_MOST_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
+    for month, found in groupby(dates[:_MAX_LINES], lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
         rows = [
             [
                 f"{date.begins_at:%a %d  %H:%M}" if date.begins_at else NOTHING,
@@ -84,10 +86,10 @@ def scope_words(row: RotationSchedule) -> str:
 
 
 def window_words(row: RotationSchedule) -> str:
-    wished = find_wish(row)
-    if wished is None:
+    terms = find_wish(row)
+    if terms is None:
         return "cannot be read"
-    window = wished.window
+    window = terms.window
     if window is None or not window.weekdays:
         return "at any time"
     days = ", ".join(WEEKDAYS[day][:3] for day in window.weekdays)

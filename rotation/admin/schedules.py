@@ -1,4 +1,4 @@
-"""Schedules and blackout calendars in the console, and the calendar of what they come to."""
+"""Rotation schedules in the console, and the calendar of scheduled rotations."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -45,7 +45,7 @@ from rotation.admin.schedule_widgets import (
     USUAL_DAYS,
     calendar_notes,
     credential_link,
-    months,
+    month_tables,
     next_facts,
     scope_words,
     state_of,
@@ -195,7 +195,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return place_of(row)
 
     def summary(self, row: RotationSchedule) -> FactTable:
-        wish = (find_wish(row) or readable_wish(row)).wish
+        overrides = (find_wish(row) or readable_wish(row)).wish
         rows: list[tuple[str, Any]] = [
             ("For", scope_words(row)),
             ("Environment", badge(row.environment)),
@@ -204,10 +204,10 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ("Asked for ahead", f"{row.lead_days} days" if row.lead_days else NOTHING),
             ("Window", window_words(row)),
             ("Blackout calendar", _calendar_link(row.calendar)),
-            ("Proof", "as usual" if wish.proof is None else PRIVATE_PROOFS[wish.proof]),
-            ("Quiet period", "as usual" if wish.quiet_seconds is None else seconds(wish.quiet_seconds)),
-            ("Quarantine", "as usual" if wish.quarantine_seconds is None else seconds(wish.quarantine_seconds)),
-            ("The replacements expire in days", wish.expires_in_days or "they do not expire"),
+            ("Proof", "as usual" if overrides.proof is None else PRIVATE_PROOFS[overrides.proof]),
+            ("Quiet period", "as usual" if overrides.quiet_seconds is None else seconds(overrides.quiet_seconds)),
+            ("Quarantine", "as usual" if overrides.quarantine_seconds is None else seconds(overrides.quarantine_seconds)),
+            ("The replacements expire in days", overrides.expires_in_days or "they do not expire"),
             ("In the name of", self.asked_by(row)),
         ]
         fault = find_unreadable(row, datetime.now(UTC))
@@ -216,7 +216,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: RotationSchedule) -> Detail:
         notes = [] if row.is_enabled else ["It is disabled: the next wider schedule counts, if there is one."]
         latest = row.rotations.select_related("credential__account").order_by("-created_at")[:20]
-        asked = Table(
+        requested = Table(
             "What it asked for last",
             ["rotation", "state", "credential", "asked (UTC)"],
             [
@@ -230,10 +230,10 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             ],
             empty="Nothing yet.",
         )
-        return Detail(title=self.name_of(row), state=state_of(row), sections=[self.summary(row), asked], notes=notes)
+        return Detail(title=self.name_of(row), state=state_of(row), sections=[self.summary(row), requested], notes=notes)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """The page of a private credential says when its key is replaced next; that leads to the schedules."""
+        """Add the next scheduled rotation and links to the schedules to the page of an account or credential."""
         if not isinstance(row, Account | Credential) or not self.has_view_permission(request):
             return None
         account = row if isinstance(row, Account) else row.account
@@ -254,17 +254,20 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
         asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
-        looks = [Link("Calendar of what they come to", self._calendar_url())]
-        context = {"title": self.plural, "plural": self.plural, "asks": asks, "looks": looks, "more": []}
+        page_links = [Link("Calendar of what they come to", self._calendar_url())]
+        context = {"title": self.plural, "plural": self.plural, "create_links": asks, "page_links": page_links, "more": []}
         return self.changelist_view(request, extra_context=context)
 
     def _calendar_url(self) -> str:
         return reverse("admin:rotation_rotationschedule_calendar")
 
     def _calendar_view(self, request: HttpRequest) -> HttpResponse:
-        """`environment`, `merchant` and `days` in the address narrow it; what is not known there is as usual."""
-        asked = request.GET.get("environment", "")
-        environment = asked if asked in {env.value for env in Environment} else None
+        """Show the calendar, filtered by `environment`, `merchant` and `days` in the query string.
+
+        Unknown values are ignored.
+        """
+        value = request.GET.get("environment", "")
+        environment = value if value in {env.value for env in Environment} else None
         merchant = request.GET.get("merchant") or None
         days = next((days for days in AHEAD if request.GET.get("days") == str(days)), USUAL_DAYS)
         now = datetime.now(UTC)
@@ -272,33 +275,33 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         detail = Detail(
             title="Calendar of rotations",
             state=environment or "",
-            sections=list(months(dates)),
+            sections=list(month_tables(dates)),
             notes=list(calendar_notes(dates, days, merchant)),
         )
         context = {
             "title": detail.title,
             "detail": detail,
             "sections": detail.sections,
-            "links": list(self._ways(environment, merchant, days)),
+            "links": list(self._calendar_links(environment, merchant, days)),
             "crumbs": self._crumbs(),
         }
         return page(self.admin_site, request, "detail", context)
 
-    def _ways(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
-        """The same calendar, of something else or looking elsewhere."""
+    def _calendar_links(self, environment: str | None, merchant: str | None, days: int) -> Iterable[Link]:
+        """Yield links to the calendar with other filters."""
 
-        def to(**changes: object) -> str:
+        def url_with(**changes: object) -> str:
             chosen = {"environment": environment, "merchant": merchant, "days": days, **changes}
             return f"{self._calendar_url()}?{urlencode({name: value for name, value in chosen.items() if value})}"
 
         for env in (None, *(each.value for each in Environment)):
             if env != environment:
-                yield Link(env or "both environments", to(environment=env))
+                yield Link(env or "both environments", url_with(environment=env))
         if merchant is not None:
-            yield Link("all merchants", to(merchant=None))
+            yield Link("all merchants", url_with(merchant=None))
         for ahead, words in AHEAD.items():
             if ahead != days:
-                yield Link(words, to(days=ahead))
+                yield Link(words, url_with(days=ahead))
 
 
 def _calendar_link(row: BlackoutCalendar | None) -> SafeString | str:

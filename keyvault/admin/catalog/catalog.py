@@ -1,4 +1,4 @@
-"""The endpoint catalog in the console: what every endpoint asks; upstream ones are added, changed and withdrawn."""
+"""Endpoint catalog in the console: shows every endpoint; upstream endpoints can be added, changed and withdrawn."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ _BEARER = {
     Bearer.OPTIONAL: "optional, beside the private key",
     Bearer.REQUIRED: "required, beside the private key",
 }
-_LIMITER_LOSS = {
+_LIMITER_FAILURE = {
     LimiterFailurePolicy.LOCAL_SHARE: "each process lets a share of the limit pass",
     LimiterFailurePolicy.REFUSE: "refuse every request",
 }
 
 
 class RuleForm(ActForm):
-    """All of an endpoint but its name."""
+    """Every field of an endpoint except its name."""
 
     method = forms.ChoiceField(choices=[(method, method) for method in METHODS])
     path = forms.CharField(
@@ -81,7 +81,7 @@ class RuleForm(ActForm):
         label="Limit: in seconds", required=False, min_value=1, max_value=LONGEST_SECONDS
     )
     on_limiter_loss = forms.ChoiceField(
-        label="When the limiter is lost", choices=[(way.value, words) for way, words in _LIMITER_LOSS.items()]
+        label="When the limiter is lost", choices=[(policy.value, words) for policy, words in _LIMITER_FAILURE.items()]
     )
     summary = forms.CharField(required=False, max_length=LONGEST_SUMMARY)
 
@@ -96,12 +96,12 @@ class AddForm(RuleForm):
 class ChangeForm(SeenForm, RuleForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
-        wish = wish_of(row)
-        shown = {name: getattr(wish, name) for name in RuleForm.base_fields}
-        return {**shown, "credentials": sorted(wish.credentials), "version": row.version}
+        draft = wish_of(row)
+        shown = {name: getattr(draft, name) for name in RuleForm.base_fields}
+        return {**shown, "credentials": sorted(draft.credentials), "version": row.version}
 
 
-def _wish(name: str, cleaned: Cleaned) -> EndpointDraft:
+def _draft(name: str, cleaned: Cleaned) -> EndpointDraft:
     chosen = {field: cleaned[field] for field in RuleForm.base_fields}
     return EndpointDraft(
         **{
@@ -115,12 +115,12 @@ def _wish(name: str, cleaned: Cleaned) -> EndpointDraft:
 
 
 def _add(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    row = add_endpoint(grant, _wish(cleaned["name"], cleaned))
+    row = add_endpoint(grant, _draft(cleaned["name"], cleaned))
     return ActionResult(f"Endpoint {row} is in the catalog: verify and the gateways know it from now on.", row=row)
 
 
 def _change(grant: Grant, row: CatalogEndpoint, cleaned: Cleaned) -> ActionResult:
-    change_endpoint(grant, row, _wish(row.name, cleaned))
+    change_endpoint(grant, row, _draft(row.name, cleaned))
     return ActionResult(f"Endpoint {row} is changed, from the next request on.")
 
 
@@ -203,10 +203,10 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
     search_fields = ("name", "path")
     ordering = ("name",)
 
-    # --- pages of all endpoints, ours and added ones ------------------------------------------------------
+    # --- all endpoints, built-in and added ----------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern]:
-        """No endpoint is called `panels`: a name has a dot."""
+        """Add the panels page. An endpoint name has a dot, so no endpoint is named `panels`."""
         panels = self.guarded(self.view_permissions, ("GET", "HEAD"), self._panels_view)
         return [path("panels/", panels, name="keyvault_catalogendpoint_panels"), *super().get_urls()]
 
@@ -215,8 +215,8 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         context = {
             "title": self.plural,
             "plural": self.plural,
-            "asks": asks,
-            "looks": [Link("All authorization panels", panels_url())],
+            "create_links": asks,
+            "page_links": [Link("All authorization panels", panels_url())],
             "more": [_built_in_table()],
         }
         return self.changelist_view(request, extra_context=context)
@@ -229,7 +229,7 @@ class CatalogEndpointAdmin(ConsoleModelAdmin):
         }
         return page(self.admin_site, request, "panels", context)
 
-    # --- columns and pages of the added ones --------------------------------------------------------------
+    # --- added endpoints ----------------------------------------------------------------------------------
 
     @admin.display(description="path", ordering="path")
     def path_text(self, row: CatalogEndpoint) -> SafeString:
@@ -270,7 +270,7 @@ def panels_url() -> str:
 
 
 def panel_facts(endpoint: Endpoint) -> FactTable:
-    """The authorization panel, as everywhere."""
+    """Return the authorization panel, the same as in the API documentation."""
     rows = [
         (label, mono(text) if label in {"Method", "Path"} else text) for label, text in authorization_panel(endpoint)
     ]

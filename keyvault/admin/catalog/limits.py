@@ -1,4 +1,4 @@
-"""Limits in the console: who may ask how often, seen and set. The next request spends by them."""
+"""Rate limits in the console. A change applies from the next request."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ from keyvault.services.limits.overrides import (
 )
 from keyvault.services.merchants.merchants import find_account
 
-_MOST_ACCOUNTS = 50
+_MAX_ACCOUNTS = 50
 
 
 def _endpoint_choices() -> list[tuple[str, str]]:
-    """What the catalog has at the moment, less what no limit holds back."""
+    """Return the endpoints of the current catalog that a limit applies to."""
     names = sorted(endpoint.name for endpoint in current_catalog().endpoints if endpoint.spends)
     return [("", "all together: the account's limit"), *((name, name) for name in names)]
 
@@ -42,7 +42,7 @@ _DEFAULT_LABEL = "Back to the default"
 
 
 class LimitForm(ActForm):
-    """A limit is set by two numbers, and taken away by saying so: an empty form changes nothing."""
+    """Sets a limit by two numbers or removes it by a check box; an empty form changes nothing."""
 
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     merchant = forms.CharField(
@@ -85,14 +85,14 @@ def _account(cleaned: Cleaned) -> Account | None:
 
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account, limit = _account(cleaned), limit_of(cleaned["requests"], cleaned["in_seconds"])
-    said = "the default again" if limit is None else limit_words(limit)
+    text = "the default again" if limit is None else limit_words(limit)
     if not cleaned["endpoint"] and account is not None:
         set_account_limit(grant, account, limit)
-        return ActionResult(f"The limit of {account} is {said}, from the next request on.")
+        return ActionResult(f"The limit of {account} is {text}, from the next request on.")
     environment = Environment(cleaned["environment"])
     row = set_endpoint_limit(grant, environment, cleaned["endpoint"], limit, account)
-    what = f"{cleaned['endpoint']} for {account or environment}"
-    return ActionResult(f"The limit of {what} is {said}, from the next request on.", row=row)
+    target = f"{cleaned['endpoint']} for {account or environment}"
+    return ActionResult(f"The limit of {target} is {text}, from the next request on.", row=row)
 
 
 def _clear(grant: Grant, row: LimitOverride, cleaned: Cleaned) -> ActionResult:
@@ -175,7 +175,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         context = {
             "title": "Limits of endpoints",
             "plural": self.plural,
-            "asks": asks,
+            "create_links": asks,
             "more": [_defaults(), _account_table()],
         }
         return self.changelist_view(request, extra_context=context)
@@ -202,7 +202,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page shows what limits it, and leads to where that is set."""
+        """Add the limits of an account to its page, with a link to set them."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         found = account_limit_in_force(row)
@@ -216,7 +216,7 @@ class LimitOverrideAdmin(ConsoleModelAdmin):
                 self.limit(item),
                 "this account" if item.account else self.whose(item),
             ]
-            for item in narrow[:_MOST_ACCOUNTS]
+            for item in narrow[:_MAX_ACCOUNTS]
         ]
         links = []
         if may(request, P.LIMITS_WRITE, row):
@@ -244,6 +244,6 @@ def _account_table() -> Table:
                 link(reverse("admin:keyvault_account_change", args=[account.pk]), account),
                 limit_words(Limit(account.limit_count, account.limit_seconds)),
             ]
-            for account in accounts[:_MOST_ACCOUNTS]
+            for account in accounts[:_MAX_ACCOUNTS]
         ],
     )

@@ -1,4 +1,4 @@
-"""What the pages of everything that takes a second person have in common."""
+"""Shared parts of the pages that require approval by a second person."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from keyvault.models import Operator as OperatorRow
 
 
 class ApproveForm(ActForm):
-    """Carries the digest of the plan as the page showed it: the approval is for that, and for nothing else.
+    """Form with the digest of the plan that the page showed; the approval covers exactly that plan.
 
-    The page is made from the plan, and so is the digest here; the stored digest is the service's to compare.
+    The digest is computed from the same plan as the page. The service compares it with the stored digest.
     """
 
     plan_digest = forms.CharField(max_length=64, widget=forms.HiddenInput)
@@ -29,7 +29,7 @@ class ApproveForm(ActForm):
 
 
 def approvals_table(row: Any) -> Table:
-    """Who said yes to which digest."""
+    """List the approvers with the digest that each approved."""
     approvals = row.approvals.select_related("approver").order_by("created_at")
     return Table(
         f"Approvals ({row.approvals_needed} needed)",
@@ -40,14 +40,14 @@ def approvals_table(row: Any) -> Table:
 
 
 def requester_name(requester: OperatorRow | None, token: ServiceToken | None) -> str:
-    """Who asked: a person, or a service with the token that it asked with."""
+    """Name the requester: a person, or a service and its token."""
     if token is not None:
         return f"service {token}"
     return "nobody" if requester is None else requester.username
 
 
 def break_glass_warning(account: Account) -> str:
-    """What is to be said before a key is shown to a person; nothing in sandbox."""
+    """Warn before a production key is shown to a person; empty in sandbox."""
     if account.environment != Environment.PRODUCTION:
         return ""
     return (

@@ -1,7 +1,7 @@
-"""A noun of the console: its list, the page of one row, and the acts on it, built from data.
+"""Base model admin of the console: the list, the page of a row and its actions, built from data.
 
-The routes come from the noun's lists of acts, each behind its permission, so that none can exist without one;
-histories, bulk actions and the forms that Django's admin would edit rows with have no route here.
+`get_urls` builds every route from an action and its permission, so no route exists without a permission.
+Django's history, bulk actions and edit forms have no route.
 """
 
 from collections.abc import Iterable
@@ -37,13 +37,15 @@ else:
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
 
-_FIRST_LINES = 5
-_MOST_WAITING = 200
-"""As many rows of one kind does the front page look at, and as many lines does it show of them."""
+_MAX_LINES = 5
+"""Maximum lines that the front page shows per attention item."""
+
+_MAX_ATTENTION_ROWS = 200
+"""Maximum rows that the front page counts per attention item."""
 
 
 class ConsoleList(ChangeList):
-    """A list whose rows lead to their own pages."""
+    """List whose rows link to their own pages."""
 
     def url_for_result(self, result: Model) -> str:
         noun = self.model_admin
@@ -53,7 +55,7 @@ class ConsoleList(ChangeList):
 
 
 class ConsoleModelAdmin(Guarded, _ModelAdmin):
-    """One noun. A subclass says who may see it, what its pages show, and which acts there are."""
+    """Model admin of one model. Subclasses define the view permissions, the page contents and the actions."""
 
     section = ""
     singular = ""
@@ -68,42 +70,42 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     show_facets = admin.ShowFacets.NEVER
     change_list_template = "console/change_list.html"
 
-    # --- what a noun says of its rows ---------------------------------------------------------------------
+    # --- hooks for subclasses -----------------------------------------------------------------------------
 
     def detail(self, request: HttpRequest, row: Any) -> Detail:
-        """What the page of one row shows."""
+        """Return the contents of the page of a row."""
         raise NotImplementedError
 
     def summary(self, row: Any) -> FactTable:
-        """What a page that asks for a decision about the row shows of it."""
+        """Return the facts that an action page shows about the row."""
         raise NotImplementedError
 
     def name_of(self, row: Any) -> str:
-        """What a title calls it."""
+        """Return the name of the row in titles."""
         return str(row)
 
     def account_of(self, row: Any) -> Account | None:
-        """Whose it is: what a grant for an act on it is about. None: the platform's."""
+        """Return the account that a grant for the row applies to; None for the platform."""
         return None
 
     def requester_person_of(self, row: Any) -> str | None:
-        """Who asked for what a second person decides about."""
+        """Return the person who requested the row, if a second person must approve it."""
         return None
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """What of this noun waits for whoever looks, for the front page."""
+        """Return the items of this model that the front page shows to the operator."""
         return ()
 
     def count_of_waiting(self, request: HttpRequest) -> int:
-        """How many of it nobody has looked at yet, for the side bar."""
+        """Return the number of unseen rows, for the sidebar."""
         return 0
 
     def line_of(self, row: Any) -> Line:
-        """One row of it on the front page."""
+        """Return the line of a row on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """What this noun adds to the page of another one's row."""
+        """Return what this model admin adds to the page of another model's row."""
         return None
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
@@ -147,14 +149,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _list_view(self, request: HttpRequest) -> HttpResponse:
         asks = [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
-        context = {"title": self.plural, "plural": self.plural, "asks": asks, "section": self.section}
+        context = {"title": self.plural, "plural": self.plural, "create_links": asks, "section": self.section}
         return self.changelist_view(request, extra_context=context)
 
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.fresh(request, object_id)
         detail = self.detail(request, row)
-        others = [door for door in self.admin_site._registry.values() if isinstance(door, ConsoleModelAdmin)]
-        extras = [extra for door in others if (extra := door.extras_for(request, row)) is not None]
+        others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
+        extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
             "singular": self.singular,
@@ -164,8 +166,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 *(self._link(row, look.name, look.label) for look in self.looks if look.fits(row)),
                 *(link for extra in extras for link in extra.links),
             ],
-            "acts": [
-                {"act": act, "url": self.url_of(row, act.name)} for act in self.acts if self._offers(request, act, row)
+            "actions": [
+                {"action": act, "url": self.url_of(row, act.name)} for act in self.acts if self._offers(request, act, row)
             ],
             "crumbs": self._crumbs(),
         }
@@ -213,7 +215,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _look_again(
         self, act: RowAction, request: HttpRequest, object_id: str, error: StateConflictError
     ) -> HttpResponse:
-        """The page was made from what is no longer true: the same page of the row as it is now, and why."""
+        """Show the page of the action again for the current row, with the conflict."""
         row = self.fresh(request, object_id)
         form = act.form(initial=act.form.initial_for(row)) if self._is_open(request, act, row) else None
         return form_page(self.admin_site, request, form, self._act_context(act, row), error=error)
@@ -236,7 +238,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return self._done(request, done, done.row)
 
     def _done(self, request: HttpRequest, done: ActionResult, row: Model | None) -> HttpResponse:
-        """To the row or what else shows it, with a word; where there is a secret, the page with it and no redirect."""
+        """Redirect with a message; a result with a secret shows the secret instead of redirecting."""
         url = self.url_of(row) if row is not None else self.list_url()
         if done.secret is not None:
             back = Link(self.plural if row is None else self.name_of(row), url)
@@ -253,14 +255,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 beside=done.beside,
                 then=[self._link(row, act.name, act.label) for act in self.acts if row and act.name in done.then],
             )
-        tell = messages.warning if done.is_partial else messages.success
-        tell(request, done.message)
+        add_message = messages.warning if done.is_partial else messages.success
+        add_message(request, done.message)
         return HttpResponseRedirect(done.url or url)
 
-    # --- what the views share -----------------------------------------------------------------------------
+    # --- shared by the views ------------------------------------------------------------------------------
 
     def fresh(self, request: HttpRequest, object_id: str) -> Any:
-        """The row as it is now. Raises NotFoundError."""
+        """Load the row. Raises NotFoundError."""
         rows: QuerySet[Any] = self.get_queryset(request)
         try:
             row = rows.filter(pk=object_id).first()
@@ -271,7 +273,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return row
 
     def _is_open(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
-        """Whether it is the moment, and the operator the one, for the act: what the service will want too."""
+        """Whether the state of the row and the operator allow the action; the service checks both again."""
         return act.fits(row) and (not act.for_requester or self.requester_person_of(row) == operator_of(request).person)
 
     def _offers(self, request: HttpRequest, act: RowAction, row: Any) -> bool:
@@ -293,21 +295,21 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return Link(ask.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{ask.name}"))
 
     def for_me(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
-        """The first of the rows that the operator may decide about, as a second person where it takes one."""
+        """Return the first rows that the operator may decide on, as second person where one is required."""
         return [
             row
-            for row in rows[:_MOST_WAITING]
+            for row in rows[:_MAX_ATTENTION_ROWS]
             if may(request, permission, self.account_of(row), requester_person=self.requester_person_of(row))
         ]
 
     def waits(self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain") -> Waiting:
-        """These rows as one thing that waits; `query` is what the list is to be filtered by."""
-        found = list(rows[:_MOST_WAITING])
-        lines = [self.line_of(row) for row in found[:_FIRST_LINES]]
+        """Build the attention item for these rows; `query` filters the list that it links to."""
+        found = list(rows[:_MAX_ATTENTION_ROWS])
+        lines = [self.line_of(row) for row in found[:_MAX_LINES]]
         return Waiting(title, self.list_url(query), len(found), lines, tone)
 
     def ask_links(self, request: HttpRequest) -> list[Link]:
-        """What the operator may ask for, for the front page."""
+        """Return links to the create actions that the operator may use, for the front page."""
         return [self._ask_link(ask) for ask in self.asks if may(request, ask.permission)]
 
     def _link(self, row: Model, name: str, label: str) -> Link:

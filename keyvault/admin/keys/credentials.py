@@ -1,4 +1,4 @@
-"""Credentials in the console: looked at, and restricted to where they may be used from. Never edited."""
+"""Credentials in the console: viewed and restricted to networks; never edited."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -69,7 +69,7 @@ def _restrict(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionR
 
 
 def _by_line(fault: Fault, networks: list[str]) -> Fault:
-    """The form has one field for all networks: the fault says which of them it is about."""
+    """Name the network in the fault, because the form has one field for all networks."""
     field, _, place = fault.pointer.removeprefix("/").partition("/")
     return fault if not place else Fault(f"/{field}", f"{networks[int(place)][:64]}: {fault.detail}")
 
@@ -141,7 +141,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page lists its credentials."""
+        """Add the credentials of an account to its page."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         rows = self.get_queryset(request).filter(account=row).order_by("-created_at")[:50]

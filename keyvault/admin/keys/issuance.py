@@ -1,4 +1,4 @@
-"""Issuance in the console: asked for, approved by a second person, collected once."""
+"""Key issuance in the console: requested, approved by a second person, collected once."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -69,13 +69,13 @@ def _account_words(account: Account) -> str:
 
 
 def _delivery_choices() -> list[tuple[str, str]]:
-    """Those that people may ask for: a sealed key goes to the service that asked over REST."""
-    return [(way.value, words) for way, words in DELIVERIES.items() if way is not Delivery.SEALED]
+    """Return the deliveries that a person may request; only a service can request a sealed key, over REST."""
+    return [(delivery.value, words) for delivery, words in DELIVERIES.items() if delivery is not Delivery.SEALED]
 
 
 class RequestForm(ActForm):
     account = RowChoice(
-        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), words=_account_words
+        Account.objects.select_related("merchant").order_by("merchant_id", "environment"), label_for=_account_words
     )
     kind = forms.ChoiceField(choices=[(kind.value, words) for kind, words in KINDS.items()])
     label = forms.CharField(max_length=100, help_text="What it is for, such as checkout-backend.")
@@ -123,7 +123,7 @@ def _collect(grant: Grant, request: IssuanceRequest, cleaned: Cleaned) -> Action
     return ActionResult("The new key", secret=collect_key(grant, request))
 
 
-def _what_collecting_does(request: IssuanceRequest) -> str:
+def _explain_collection(request: IssuanceRequest) -> str:
     if request.delivery == Delivery.SHOW_ONCE and request.kind == KeyKind.PRIVATE:
         return (
             "The key is shown on the next page, this once, and its copy here is destroyed afterwards. "
@@ -183,7 +183,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Collect the key",
             P.ISSUANCE_COLLECT,
             _collect,
-            _what_collecting_does,
+            _explain_collection,
             fits=lambda request: request.state == S.ISSUED and request.requested_via is None,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
@@ -229,7 +229,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: IssuanceRequest) -> FactTable:
-        """Exactly what is asked, field by field as its digest covers it."""
+        """Return every field that the digest of the request covers."""
         plan = row.plan()
         recipient = [("Recipient's public key (X25519)", mono(plan.recipient_public_key))]
         return FactTable(
@@ -323,7 +323,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         return Line(self.url_of(row), self.name_of(row), asked, row.created_at)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page offers to ask for a key of it."""
+        """Add a link to request a key to the page of an account."""
         if not isinstance(row, Account) or not may(request, P.ISSUANCE_REQUEST, row):
             return None
         url = reverse("admin:keyvault_issuancerequest_request")

@@ -1,4 +1,4 @@
-"""Keys in the console: looked at, suspended, resumed, ended. Never edited."""
+"""Keys in the console: viewed, suspended, resumed and revoked; never edited."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -48,7 +48,7 @@ REASONS = {
     RevocationReason.KEY_COMPROMISE: "key compromise: known or suspected to be in wrong hands",
     RevocationReason.UNSPECIFIED: "unspecified",
 }
-"""The reasons of RFC 5280, section 5.3.1, in words."""
+"""Labels of the revocation reasons of RFC 5280, section 5.3.1."""
 
 
 WHAT_REPORTING_DOES = (
@@ -90,13 +90,13 @@ def _can_become(state: KeyState) -> Any:
 
 
 def is_last(key: Key) -> bool:
-    """Whether its credential has no other key that is good."""
+    """Whether the key is the only usable key of its credential."""
     usable = set(usable_keys(key.credential_id, datetime.now(UTC)).values_list("pk", flat=True))
     return usable == {key.pk}
 
 
 def warn_of_last(key: Key) -> str:
-    """What taking this key away would mean for its holder."""
+    """Warn if the key is the only usable key of its credential; empty otherwise."""
     if not is_last(key):
         return ""
     return "This is the credential's only active key. Whoever uses it is refused from this moment on."
@@ -107,7 +107,7 @@ def _warn_before_revoking(key: Key) -> str:
     return f"{warning} Rotate it instead, and its replacement is in use before it ends." if warning else ""
 
 
-def _what_revoking_does(key: Key) -> str:
+def _explain_revocation(key: Key) -> str:
     at = use_of(key, "last_at")
     used = "It was never used." if at is None else f"It was last used at {at:%Y-%m-%d %H:%M} UTC."
     return (
@@ -155,7 +155,7 @@ class KeyAdmin(ConsoleModelAdmin):
             "Revoke",
             P.KEYS_REVOKE,
             _revoke,
-            _what_revoking_does,
+            _explain_revocation,
             form=RevokeForm,
             fits=lambda key: key.state not in DEAD_STATES,
             warn=_warn_before_revoking,
@@ -191,7 +191,11 @@ class KeyAdmin(ConsoleModelAdmin):
         ]
 
     def _receipt_view(self, request: HttpRequest, object_id: str, sequence: int) -> HttpResponse:
-        """Who has confirmed a change of the key. Raises NotFoundError on a change of anything else."""
+        """Show which verifiers confirmed a change of the key.
+
+        Raises:
+            NotFoundError: the change concerns something else.
+        """
         key = self.fresh(request, object_id)
         receipt = find_receipt(sequence)
         if receipt is None or receipt.subject != key.alters():
@@ -229,7 +233,7 @@ class KeyAdmin(ConsoleModelAdmin):
         return row.credential.account
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """Keys that are still good and may have been seen by others, for whoever may end them."""
+        """Return living keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
@@ -289,7 +293,7 @@ def key_link(key: Key) -> SafeString:
 
 
 def _life(key: Key) -> Iterable[tuple[str, Any]]:
-    """The times that NIST SP 800-57 wants recorded, and those of its use."""
+    """Yield the times that NIST SP 800-57 requires to be recorded, and the times of use."""
     yield "Created", moment(key.created_at)
     for label, at in (
         ("Activated", key.activated_at),
@@ -321,6 +325,6 @@ def _notes(key: Key) -> Iterable[str]:
 
 
 def use_of(key: Key, name: str) -> Any:
-    """A fact of the key's use. A key that was never used has no such row."""
+    """Return a field of the key's use row, or None if the key was never used."""
     use: KeyUse | None = getattr(key, "use", None)
     return None if use is None else getattr(use, name)

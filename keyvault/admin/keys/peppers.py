@@ -1,4 +1,4 @@
-"""The pepper versions in the console: what `manage.py pepper_status` tells. Made and retired on the host only."""
+"""Pepper versions in the console, as shown by `manage.py pepper_status`. Only the host creates and retires them."""
 
 from datetime import UTC, datetime
 from itertools import islice
@@ -18,7 +18,7 @@ from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.status import DORMANT_DAYS, PepperState, describe_version, list_dormant_keys
 from keyvault.services.peppers.ring import list_served_sets
 
-_MOST_DORMANT = 100
+_MAX_DORMANT = 100
 _NOTE = (
     "A key moves to the newest version when it is used. manage.py retire_pepper ends a version that nothing leans on: "
     "rotate or revoke the keys that are not used."
@@ -36,7 +36,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     ordering = ("pepper_set", "-number")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[PepperVersion]:
-        """Of the sets that this process serves: of no other one it may read anything."""
+        """Return only the sets that this process serves; it may not read any other."""
         rows: QuerySet[PepperVersion] = super().get_queryset(request)
         return rows.filter(pepper_set__in=list_served_sets())
 
@@ -62,7 +62,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: PepperVersion) -> Detail:
         now = datetime.now(UTC)
         state = describe_version(row, now)
-        sections: list[Any] = [_times(state), _leaning(state), _whereabouts(state)]
+        sections: list[Any] = [_times(state), _usage_facts(state), _location_facts(state)]
         if state.dormant:
             sections.append(_dormant(row, now))
         return Detail(
@@ -101,20 +101,20 @@ def _times(state: PepperState) -> FactTable:
     )
 
 
-def _leaning(state: PepperState) -> FactTable:
-    noun = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
+def _usage_facts(state: PepperState) -> FactTable:
+    subject = "service tokens" if state.pepper_set is PepperSet.SERVICE else "keys"
     return FactTable(
         "Who leans on it",
         [
-            (f"Living {noun}", state.living),
+            (f"Living {subject}", state.living),
             (f"Of them not used for {DORMANT_DAYS} days", state.dormant),
-            (f"Dead {noun}", state.dead),
+            (f"Dead {subject}", state.dead),
             ("In the way of its retirement", state.leaning or "nothing"),
         ],
     )
 
 
-def _whereabouts(state: PepperState) -> FactTable:
+def _location_facts(state: PepperState) -> FactTable:
     return FactTable(
         "Where it is",
         [
@@ -125,7 +125,7 @@ def _whereabouts(state: PepperState) -> FactTable:
 
 
 def _dormant(row: PepperVersion, now: datetime) -> Table:
-    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MOST_DORMANT)
+    keys = islice(list_dormant_keys(PepperSet(row.pepper_set), row.number, now, DORMANT_DAYS), _MAX_DORMANT)
     return Table(
         f"Keys not used for {DORMANT_DAYS} days",
         ["Key", "Merchant", "Credential", "Last used (UTC)"],

@@ -1,4 +1,4 @@
-"""Service tokens in the console: made, shown once, rotated, revoked."""
+"""Service tokens in the console: created, shown once, rotated and revoked."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -62,7 +62,7 @@ class TokenForm(ActForm):
         return cleaned
 
 
-class RotateForm(ActForm):
+class RotateTokenForm(ActForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
@@ -138,7 +138,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
                 "A new token with the same rights is shown on the next page, this once, and the old one ends "
                 "after the overlap. From now on you answer for what the new one asks."
             ),
-            form=RotateForm,
+            form=RotateTokenForm,
             fits=lambda token: token_state(token) == "active",
         ),
         RowAction(

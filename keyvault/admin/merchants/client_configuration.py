@@ -1,4 +1,4 @@
-"""What an account gives to browsers and apps, as acts on the account's page in the console."""
+"""Actions on an account for browsers and apps: client configuration, allowed origins, customer token lifetime."""
 
 import json
 from typing import Any

@@ -110,7 +110,7 @@ def _resume_account(grant: Grant, account: Account, cleaned: Cleaned) -> ActionR
 
 
 def _limit(account: Account) -> str:
-    """The account's own, or what it has by default."""
+    """Return the account's own limit, or the default of its environment."""
     own = limit_of(account.limit_count, account.limit_seconds)
     limit = own or default_limit(Environment(account.environment))
     return f"{limit.count} per {seconds(limit.seconds)}" + ("" if own else " (the environment's default)")
@@ -124,7 +124,7 @@ def _is_suspended(row: Merchant | Account) -> bool:
     return MerchantStatus(row.status) is MerchantStatus.SUSPENDED
 
 
-def _has_left(merchant: Merchant) -> bool:
+def _is_offboarded(merchant: Merchant) -> bool:
     return MerchantStatus(merchant.status) is MerchantStatus.OFFBOARDED
 
 
@@ -163,7 +163,7 @@ class MerchantAdmin(ConsoleModelAdmin):
                 "history, and never becomes active again. If this is interrupted, do it again."
             ),
             form=OffboardForm,
-            fits=lambda merchant: not _has_left(merchant) or bool(_belongings(merchant)),
+            fits=lambda merchant: not _is_offboarded(merchant) or bool(_belongings(merchant)),
             tone=Tone.DANGER,
         ),
     )
@@ -219,7 +219,7 @@ class MerchantAdmin(ConsoleModelAdmin):
                     [
                         [
                             link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
-                            badge(row.status if _has_left(row) else account.status),
+                            badge(row.status if _is_offboarded(row) else account.status),
                             mono(BASE_URLS[Environment(account.environment)]),
                             account.count,
                         ]
@@ -230,14 +230,14 @@ class MerchantAdmin(ConsoleModelAdmin):
         )
 
 
-def _refused_as_a_whole(merchant: Merchant) -> str:
-    if _has_left(merchant):
+def _merchant_note(merchant: Merchant) -> str:
+    if _is_offboarded(merchant):
         return "The merchant has left: no key is good here, nor will be."
     return "The merchant as a whole is suspended: no key is good here."
 
 
 def _notes(merchant: Merchant) -> Iterable[str]:
-    if _has_left(merchant):
+    if _is_offboarded(merchant):
         yield "It has left, and does not come back. No key of it is good."
         if left := _belongings(merchant):
             yield f"Not all of it is ended yet: offboard it again. Left in {left.words()}."
@@ -253,7 +253,7 @@ class AccountAdmin(ConsoleModelAdmin):
             P.MERCHANTS_WRITE,
             _suspend_account,
             lambda account: f"Every key of the merchant is refused in {account.environment} until it is resumed.",
-            fits=lambda account: _is_active(account) and not _has_left(account.merchant),
+            fits=lambda account: _is_active(account) and not _is_offboarded(account.merchant),
             tone=Tone.DANGER,
         ),
         RowAction(
@@ -263,7 +263,7 @@ class AccountAdmin(ConsoleModelAdmin):
             _resume_account,
             lambda account: f"The merchant's active keys are good again in {account.environment}.",
             form=SeenForm,
-            fits=lambda account: _is_suspended(account) and not _has_left(account.merchant),
+            fits=lambda account: _is_suspended(account) and not _is_offboarded(account.merchant),
             tone=Tone.GOOD,
         ),
         *BROWSER_ACTS,
@@ -316,7 +316,7 @@ class AccountAdmin(ConsoleModelAdmin):
         return Detail(
             title=str(row),
             state=row.status,
-            notes=[] if _is_active(row.merchant) else [_refused_as_a_whole(row.merchant)],
+            notes=[] if _is_active(row.merchant) else [_merchant_note(row.merchant)],
             sections=[
                 FactTable(
                     "Account",

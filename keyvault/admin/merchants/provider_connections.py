@@ -1,4 +1,4 @@
-"""Provider connections in the console: set, replaced and removed; what is stored is never shown."""
+"""Provider connections in the console: set, replaced and removed. Stored credentials are never shown."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ from keyvault.services.secrets.provider_connections import (
 
 
 class ConcealedText(forms.Textarea):
-    """Shows dots for what is typed, and never what was sent: a form that comes back with a fault comes back empty."""
+    """Text area that masks input and is empty when the form is shown again with an error."""
 
     def __init__(self) -> None:
         attrs = {"rows": 5, "class": "mono concealed", "autocomplete": "off", "spellcheck": "false"}
@@ -55,7 +55,7 @@ class ConcealedText(forms.Textarea):
 
 
 class SecretField(forms.CharField):
-    """Text that is a `Plaintext` from here on, in the cleaned data too."""
+    """Text field whose cleaned value is a `Plaintext`."""
 
     widget = ConcealedText
 
@@ -83,7 +83,7 @@ class ConnectionForm(CredentialsForm):
 
 
 class ReplaceForm(SeenForm, CredentialsForm):
-    """Both."""
+    """Form with the version of the row and the new credentials."""
 
 
 def _account(cleaned: Cleaned) -> Account:
@@ -106,7 +106,7 @@ def _remove(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> A
     return ActionResult("Removed. What was stored is erased by a worker.")
 
 
-def _is_there(connection: ProviderConnection) -> bool:
+def _is_present(connection: ProviderConnection) -> bool:
     return connection.removed_at is None
 
 
@@ -151,7 +151,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
                 f"are destroyed. They are in {connection.mode} mode, as the environment is."
             ),
             form=ReplaceForm,
-            fits=_is_there,
+            fits=_is_present,
         ),
         RowAction(
             "remove",
@@ -162,7 +162,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
                 "The credentials are erased from the secret backend, for ever. Whoever pays with them has to stop "
                 "first; at the provider they are good until they are revoked there."
             ),
-            fits=_is_there,
+            fits=_is_present,
             tone=Tone.DANGER,
         ),
     )
@@ -225,7 +225,7 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """An account's page lists those that it has."""
+        """Add the provider connections of an account to its page."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         links = []
@@ -244,12 +244,12 @@ class ProviderConnectionAdmin(ConsoleModelAdmin):
 
 
 def place_rows(place: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Where a merchant's backend reads something, as rows of a page; none where it does not."""
-    words = {"backend_mount": "The merchant reads it in the mount", "backend_path": "At the path"}
-    return [(words[name], mono(text)) for name, text in place.items()]
+    """Return rows that state where the merchant's backend reads the secret; empty if it reads none."""
+    labels = {"backend_mount": "The merchant reads it in the mount", "backend_path": "At the path"}
+    return [(labels[name], mono(text)) for name, text in place.items()]
 
 
 def _state(connection: ProviderConnection) -> str:
-    if not _is_there(connection):
+    if not _is_present(connection):
         return "removed"
     return "pending" if connection.stored_at is None else "enabled"

@@ -1,4 +1,4 @@
-"""Webhook endpoints in the console: where an account is told of what happens, whether it arrives, and its secrets."""
+"""Webhook endpoints in the console: addresses, deliveries and signing secrets."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -53,7 +53,7 @@ from keyvault.services.webhooks.endpoints import (
 from keyvault.wire.destinations import LONGEST_URL
 from keyvault.wire.webhooks import MOST_ATTEMPTS
 
-_LAST_DELIVERIES = 25
+_MAX_DELIVERIES = 25
 
 
 class EndpointForm(ActForm):
@@ -67,7 +67,7 @@ class EndpointForm(ActForm):
     )
 
 
-class RotateForm(ActForm):
+class RotateSecretForm(ActForm):
     overlap_hours = forms.IntegerField(
         label="Overlap in hours",
         min_value=0,
@@ -97,8 +97,8 @@ def _disable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> Actio
 
 
 def _enable(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
-    again = enable_endpoint(grant, endpoint)
-    return ActionResult(f"Enabled. Messages that had been given up and are sent again: {again}.")
+    resent = enable_endpoint(grant, endpoint)
+    return ActionResult(f"Enabled. Messages that had been given up and are sent again: {resent}.")
 
 
 def _test(grant: Grant, endpoint: WebhookEndpoint, cleaned: Cleaned) -> ActionResult:
@@ -155,10 +155,10 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
             P.WEBHOOKS_WRITE,
             _rotate,
             lambda endpoint: "A new signing secret is shown on the next page, this once.",
-            form=RotateForm,
+            form=RotateSecretForm,
             warn=lambda endpoint: (
                 "The overlap of the last rotation goes on: the secret before that one ends at once."
-                if _overlap_goes_on(endpoint)
+                if _is_in_overlap(endpoint)
                 else ""
             ),
         ),
@@ -227,7 +227,7 @@ class WebhookEndpointAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: WebhookEndpoint) -> Detail:
         life: list[tuple[str, Any]] = [("Created", moment(row.created_at))]
-        if _overlap_goes_on(row):
+        if _is_in_overlap(row):
             life.append(("The secret before signs too until", moment(row.previous_until)))
         if row.disabled_at is not None:
             life += [("Disabled", moment(row.disabled_at)), ("Why", row.disabled_why)]
@@ -260,12 +260,12 @@ def _state(endpoint: WebhookEndpoint) -> str:
     return "enabled" if _is_enabled(endpoint) else "disabled"
 
 
-def _overlap_goes_on(endpoint: WebhookEndpoint) -> bool:
+def _is_in_overlap(endpoint: WebhookEndpoint) -> bool:
     return endpoint.previous_until is not None and endpoint.previous_until > datetime.now(UTC)
 
 
 def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
-    rows = WebhookDelivery.objects.filter(endpoint=endpoint).select_related("notice").order_by("-pk")[:_LAST_DELIVERIES]
+    rows = WebhookDelivery.objects.filter(endpoint=endpoint).select_related("notice").order_by("-pk")[:_MAX_DELIVERIES]
     is_linked = may(request, P.NOTICES_READ)
     return Table(
         "Last deliveries",

@@ -1,4 +1,4 @@
-"""Acts under break-glass in the console: in sight until a second person has reviewed them."""
+"""Break-glass actions in the console, shown until a second person has reviewed them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +30,7 @@ from keyvault.models import BreakGlass, Operator
 from keyvault.services.approvals.break_glass import review_break_glass
 
 PAGES = {"req_": "keyvault_issuancerequest", "rot_": "rotation_rotation"}
-"""Where the subject of an act leads to, by the prefix of its id."""
+"""Admin page of the subject of a break-glass action, by the prefix of its id."""
 
 
 def _review(grant: Grant, act: BreakGlass, cleaned: Cleaned) -> ActionResult:
@@ -121,7 +121,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         return super()._is_open(request, act, row) and operator_of(request).person != row.requester_person
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
-        """For whoever may review: those of others. For whoever only looks: all of them."""
+        """Return the unreviewed actions of others for reviewers, and all of them for auditors."""
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
             of_others = rows.exclude(requester_person=operator_of(request).person)
@@ -135,7 +135,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
 
 
 def _notes(person: str, act: BreakGlass) -> Iterable[str]:
-    """Why there is no button to review it."""
+    """Explain why the review button is missing."""
     if act.reviewed_at is None and person == act.person:
         yield "This was done in your name, so you cannot review it: it takes another person."
     elif act.reviewed_at is None and person == act.requester_person:
@@ -143,7 +143,7 @@ def _notes(person: str, act: BreakGlass) -> Iterable[str]:
 
 
 def _names(person: str) -> str:
-    """The log-ins of that person. A token that was made on the host in nobody's name has none."""
+    """Return the user names of a person; the person id for a token created on the host without an operator."""
     return ", ".join(Operator.objects.filter(person=person).values_list("username", flat=True)) or person
 
 

@@ -1,6 +1,6 @@
-"""Why was this refused? By a request id, or for a request that somebody describes; no secret is asked for or taken.
+"""Explain why a request was refused, by request id or by description. No secret is requested or accepted.
 
-Reads only: whatever is described is judged as if the key's secret had been shown, and spends nothing.
+Read-only: a described request is evaluated as if the key's secret had been presented, and spends no limit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,17 +66,17 @@ _CHECKS = {
     ErrorCode.RATE_LIMITED: "the limits of account and endpoint have room",
     ErrorCode.VERIFIER_STALE: "the key could be looked up",
 }
-_BEFORE_RETRYING = {
+_RETRY_CHECKS = {
     1: "the credential is in the documented header",
     2: "the key belongs to the requested environment and merchant",
     3: "the endpoint supports the authorization method that was sent",
     4: "the key or customer token has not expired or been revoked",
     5: "any required merchant, store or customer context is present",
 }
-"""What the client goes through before it tries again, by the `check` of its answer (D23)."""
+"""Checks for the client before it retries, by the `check` member of the response."""
 
 _ID_FIELDS = ("request_id", "key_id", "customer_token_id")
-_LONGEST_ID = 32
+_MAX_ID_LENGTH = 32
 
 
 class RequestIdForm(forms.Form):
@@ -84,7 +84,7 @@ class RequestIdForm(forms.Form):
 
 
 class DescribedForm(forms.Form):
-    """A request in words. Nothing of it is proved, and nothing has to be secret."""
+    """Description of a request. No field is verified, and no field is secret."""
 
     environment = forms.ChoiceField(choices=[(env.value, env.value) for env in Environment])
     endpoint = forms.CharField(
@@ -116,33 +116,33 @@ class DescribedForm(forms.Form):
 def explain_view(
     site: AdminSite, request: HttpRequest, crumbs: Sequence[Link], url_of: Callable[[Refusal], str]
 ) -> HttpResponse:
-    """Both forms; the answer to the one that was sent. `url_of` is the page of a stored refusal."""
-    asked = RequestIdForm()
-    described = DescribedForm()
+    """Show both forms and the result of the submitted one. `url_of` returns the page of a stored refusal."""
+    by_id = RequestIdForm()
+    by_description = DescribedForm()
     context: dict[str, Any] = {"title": "Why was this refused?", "crumbs": crumbs}
     status = 200
     if request.method == "POST":
         if _holds_secret(request.POST):
-            # Nothing of what was sent is shown again, not even beside the mistake.
+            # Echo none of the input: it contains a secret.
             context["error"], status = _WHOLE_KEY, 400
         elif "request_id" in request.POST:
-            asked = RequestIdForm(request.POST)
-            found = find_refusal(asked.cleaned_data["request_id"].strip()) if asked.is_valid() else None
+            by_id = RequestIdForm(request.POST)
+            found = find_refusal(by_id.cleaned_data["request_id"].strip()) if by_id.is_valid() else None
             if found is not None:
                 return HttpResponseRedirect(url_of(found))
-            status = 404 if asked.is_valid() else 400
-            context["error"] = _NOT_KEPT if asked.is_valid() else ""
+            status = 404 if by_id.is_valid() else 400
+            context["error"] = _NOT_KEPT if by_id.is_valid() else ""
         else:
-            described = DescribedForm(request.POST)
-            if described.is_valid():
-                context["sections"] = _explained(described.cleaned_data)
+            by_description = DescribedForm(request.POST)
+            if by_description.is_valid():
+                context["sections"] = _explanation(by_description.cleaned_data)
             else:
                 status = 400
-    return page(site, request, "explain", {**context, "asked": asked, "described": described}, status=status)
+    return page(site, request, "explain", {**context, "by_id": by_id, "by_description": by_description}, status=status)
 
 
 def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
-    """What the caller was told, what it means, and what only operators are told."""
+    """Return the response, its meaning, and the details for operators only."""
     kind = PROBLEM_TYPES[code]
     rows: list[tuple[str, Any]] = [
         ("Answer", f"{kind.status} {kind.title}"),
@@ -152,7 +152,7 @@ def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
         ("Cure", kind.cure),
     ]
     if kind.check is not None:
-        rows.append(("Check before trying again", f"{kind.check}: {_BEFORE_RETRYING[kind.check]}"))
+        rows.append(("Check before trying again", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
     return FactTable("Verdict", rows)
@@ -170,16 +170,16 @@ def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
 
 
 def _holds_secret(sent: QueryDict) -> bool:
-    """Whether something like a whole key stands anywhere, or something longer than any id where an id belongs."""
+    """Whether any field contains a whole key, or an id field contains more than an id."""
     texts = [text for _, values in sent.lists() for text in map(str, values)]
     ids = [text for name in _ID_FIELDS for text in map(str, sent.getlist(name))]
-    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _LONGEST_ID for text in ids)
+    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _MAX_ID_LENGTH for text in ids)
 
 
-def _explained(cleaned: Cleaned) -> list[FactTable | Table]:
+def _explanation(cleaned: Cleaned) -> list[FactTable | Table]:
     environment = Environment(cleaned["environment"])
     endpoint = _endpoint(cleaned, environment)
-    judgement = _judged(cleaned, environment, endpoint)
+    judgement = _judge(cleaned, environment, endpoint)
     sections: list[FactTable | Table] = []
     verdict = judgement.verdict
     if isinstance(verdict, Denial):
@@ -187,7 +187,7 @@ def _explained(cleaned: Cleaned) -> list[FactTable | Table]:
     else:
         sections.append(FactTable("Verdict", [("Answer", "200 Allowed"), *_limits(judgement, endpoint)]))
     sections.append(trace_table([(check.rule, check.passed) for check in judgement.trace]))
-    sections.append(FactTable("Assumed", list(_assumed(cleaned, judgement))))
+    sections.append(FactTable("Assumed", list(_assumptions(cleaned, judgement))))
     if isinstance(endpoint, Endpoint):
         sections.append(FactTable(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))
     return sections
@@ -199,7 +199,7 @@ def _endpoint(cleaned: Cleaned, environment: Environment) -> Endpoint | NoMatchi
     return match_endpoint(cleaned["method"], cleaned["path"], urlsplit(BASE_URLS[environment]).path)
 
 
-def _judged(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
+def _judge(cleaned: Cleaned, environment: Environment, endpoint: Endpoint | NoMatchingEndpoint) -> Judgement:
     merchant, store = cleaned["merchant"] or None, cleaned["store"] or None
     if isinstance(endpoint, Endpoint):
         merchant, store = endpoint.read_contexts(cleaned["path"] or None, {}, merchant, store)
@@ -238,7 +238,7 @@ def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> It
     yield "Not answered here", "whether these limits have room at this moment: an explanation spends nothing"
 
 
-def _assumed(cleaned: Cleaned, judgement: Judgement) -> Iterator[tuple[str, Any]]:
+def _assumptions(cleaned: Cleaned, judgement: Judgement) -> Iterator[tuple[str, Any]]:
     key_id = cleaned["key_id"]
     if not key_id:
         yield "Key", "none"

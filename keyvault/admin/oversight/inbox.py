@@ -1,4 +1,4 @@
-"""The inbox: what happened, alarms that nobody has seen first, each with the way to what it is about."""
+"""Inbox in the console: notices, unseen alarms first, each linked to its subject."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -39,11 +39,11 @@ _PAGES = {
     "crd_": "keyvault_credential_change",
     "req_": "keyvault_issuancerequest_change",
 }
-"""Where what a subject names is shown; rotation's own pages by name only, since it is not known here."""
+"""Admin page of a subject, by the prefix of its id. Rotation's pages are named only: keyvault does not import it."""
 
 
 _NUMBERED = {"webhook": "webhook endpoint", "schedule": "schedule"}
-"""What the subject of such a notice is the number of."""
+"""Noun for notices whose subject is a row number, by the first part of the kind."""
 
 
 class AllSeenForm(ActForm):
@@ -137,7 +137,7 @@ class NoticeAdmin(ConsoleModelAdmin):
         return account
 
     def ask_links(self, request: HttpRequest) -> list[Link]:
-        """Not from the front page: who marks alarms as seen is to look at them first."""
+        """Return nothing: an operator must open the inbox before marking alarms as seen."""
         return []
 
     def waiting(self, request: HttpRequest) -> Iterable[Waiting]:
@@ -164,8 +164,8 @@ class NoticeAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: Notice) -> Detail:
-        told = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
-        sections: list[FactTable | Table] = [self.summary(row), FactTable("Told with it", told)]
+        payload = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
+        sections: list[FactTable | Table] = [self.summary(row), FactTable("Told with it", payload)]
         if row.seen_at is not None:
             seen_by = "" if row.seen_by is None else row.seen_by.get_username()
             sections.append(FactTable("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
@@ -186,7 +186,7 @@ def _account(notice: Notice) -> SafeString | str:
 
 
 def _subject(notice: Notice) -> SafeString:
-    """The id of what it is about, as a link where there is a page."""
+    """Render the id of the subject, linked to its page if there is one."""
     text, label = notice.subject, _about(notice)
     if notice.account is None:
         return mono(label)  # a name, which may look like an id
@@ -205,9 +205,9 @@ def _subject(notice: Notice) -> SafeString:
 
 
 def _about(notice: Notice) -> str:
-    """Ids speak for themselves, but for the numbers of endpoints and schedules."""
-    what = _NUMBERED.get(notice.kind.partition(".")[0])
-    return str(notice.subject) if what is None else f"{what} {notice.subject}"
+    """Return the label of the subject; a row number is prefixed with its noun."""
+    noun_text = _NUMBERED.get(notice.kind.partition(".")[0])
+    return str(notice.subject) if noun_text is None else f"{noun_text} {notice.subject}"
 
 
 def _plain(value: object) -> str:
